@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -12,9 +13,10 @@ from jaxpar.base.meanings import suggest_key
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
-from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, require_ranges
+from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, ranges, require_ranges
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
+from jaxpar.base.training_rules import only_training, outdated_keys, training_rules
 
 _FLOOR = "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must not climb to it"
 
@@ -316,8 +318,10 @@ RESOLVED = "The resolved config of this run."
 # reported and kept. Any other difference is another experiment.
 RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler", "checkpoint",
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
-             "train.final_eval_batches", "train.allow_nonfinite", "data.prefetch", "data.accept_changed",
-             "model.scan_layers")  # fmt: skip
+             "train.final_eval_batches", "train.accumulation", "train.allow_nonfinite", "data.prefetch",
+             "data.accept_changed", "model.scan_layers")  # fmt: skip
+_PATHS = ("train.init", "data.tokenizer")
+"""Keys whose value names one file or folder, which may be written in several ways."""
 
 _MOST_PARAMETERS = 10**14
 _MOST_TOKENS = 2**30  # of a global batch
@@ -374,11 +378,18 @@ def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
 def incompatible_changes(old: Config, new: Config) -> list[str]:
     """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64", ...]`."""
     before, after = flatten(old), flatten(new)
+    changed = [key for key in after if before[key] != after[key]]
+    fixed = [key for key in changed if not any(key == free or key.startswith(free + ".") for free in RESUMABLE)]
     return [
         f"{key}: {before[key]!r} -> {after[key]!r}"
-        for key in after
-        if before[key] != after[key] and not any(key == k or key.startswith(k + ".") for k in RESUMABLE)
+        for key in fixed
+        if not (key in _PATHS and _is_same_path(before[key], after[key]))
     ]
+
+
+def _is_same_path(one: str, other: str) -> bool:
+    """Whether two words name one place: `model`, `./model/`."""
+    return bool(one and other) and os.path.abspath(one) == os.path.abspath(other)
 
 
 def require_local_data(data: DataConfig) -> None:
@@ -386,22 +397,24 @@ def require_local_data(data: DataConfig) -> None:
     require_local(data.path, data.val_path, data.tokenizer, *data.mixture)
 
 
-def check(config: Config) -> Config:
+def check(config: Config, training: bool = True) -> Config:
     """Return the config, or refuse it; no device or file is looked at, and nothing is built.
+
+    Args:
+      config: the config.
+      training: whether it is to be trained. Otherwise what only training reads may have any value of its type, as a run
+        of an earlier version may.
 
     Raises:
       UserError: a value has the wrong type, a number is not in its range, or settings contradict each other.
     """
     _require_types(config)
-    require_ranges(Config, flatten(config))
+    values = flatten(config)
+    require_ranges(Config, {key: value for key, value in values.items() if training or not only_training(key)})
     _require_size(config)
     model, train, data = config.model, config.train, config.data
     require_local(train.init)
     require_local_data(data)
-    traced, asked, last = config.metrics.profiled, config.metrics.profile, train.stop_at or train.steps
-    evaluates = train.eval_every > 0 and bool(data.val_path or data.val_fraction)
-    between = next((step for step in traced[:-1] if evaluates and step % train.eval_every == 0), 0)
-    microbatches = train.accumulation * max(config.pipeline.microbatches, 1)
     rules: list[tuple[bool, str]] = [
         (model.rope_factor != 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor,
          f"model.rope_low_freq_factor={model.rope_low_freq_factor:g} is not below model.rope_high_freq_factor="
@@ -422,32 +435,18 @@ def check(config: Config) -> Config:
         (train.batch % train.accumulation != 0,
          f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
          f"try train.batch={-(-train.batch // train.accumulation) * train.accumulation}"),
-        (train.warmup_steps >= train.steps and train.warmup_steps > 0,
-         f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
-         f"try train.warmup_steps={train.steps // 10}"),
-        (train.learning_rate * train.weight_decay >= 1,
-         f"train.learning_rate={train.learning_rate:g} times train.weight_decay={train.weight_decay:g} is 1 or more: "
-         "a step would take away all of a matrix, try a smaller one"),
-        (train.schedule != "constant" and train.decay_steps > train.steps - train.warmup_steps,
-         f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} leave after "
-         f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its floor: try "
-         f"train.decay_steps={train.steps - train.warmup_steps}"),
-        (config.precision.moments == "bfloat16" and train.beta1 > 0.95,
-         f"train.beta1={train.beta1:g} with precision.moments=bfloat16: a first moment would stop a tenth or more away "
-         "from where it should be, try train.beta1=0.95 or precision.moments=float32"),
-        (config.precision.gradients == "bfloat16" and microbatches > 256,
-         f"precision.gradients=bfloat16 adds up {microbatches} microbatches: past 256 of them the next is rounded "
-         "away, try a lower train.accumulation, or precision.gradients=float32"),
-        (train.stop_at > train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
-        (bool(traced) and traced[-1] > last, f"metrics.profile={asked} goes beyond the last step, which is {last}"),
-        (between > 0, f"metrics.profile={asked}: the evaluation after step {between} would be among them, try steps "
-                      "between two"),
-        (len({*config.metrics.sinks}) < len(config.metrics.sinks), "metrics.sinks names one of them twice"),
     ]  # fmt: skip
+    if training:
+        rules += [(rule.broken, rule.message) for rule in training_rules(config)]
     for broken, message in rules:
         if broken:
             raise UserError(message)
     return config
+
+
+def outdated(config: Config) -> set[str]:
+    """The dotted keys of what only training reads, of which a config has values that `check` refuses."""
+    return outdated_keys(config, flatten(config), ranges(Config))
 
 
 def _require_types(config: Config) -> None:

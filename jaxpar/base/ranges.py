@@ -35,6 +35,11 @@ class Range:
         """Whether a number is in the range; NaN never is."""
         return self.least <= value <= self.most or value in self.also
 
+    def holds_all(self, value: object) -> bool:
+        """Whether a number, or each of a tuple of numbers, is in the range."""
+        items: Any = value if isinstance(value, tuple) else (value,)
+        return all(self.holds(item) for item in items)
+
     def __str__(self) -> str:
         """`1 to 4,096`, or `0, or 0.5 to 1`."""
         alone = "".join(f"{number_text(value)}, or " for value in self.also)

@@ -232,18 +232,32 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Readers see the file whole or not at all, also while others write it; its folder is made.
 
     Raises:
-      OSError: the file cannot be written.
-      UserError: the path is a URL.
+      UserError: the file cannot be written, as on a disk that is full, or the path is a URL.
     """
     require_local(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    unfinished = path.with_name(f".{uuid.uuid4().hex}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as file:
+                yield file
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error of the system that keeps a file from being written into a UserError that names the file."""
     try:
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        names = {str(name) for name in (error.filename, error.filename2) if name is not None}
+        elsewhere = [name for name in names if Path(name).parent not in (path.parent, *path.parent.parents)]
+        if elsewhere:  # something that is read while the file is written
+            raise
+        why = "look at its folder, and at the space that is left there"
+        raise UserError(f"cannot write {path}: {error.strerror or error}: {why}") from error
 
 
 def write_whole(path: Path, text: str | bytes) -> None:

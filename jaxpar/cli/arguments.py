@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import os
 import re
 import sys
 import typing
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from jaxpar.base.config import RESOLVED, Config, fit_schedule, load_config, override
+from jaxpar.base.config import Config, fit_schedule, load_config, override
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
@@ -53,12 +54,14 @@ class ConfigArgs:
 
 
 def config_args(
-    usage: str | None, schema: Callable[[Config], Args], words: list[str], load: Callable[[str], Config] = load_config
-) -> tuple[str, Args]:
+    usage: str | None, schema: Callable[[Config], Args], words: list[str],
+    load: Callable[[str], Config] = load_config, training: bool = False,
+) -> tuple[str, Args]:  # fmt: skip
     """The first word (a preset's name or a path), and the flags, parsed with the config that it names as their default.
 
     `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name. A setting may be
-    written as messages write it, `mesh.tensor=2`, in place of its flag.
+    written as messages write it, `mesh.tensor=2`, in place of its flag. With `training`, the schedule is that of the
+    run in the folder of the arguments' `run`, if there is one.
 
     Raises:
       UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.
@@ -72,15 +75,45 @@ def config_args(
             raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
         mesh, _ = load_mesh_preset(args.on)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
-    if not is_resolved(name):
-        args = shorten_schedule(args, keys)
+    args = _schedule_of_run(name, args, keys) if training else shorten_schedule(args, keys)
     require_effects(name if load is load_config else "", args.config, keys)
     return name, args
 
 
 def given_keys(words: list[str]) -> set[str]:
     """The dotted keys of the flags among some words, and the names of a command's own."""
-    return {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    found = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return {FLOOR if key == OLD_FLOOR else key for key in found}
+
+
+def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
+    """A training command's arguments with the schedule that its run began with, which a run keeps. One that has not
+    trained yet has none: `train.steps` alone shortens the schedule, as everywhere.
+
+    Raises:
+      UserError: `train.steps` leaves no room for the schedule of the run.
+    """
+    from jaxpar.train.run_folder import finished_steps, is_run, read_run_config  # Orbax, which only training needs
+
+    folder = run_folder(name, args.run)
+    if not is_run(folder) or not any(finished_steps(folder)):
+        return shorten_schedule(args, keys)
+    run, config = read_run_config(folder).train, args.config
+    kept = {f"train.{key}": getattr(run, key) for key in ("warmup_steps", "decay_steps")}
+    changes = {key: value for key, value in kept.items() if key not in keys and value != flatten(config)[key]}
+    if changes:
+        said = ", ".join(f"{key}={value}" for key, value in changes.items())
+        print(f"jaxpar: note: the run in {folder} keeps its {said}", file=sys.stderr)
+        config = override(config, changes)
+    train = config.train
+    least = max(train.warmup_steps + 1, train.warmup_steps + train.decay_steps if train.schedule != "constant" else 0)
+    if "train.steps" in keys and 0 < train.steps < least and not keys & kept.keys():
+        raise UserError(
+            f"train.steps={train.steps} leaves no room for the schedule of the run in {folder}, which takes {least} "
+            f"(train.warmup_steps={train.warmup_steps}, train.decay_steps={train.decay_steps}) and is kept: try "
+            f"train.steps={least} or more, or train.stop_at={train.steps} to stop there"
+        )
+    return dataclasses.replace(args, config=config)
 
 
 def shorten_schedule(args: Any, keys: set[str]) -> Any:
@@ -89,16 +122,6 @@ def shorten_schedule(args: Any, keys: set[str]) -> Any:
     if note:
         print(f"jaxpar: note: {note}", file=sys.stderr)
     return dataclasses.replace(args, config=config)
-
-
-def is_resolved(name: str) -> bool:
-    """Whether a name is that of a run folder or of its config.toml, whose schedule is the run's own."""
-    path = Path(name)
-    file = path / "config.toml" if path.is_dir() else path
-    try:
-        return file.is_file() and file.read_text(encoding="utf-8").startswith(f"# {RESOLVED}")
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def flag_words(words: list[str]) -> list[str]:
@@ -161,7 +184,9 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
         settings: Any = args  # a type variable's fields are not known
         args = dataclasses.replace(args, config=override(settings.config, old))
     _require_local_flags(args)
-    require_ranges(type(args), flatten(args), inside="config.")
+    before, after = flatten(default), flatten(args)
+    given = {key: value for key, value in after.items() if value != before[key]}  # a run may have older values
+    require_ranges(type(args), given, inside="config.")
     return args
 
 
@@ -241,8 +266,8 @@ def run_folder(name: str, given: str = "") -> Path:
     in one, that; else runs/NAME."""
     path = Path(name)
     folder = path.parent if path.name == "config.toml" else path
-    is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
-    found = folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
+    holds_run = os.path.exists(folder / "config.toml") and (path.is_dir() or (folder / "checkpoints").is_dir())
+    found = folder if holds_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
     return Path(given) if given else found
 
 

@@ -107,7 +107,7 @@ def train_command(words: list[str]) -> int:
     """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
     from jaxpar.launch.local import train_config
 
-    name, args = config_args(train_command.__doc__, TrainArgs, words)
+    name, args = config_args(train_command.__doc__, TrainArgs, words, training=True)
     result = train_config(args.config, run_folder(name, args.run), args.verify)
     return 130 if result.interrupted else 0
 

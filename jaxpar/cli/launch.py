@@ -75,7 +75,7 @@ def launch_command(words: list[str]) -> int:
         return 0
     from jaxpar.launch.gang import launch
 
-    name, args = config_args(usage, RayArgs, rest)
+    name, args = config_args(usage, RayArgs, rest, training=True)
     if args.workers and args.target:
         raise UserError("--workers has no effect: a target has a process for each of its hosts")
     target = load_target(args.target) if args.target else None

@@ -83,7 +83,7 @@ def evaluate_folder(
     of a run takes no more of them than it has steps. `say` receives each note on how they run. A UserError says that
     there is no checkpoint or no validation data, or that the mesh does not fit.
     """
-    plan = make_plan(check(config), start(config.mesh))
+    plan = make_plan(check(config, training=False), start(config.mesh))
     run_together(lambda: require_memory(config, plan, machine_memory(), training=False))
     for note in kernel_notes(config, plan, training=False):
         say(note)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +37,13 @@ from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.memory import local_bytes, require_memory
-from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
+from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink, read_metrics
 from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
-from jaxpar.train.run_folder import METRIC, Checkpoints, open_run
+from jaxpar.train.run_folder import METRIC, Checkpoints, compare_run, keep_config, replaced_values
 from jaxpar.train.step import (
     TrainState,
     batch_rows,
@@ -146,15 +147,19 @@ def run(
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
     main = jax.process_index() == 0
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
-    before = open_run(folder, config, compared.known)
-    run_together(lambda: keep_data(folder, compared.pieces) if main else None)
+    before = compare_run(folder, config, compared.known)
+    if before is None:  # from now on it is a run folder; that of a run is written once nothing can be refused
+        keep_config(folder, config)
+    elif note := replaced_values(before, config):
+        say(note)
     if compared.note:
         say(compared.note)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
         run_together(lambda: keep_tokenizer(tokenizer, folder) if jax.process_index() == 0 else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
+    trained = checkpoints.latest() or 0
+    if before is not None and trained and (note := schedule_note(before.train, config.train, trained)):
         say(note)
     try:
         result = _Run(config, folder, plan, corpus, checkpoints, compared, watch, report).go()
@@ -191,18 +196,22 @@ class _Run:
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.lines: Future[None] | None = None
+        self.eval_step: Future[Compiled] | None = None
         self._unread: list[_Numbers] = []
 
     def go(self) -> Result:
+        self.missed = self._missed_evaluations()
         if self.first >= self.last:
+            if self.missed:
+                self._finish()
             steps = self.config.train.steps
             more = f"stop-at 0 goes on to step {steps}" if self.last < steps else "steps extends it"
             done = f"step {self.first} of {self.last} is done already: nothing to train (--train.{more})"
             self.show.say(f"{done}; see {self.folder}")
-            return Result(self.first, None, None, self.entropy, False)
+            return Result(self.first, None, self.val_loss, self.entropy, False)
         # Only the first process traces: its devices do what all do.
         steps = self.config.metrics.profiled if self.main else range(0)
-        self.profile = run_together(lambda: Profile(steps, self.folder, self.first))
+        self.profile = run_together(lambda: Profile(steps, self.folder, self.first, self._profile_advice()))
         # One other thread compiles the step while this one makes or reads the state; while the first steps run, it
         # compiles the evaluation and draws the memory.
         with closing(self.profile), self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
@@ -210,6 +219,7 @@ class _Run:
             state, data = self._start()
             step_fn, said = compiling.result()
             self.show.say(said)
+            self._keep()
             with self.show, stop_signals() as stop_after:
                 step = self._loop(step_fn, state, data, stop_after)
             self.watching.result()
@@ -219,6 +229,55 @@ class _Run:
         if self.main:
             self._say_result(step)
         return Result(step, self.loss, self.val_loss, self.entropy, step < self.last)
+
+    def _profile_advice(self) -> str:
+        """Steps of `metrics.profile` that this call could trace, as they are written."""
+        first = min(self.first + 2, self.last)  # the first step after a start is slower than the others
+        last = min(first + 4, self.last)
+        train = self.config.train
+        due = [step for step in range(first, last) if self.corpus.val and _is_due(step, train.eval_every)]
+        return f"{first}:{min([last, *due])}"
+
+    def _keep(self) -> None:
+        """Write what the run goes on with, once nothing of it can be refused: a refused call leaves a run as it was."""
+        keep_config(self.folder, self.config)
+        run_together(lambda: keep_data(self.folder, self.compared.pieces) if self.main else None)
+
+    def _missed_evaluations(self) -> set[str]:
+        """The metrics that the step to go on after should have and has not, because an error ended its evaluation."""
+        train, step = self.config.train, self.first
+        if not step or self.corpus.val is None:
+            return set()
+        due = dict[str, bool]()
+        due[METRIC] = step == self.last or _is_due(step, train.eval_every)
+        due[_FINAL + METRIC] = step == train.steps and final_batches(train) != train.eval_batches
+        rows = read_metrics(self.folder) if self.main else []
+        known = {key for row in rows if row["step"] == step for key in row}
+        return {key for key, is_due in due.items() if told_by_first(is_due and key not in known)}
+
+    def _evaluate_missed(self) -> None:
+        if not self.missed:
+            return
+        self._compile_evaluation()
+        train = self.config.train
+        if METRIC in self.missed:
+            self.val_loss = self._evaluate(self.first, train.eval_batches)
+            self.checkpoints.record(self.first, self.val_loss)
+        if _FINAL + METRIC in self.missed:
+            self.val_loss = self._evaluate(self.first, final_batches(train), _FINAL)
+
+    def _finish(self) -> None:
+        """Make up for the evaluation of the last step, after which there is nothing to train."""
+        with self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
+            self.state, self.data = self._start()
+            with self.show:
+                self._evaluate_missed()
+
+    def _compile_evaluation(self) -> None:
+        """Have the other thread compile the evaluation, unless it has."""
+        if self.eval_step is None and self.corpus.val is not None:
+            compile_it = partial(compile_eval_step, self.model, self.config, self.plan)
+            self.eval_step = self.beside.submit(compile_it)
 
     def _metrics(self) -> MetricsLog:
         """Open the log and the sinks, before anything is compiled: where one is refused, no process waits for it."""
@@ -305,6 +364,7 @@ class _Run:
         self.positions: dict[int, Any] = {}  # the state of the data's iterator, by step
         self.batches = Batches(data, empty_batch(self.config, self.plan, absent=True), ask_to_stop)
         try:
+            self._evaluate_missed()
             return self._steps(step_fn, stop_after)
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged):
@@ -332,8 +392,7 @@ class _Run:
                 self.lines = self.beside.submit(self.profile.write_lines, step_fn, devices)
             self._unread.append(_Numbers(step, metrics["loss"], metrics["grad_norm"], metrics["overflows"]))
             if step == self.first + 1:
-                if self.corpus.val is not None:
-                    self.eval_step = self.beside.submit(lambda: compile_eval_step(self.model, config, self.plan))
+                self._compile_evaluation()
                 watch = self.watch if self.main else lambda *_: None
                 self.watching = self.beside.submit(watch, config, self.plan, step_fn)
             # The host stays one step ahead: it awaits the step before, and fetches its metrics, while this one runs.
@@ -362,7 +421,7 @@ class _Run:
                 break
         final = final_batches(train)
         if step == train.steps and self.corpus.val is not None and final != train.eval_batches:
-            self.val_loss = self._evaluate(step, final, "final_")
+            self.val_loss = self._evaluate(step, final, _FINAL)
         return step
 
     def _next_rows(self, step: int) -> HostBatch:
@@ -403,6 +462,7 @@ class _Run:
             if step == self.first or not all(row.finite for row in trained):
                 return
             self._save(step)
+            self.checkpoints.wait()
         except Exception as error:  # the first error is the one to tell
             self.show.say(f"warning: the steps since the last checkpoint are lost: {error}")
             return
@@ -472,7 +532,7 @@ class _Run:
         )
 
     def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
-        assert self.corpus.val is not None
+        assert self.corpus.val is not None and self.eval_step is not None
         began = told = time.perf_counter()
         done, self.running = 0, EVALUATION
 
@@ -505,6 +565,8 @@ class _Run:
         self.show.say(f"step {step} done in {took} of training{val} (unigram entropy {self.entropy:.3f})")
 
 
+_FINAL = "final_"
+"""What stands before the metrics of the evaluation after the last step."""
 _PATIENCE = 20.0  # seconds of an evaluation after which it says how far it is
 
 

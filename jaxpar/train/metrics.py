@@ -19,7 +19,7 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.hardware import peak_flops
-from jaxpar.base.runtime import write_whole
+from jaxpar.base.runtime import write_whole, writing
 from jaxpar.base.toml import flatten
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop, Node, Place, Task
@@ -102,14 +102,17 @@ class MetricsLog:
                 say(f"warning: damaged lines of {path} were moved to {aside.name}: {count}, the last is {last!r}")
             kept = [row for row in found.rows if row["step"] <= first_step]
             write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-            self._file = path.open("a", encoding="utf-8")
+            self._path = path
+            with writing(path):
+                self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, **values: float | None) -> None:
         """Write one line with the step and what was measured at it; values that are None are left out."""
         known = {key: value for key, value in values.items() if value is not None}
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **known}) + "\n")
-            self._file.flush()
+            with writing(self._path):
+                self._file.write(json.dumps({"step": step, **known}) + "\n")
+                self._file.flush()
         for sink in self._sinks:
             sink.write(step, known)
         if self._report is not None:
@@ -119,10 +122,16 @@ class MetricsLog:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
         for sink in self._sinks:
             sink.close(error is not None)
+        if self._file is None:
+            return
+        try:
+            with writing(self._path):
+                self._file.close()  # which writes what a full disk had left unwritten
+        except UserError:
+            if error is None:  # else the first error is the one to tell
+                raise
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -266,15 +275,16 @@ class Profile:
     profiler, which XProf opens, and has the line of the model of every instruction.
 
     Steps that are traced already are not traced again: the same command resumes a run. Steps that are done and were not
-    traced are refused with a UserError.
+    traced are refused with a UserError, which names the steps of `advice` instead.
     """
 
-    def __init__(self, steps: range, folder: Path, done: int):
+    def __init__(self, steps: range, folder: Path, done: int, advice: str = ""):
         self._folder, self._running = folder / "profile", False
         self.file = self._folder / f"steps_{steps.start}_{steps.stop - 1}.json"
         left = range(max(steps.start, done + 1), steps.stop)
         if steps and not left and not self.file.exists():
-            raise UserError(f"metrics.profile: the run goes on after step {done}, try {done + 2}:{done + 6}")
+            instead = advice or f"{done + 2}:{done + 6}"
+            raise UserError(f"metrics.profile: the run goes on after step {done}, try {instead}")
         self.first, self.last = (left[0], left[-1]) if left and not self.file.exists() else (0, 0)
 
     def start(self) -> None:

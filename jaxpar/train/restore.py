@@ -26,7 +26,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_plan
-from jaxpar.train.run_folder import Checkpoints, finished_steps, is_run, open_run, read_run_config
+from jaxpar.train.run_folder import Checkpoints, compare_run, finished_steps, is_run, keep_config, read_run_config
 from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
 ORDER, FROZEN = "layer_order", "frozen"
@@ -285,11 +285,12 @@ def import_run(config: Config, source: Path, target: Path) -> None:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
     plan, model = make_plan(check(config), start(config.mesh)), Model(config.model)
-    state = init_state(model, config, plan, load_params(source, config, plan))
-    open_run(target, config)
-    checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
-    if checkpoints.latest() is not None:
+    if finished_steps(target):
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
+    compare_run(target, config)
+    state = init_state(model, config, plan, load_params(source, config, plan))
+    keep_config(target, config)
+    checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if jax.process_index() == 0:
         adapter = peft.is_adapter(source)
         if adapter:
@@ -309,7 +310,7 @@ def export_run(
     """
     if adapter and not config.model.lora.rank:
         raise UserError(f"--adapter: {source} was trained without LoRA, so it has none: leave it out")
-    plan, model = drop_stages(make_plan(check(config), start(config.mesh))), Model(config.model)
+    plan, model = drop_stages(make_plan(check(config, training=False), start(config.mesh))), Model(config.model)
     step, params = load_run(source, step, config, plan)
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)

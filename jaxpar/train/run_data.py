@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.base.config import Config, incompatible_changes
+from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.runtime import write_whole
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.identity import Piece, difference, identify
-from jaxpar.train.run_folder import finished_steps, is_run, moved_data, read_run_config
+from jaxpar.train.run_folder import finished_steps, is_run, moved_data, read_run_config, refused_changes
 
 DATA = "data.json"
 
@@ -50,7 +50,7 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
         broken = str(written["broken"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{file} does not say what the run was trained on: delete it to go on unchecked") from error
-    other_run = moved_data(incompatible_changes(read_run_config(folder), config))
+    other_run = moved_data(refused_changes(folder, read_run_config(folder), config))
     what = difference(before, pieces)
     if other_run or not what or not any(finished_steps(folder)):
         return Compared(pieces, True, False, "")

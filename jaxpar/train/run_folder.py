@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,17 +17,17 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
+from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, outdated, parse
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, require_local
 from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
-from jaxpar.base.toml import to_toml
+from jaxpar.base.toml import flatten, to_toml
 
 
 def is_run(folder: Path) -> bool:
     """Whether it is a run folder; a URL is refused (UserError)."""
     require_local(folder)
-    return (folder / "config.toml").exists()
+    return os.path.exists(folder / "config.toml")  # which is False of a name that is too long
 
 
 def read_run_config(folder: Path) -> Config:
@@ -50,41 +51,87 @@ def moved_data(changes: Sequence[str]) -> list[str]:
     return [text for text in changes if not text.startswith(("data.path: ", "data.val_path: "))]
 
 
+def refused_changes(folder: Path, before: Config, config: Config) -> list[str]:
+    """Return the changes that make a config another experiment than the run in a folder.
+
+    A run without a finished checkpoint is no experiment yet. An import that has not trained has its arrays alone. What
+    a run of an earlier version has and is refused today may be replaced.
+
+    Args:
+      folder: the run folder.
+      before: the config in it.
+      config: the config that it is to go on with.
+
+    Returns:
+      The changes, as `incompatible_changes` writes them.
+    """
+    steps = finished_steps(folder)
+    if not steps:
+        return []
+    changed = incompatible_changes(before, config)
+    if steps == [0]:
+        return [text for text in changed if text.startswith(("model.", "precision."))]
+    replaceable = outdated(before)
+    return [text for text in changed if text.partition(":")[0] not in replaceable]
+
+
+def replaced_values(before: Config, config: Config) -> str:
+    """Say which values of a run, that are refused today, a config replaces; empty = none."""
+    was, now = flatten(before), flatten(config)
+    changed = sorted(key for key in outdated(before) if was[key] != now[key])
+    values = ", ".join(f"{key} {was[key]} -> {now[key]}" for key in changed)
+    return f"settings of this run that are refused today are replaced: {values}" if values else ""
+
+
 def open_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
-    """Make a run folder with its `config.toml`, or check that the existing one belongs to the same experiment.
+    """Do what `compare_run` and `keep_config` do, with the same arguments, result and errors."""
+    before = compare_run(folder, config, data_compared)
+    keep_config(folder, config)
+    return before
 
-    With `data_compared`, the data are known to be those of the run, wherever they lie now.
 
-    Only process 0 does this and tells the others whether it succeeded, because they might see a half-written file. It
-    returns there the config that was in the folder, or None. A folder of another experiment, or one that is no run
-    folder, is refused with a UserError, and so is a URL.
+def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
+    """Require that a folder is no run yet, or that its run is the same experiment. Nothing is written.
+
+    Only process 0 looks, and tells the others what it found.
+
+    Args:
+      folder: the run folder, or where it will be.
+      config: the experiment.
+      data_compared: whether the data are known to be those of the run, wherever they lie now.
+
+    Returns:
+      On process 0 the config that is in the folder, or None; None elsewhere.
+
+    Raises:
+      UserError: the folder is of another experiment, is no run folder or cannot be used; or it is a URL.
     """
     require_local(folder)
     main = jax.process_index() == 0
-    return run_together(lambda: _open_run(folder, config, data_compared) if main else None)
+    return run_together(lambda: _compare_run(folder, config, data_compared) if main else None)
 
 
-def _open_run(folder: Path, config: Config, data_compared: bool) -> Config | None:
-    path, before = folder / "config.toml", None
-    if path.exists():
+def _compare_run(folder: Path, config: Config, data_compared: bool) -> Config | None:
+    if is_run(folder):
         before = read_run_config(folder)
-        changed = incompatible_changes(before, config)
+        changed = refused_changes(folder, before, config)
         if data_compared:
             changed = moved_data(changed)
-        if finished_steps(folder) == [0]:
-            # An import has not trained yet: how it trains is still open, but its arrays are fixed.
-            changed = [text for text in changed if text.startswith(("model.", "precision."))]
         if changed:
             differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))
             why = f"{folder} holds a run of another config ({differences})"
             raise UserError(f"{why}: use another --run folder, or give the old values")
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        return before
+    if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
-    try:
-        write_whole(path, to_toml(_for_next_call(config), RESOLVED))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}: look at --run, and at the space there") from error
-    return before
+    return None
+
+
+def keep_config(folder: Path, config: Config) -> None:
+    """Write a run's `config.toml`, on process 0, which tells the others whether it succeeded (else a UserError)."""
+    main = jax.process_index() == 0
+    text = to_toml(_for_next_call(config), RESOLVED)
+    run_together(lambda: write_whole(folder / "config.toml", text) if main else None)
 
 
 def _for_next_call(config: Config) -> Config:
@@ -117,8 +164,14 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# What Orbax logs is raised too, or is of no use to whoever trains; its lines have no form of ours.
+def _is_not_of_unread_future(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
+
+
+# What Orbax logs is raised too, or is of no use to whoever trains; its lines have no form of ours. Of its writes that
+# fail together it raises the first, and asyncio logs the others.
 logging.getLogger("absl").addFilter(_is_not_of_orbax)
+logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
 class Checkpoints:
@@ -266,6 +319,12 @@ class Checkpoints:
                     f"{why}: try again if a run or a copy is writing there, or take another step"
                 ) from error
             raise UserError(f"{why}: delete that folder to fall back to an older one") from error
+
+    def wait(self) -> None:
+        """Wait until what was saved is there, with its losses; raise a UserError where it could not be written."""
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._write_losses()
 
     def close(self) -> None:
         """Wait for what is being written, and raise what went wrong in the background (a full disk, say)."""

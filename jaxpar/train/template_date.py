@@ -38,9 +38,11 @@ def with_template_date(config: Config, folder: Path) -> Config:
 
 def _kept_date(folder: Path) -> str | None:
     """Return the date of a run that has trained, which may be empty in one of an older version; None for a new run."""
-    if not is_run(folder) or finished_steps(folder) == [0]:  # an import has not trained yet
+    steps = finished_steps(folder)
+    if not is_run(folder) or steps == [0]:  # an import has not trained yet
         return None
-    return read_run_config(folder).data.template_date
+    found = read_run_config(folder).data.template_date
+    return found if steps else found or None
 
 
 def _today() -> str:

@@ -57,7 +57,7 @@ def open_trained(
         the model, or the mesh does not fit.
     """
     try:
-        config = check(read_config(folder))
+        config = check(read_config(folder), training=False)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if step and not is_run(folder):

@@ -119,7 +119,7 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     tables = *layout, "checkpoint", "metrics"
     free = key.split(".")[0] in tables or key in (
         "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches", "train.final_eval_batches",
-        "train.allow_nonfinite", "data.prefetch", "data.accept_changed", "model.scan_layers",
+        "train.accumulation", "train.allow_nonfinite", "data.prefetch", "data.accept_changed", "model.scan_layers",
     )  # fmt: skip
     differences = incompatible_changes(Config(), changed(key, value))
     assert not differences if free else (len(differences) == 1 and differences[0].startswith(f"{key}: {value!r} -> "))

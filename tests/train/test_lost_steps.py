@@ -101,6 +101,41 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
     assert {*range(saved + 1, STEPS + 1)} <= found.keys()
 
 
+@pytest.mark.parametrize(("every", "failing"), [(6, 6), (2, 2)])
+def test_an_evaluation_that_failed_is_made_up_for(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, failing: int
+) -> None:
+    """After the last step, where nothing is left to train, and in the middle."""
+    run = tmp_path / "run"
+    monkeypatch.setattr(loop, "evaluate", evaluate_nothing)
+    config = override(config, {"train.eval_every": every, "train.final_eval_batches": 3})
+    with pytest.raises(ValueError, match="today"):
+        loop.run(config, run)
+    assert Checkpoints(run / "checkpoints").steps() == [failing]
+    monkeypatch.undo()
+    result = loop.run(config, run)
+    assert result.step == STEPS and result.val_loss is not None
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows if "val_loss" in row] == list(range(every, STEPS + 1, every))
+    assert [row["step"] for row in rows if "final_val_loss" in row] == [STEPS]
+    assert Checkpoints(run / "checkpoints").best() is not None
+    loop.run(config, run)
+    assert read_metrics(run) == rows, "an evaluation was made twice"
+
+
+def test_a_save_that_fails_in_the_background_is_not_said_to_be_there(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wait(self: Checkpoints) -> None:
+        raise UserError("a checkpoint could not be written: the disk is full")
+
+    monkeypatch.setattr(Checkpoints, "wait", wait)
+    with pytest.raises(KeyError, match="reads"):
+        loop.run(config, tmp_path / "run", report=stop_at_row_two)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "which is saved" not in said and "the steps since the last checkpoint are lost" in said
+
+
 def test_a_step_is_saved_before_it_is_evaluated_and_the_best_is_still_known(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
