@@ -197,7 +197,9 @@ def plain_message(message: Message) -> dict[str, Any]:
     The content of a turn that calls tools stays null, since there are templates that write a call only then.
     """
     plain = {key: value for key, value in message.items() if value is not None}
-    if message.get("tool_calls") and "content" in message:
+    if not message.get("tool_calls"):
+        plain.pop("tool_calls", None)  # an empty list is a call to some templates
+    elif "content" in message:
         plain["content"] = message["content"]
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is not None:

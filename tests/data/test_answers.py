@@ -128,6 +128,11 @@ def test_arguments_are_objects_for_a_template_that_prints_a_text_as_it_is():
     assert '{"city":"Oslo"}' in writer_of(both).answers(read_conversation(kept)).text, "as it was given"
 
 
+def test_an_answer_with_an_empty_list_of_calls_is_an_answer():
+    text = CHATML.replace("m.content", "m.tool_calls[0] if 'tool_calls' in m else m.content")
+    assert learned(text, {"messages": [USER, ANSWER | {"tool_calls": []}]}) == ["Here.<|im_end|>\n"]
+
+
 def test_an_older_call_is_a_call_and_its_functions_are_tools():
     older = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}
     row = {"functions": [{"name": "look"}], "messages": [USER, older, {"role": "function", "content": "4"}, ANSWER]}
