@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxpar.kernels.attention.call import BLIND, Call
 from jaxpar.kernels.masks import (
+    And,
     BlockSparse,
     Causal,
     Dilated,
@@ -34,6 +35,8 @@ from jaxpar.kernels.masks import (
     Window,
     bigbird,
     dense,
+    in_documents,
+    places_in_documents,
 )  # fmt: skip
 
 VALUE = {"float32": 1e-5, "bfloat16": 2**-7}
@@ -63,7 +66,16 @@ class Case(NamedTuple):
 def _documents(rng: np.random.Generator, B: int, S: int, T: int) -> Segments:
     """Packed documents of some eight tokens; where S and T differ, those of a longer sequence."""
     of_all = np.cumsum(rng.random((B, max(S, T))) < 1 / 8, axis=1).astype(np.int32)
-    return Segments(jnp.asarray(of_all[:, :S]), jnp.asarray(of_all[:, :T]))
+    q_ids = jnp.asarray(of_all[:, :S])
+    return Segments(q_ids, q_ids if S == T else jnp.asarray(of_all[:, :T]))
+
+
+def _of_documents(mask: Mask, documents: Segments) -> Mask:
+    """A mask that counts from the start of each document, whose queries and keys both begin where the rows do."""
+    if documents.q_ids is documents.kv_ids:
+        return mask & documents
+    q_places, kv_places = places_in_documents(documents.q_ids), places_in_documents(documents.kv_ids)
+    return And(in_documents(mask, q_places, kv_places), documents)
 
 
 def _unsorted(rng: np.random.Generator, B: int, S: int, T: int) -> Segments:
@@ -104,8 +116,12 @@ MASKS: dict[str, Callable[[np.random.Generator, Case], Mask]] = {
     "prefix_or_blocks": lambda rng, c: (Causal() & Window(5)) | _blocks(rng, c.S, c.T, c.block),
     "documents_or_blocks": lambda rng, c: Causal() & (_documents(rng, c.B, c.S, c.T) | _blocks(rng, c.S, c.T, c.block)),
     "two_documents": lambda rng, c: _unsorted(rng, c.B, c.S, c.T) & (Causal() | _documents(rng, c.B, c.S, c.T)),
-    "first_of_documents": lambda rng, c: Causal() & (Window(4) | First(3)) & _documents(rng, c.B, c.S, c.T),
-    "blocks_of_documents": lambda rng, c: Causal() & _moving(rng, c.S, c.T) & _documents(rng, c.B, c.S, c.T),
+    "first_of_documents": lambda rng, c: _of_documents(
+        Causal() & (Window(4) | First(3)), _documents(rng, c.B, c.S, c.T)
+    ),
+    "blocks_of_documents": lambda rng, c: _of_documents(
+        Causal() & _moving(rng, c.S, c.T), _documents(rng, c.B, c.S, c.T)
+    ),
     "dilated_or_prefix": lambda rng, c: Causal() & (Dilated(4, 8) | First(5) | Window(3, 0)),
     "nothing": lambda rng, c: Causal(-c.T - c.S),
 }

@@ -110,15 +110,24 @@ def _imported(test: Path) -> frozenset[Path]:
             modules = [name.name for name in node.names]
         else:
             continue
-        found.update(_file_of(module) for module in modules if module.startswith("jaxpar."))
+        for module in modules:
+            found |= _files_of(module)
     return frozenset(found)
 
 
-def _file_of(module: str) -> Path:
-    """Give the file of a module; one that is a name inside a module has none, and is never found changed."""
-    _, wing, *rest = module.split(".")
+def _files_of(module: str) -> frozenset[Path]:
+    """Give the files of a module: those of a package's folder, since what it re-exports comes from any of them, and
+    those of a folder inside only where it is imported itself. A name inside a module has none."""
+    top, *inner = module.split(".")
+    if top != "jaxpar" or not inner:
+        return frozenset()
+    wing, *rest = inner
     folder = ROOT / PACKAGES[wing] if wing in PACKAGES else ROOT / "jaxpar" / wing
-    return folder.joinpath(*rest).with_suffix(".py")
+    path = folder.joinpath(*rest)
+    if path.is_dir():
+        return frozenset(path.glob("*.py"))
+    file = path.with_suffix(".py")
+    return frozenset({file} if file.exists() else ())
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:

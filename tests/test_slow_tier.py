@@ -24,13 +24,20 @@ def test_before_the_deadline_all_are_run(pytester: pytest.Pytester) -> None:
     result.stdout.no_fnmatch_line("*before the deadline*")
 
 
-@pytest.mark.parametrize("changed", ["jaxpar/base/errors.py", "models/masks.py", "tests/base/test_x.py"])
+IMPORTS = {
+    "jaxpar/base/errors.py": "import jaxpar.base.errors",
+    "models/masks.py": "from jaxpar.models import masks",
+    "models/model.py": "from jaxpar.models import Model",
+    "jaxpar/verify/_gradients.py": "from jaxpar import verify",
+    "jaxpar/parallel/linear.py": "from jaxpar.parallel import Ops",
+    "jaxpar/kernels/attention/tpu.py": "import jaxpar.kernels.attention",
+}
+
+
+@pytest.mark.parametrize("changed", [*IMPORTS, "tests/base/test_x.py"])
 def test_what_changed_comes_first(changed: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = {
-        "jaxpar/base/errors.py": "import jaxpar.base.errors",
-        "models/masks.py": "from jaxpar.models import masks",
-    }
-    test = imports.get(changed, "") + "\ndef test_of_it(): pass"
+    """What a wing or a package re-exports comes from any file of its folder."""
+    test = IMPORTS.get(changed, "") + "\ndef test_of_it(): pass"
     others = {f"test_{letter}": "def test_other(): pass" for letter in "abcdefgh"}
     path = pytester.makepyfile(test_x=test, **others)
     monkeypatch.setattr(slow_tier, "changed_files", lambda: frozenset([path if "test_x" in changed else file(changed)]))

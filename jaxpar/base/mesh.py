@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.arguments import require_whole
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.ranges import Range
 
 MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
@@ -57,10 +58,11 @@ class MeshSpec:
     """Join a multi-process run with `jax.distributed.initialize()` before the first device is touched."""
 
 
-def require_mesh_axis(name: str, otherwise: str) -> None:
+def require_mesh_axis(name: object, otherwise: str) -> None:
     """Raise a UserError that begins with `otherwise` if this is not the name of a mesh axis."""
-    if name not in MESH_AXES:
-        raise UserError(f"{otherwise} {name!r}{suggest(name, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}")
+    if not isinstance(name, str) or name not in MESH_AXES:
+        hint = suggest(name, MESH_AXES) if isinstance(name, str) else ""
+        raise UserError(f"{otherwise} {short(name)}{hint}: mesh axes are {', '.join(MESH_AXES)}")
 
 
 def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
@@ -92,10 +94,12 @@ def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[Mesh
       available: how a message calls these devices; empty means `64 are here`.
 
     Raises:
-      UserError: an axis of size 0 or below -1, two axes of -1, or a product that is not `device_count`.
+      UserError: an axis whose size is no whole number, 0 or below -1, two axes of -1, or a product that is not
+        `device_count`.
     """
     sizes = axis_sizes(spec)
     for name, size in [*sizes.items(), *((f"dcn.{axis}", n) for axis, n in asdict(spec.dcn).items())]:
+        require_whole("a mesh", f"mesh.{name}", size)
         if size < 1 and (size != -1 or name.startswith("dcn.")):
             raise UserError(f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)")
     free: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
@@ -147,14 +151,16 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
       sizes: in place of a spec: `make_mesh(data=2, fsdp=-1)`. An axis of -1 takes what is left.
 
     Raises:
-      UserError: a name is not a mesh axis, or the sizes do not match the devices.
+      UserError: a name is not a mesh axis, an argument is of another type, or the sizes do not match the devices.
     """
     for axis in sizes:
         require_mesh_axis(axis, "make_mesh: no mesh axis")
+    if spec is not None and not isinstance(spec, MeshSpec):
+        raise UserError(f"make_mesh takes a MeshSpec, or sizes by name, and was given {short(spec)}: {_by_name(spec)}")
     if spec is not None and sizes:
         raise UserError(f"make_mesh takes a MeshSpec or sizes, and was given both: {describe(sizes)}")
     spec = spec or MeshSpec(**sizes)  # pyright: ignore[reportArgumentType]
-    devices = list(jax.devices() if devices is None else devices)
+    devices = _list_devices(devices)
     ici = tuple(resolve(spec, len(devices)).values())
     dcn = tuple(getattr(spec.dcn, axis) for axis in MESH_AXES)
     if math.prod(dcn) > 1 and devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
@@ -169,6 +175,25 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     else:
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _by_name(spec: object) -> str:
+    """What to write in place of what is no MeshSpec."""
+    sizes = spec if isinstance(spec, Mapping) and all(axis in MESH_AXES for axis in spec) else {"data": -1}
+    return f"write make_mesh({', '.join(f'{axis}={size!r}' for axis, size in sizes.items())})"
+
+
+def _list_devices(devices: object) -> list[jax.Device]:
+    """The devices that were given, or all of JAX's; a UserError for what is no list of devices."""
+    if devices is None:
+        return list(jax.devices())
+    found: list[Any] = list(devices) if isinstance(devices, Iterable) else []
+    if not found or not all(hasattr(device, "platform") for device in found):
+        raise UserError(
+            f"make_mesh takes devices as a list of jax's devices, and was given {short(devices)}: write "
+            "devices=jax.devices()[:4], for one"
+        )
+    return found
 
 
 def _simulate_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.mesh import MESH_AXES, MeshAxis, describe, largest_divisor, require_mesh_axis
 
 LogicalAxis = Literal["batch", "seq", "residual_seq", "attention_seq", "embed", "state_embed", "heads", "kv_heads",
@@ -66,17 +66,32 @@ class ShardingRules:
     stage: tuple[MeshAxis, ...] = ("stage",)
 
     def __post_init__(self) -> None:
-        """Accept a bare mesh axis in place of a tuple of one, and None in place of an empty tuple.
+        """Accept a bare mesh axis in place of a tuple of one, a list, and None in place of an empty tuple.
 
         Raises:
-          UserError: a name is not a mesh axis.
+          UserError: a name is not a mesh axis or stands twice, or a rule is of another type. A set has no order, and
+            each process of a run would lay arrays out in an order of its own.
         """
         for rule in fields(self):
-            given: str | Sequence[str] | None = getattr(self, rule.name)
-            axes = (given,) if isinstance(given, str) else tuple(given or ())
-            for axis in axes:
-                require_mesh_axis(axis, f"rules.{rule.name} names no mesh axis:")
+            axes = _mesh_axes_of(getattr(self, rule.name), f"rules.{rule.name}")
             object.__setattr__(self, rule.name, axes)
+
+
+def _mesh_axes_of(given: object, name: str) -> tuple[str, ...]:
+    """The mesh axes of one rule, outermost first."""
+    if given is None:
+        return ()
+    axes = (given,) if isinstance(given, str) else given
+    if not isinstance(axes, tuple | list | P):
+        raise UserError(
+            f'{name} is a mesh axis, a tuple of them, or None, and was given {short(given)}: write ("data", "fsdp"), '
+            "the outermost first"
+        )
+    for place, axis in enumerate(axes):
+        require_mesh_axis(axis, f"{name} names no mesh axis:")
+        if axis in tuple(axes)[:place]:
+            raise UserError(f"{name} names the mesh axis {axis!r} twice: an axis splits a dim once, leave one out")
+    return tuple(axes)
 
 
 def spec_for(
@@ -269,11 +284,15 @@ class Layout:
         return jax.tree_util.tree_map_with_path(place, *trees, is_leaf=lambda axes: axes is None or is_axes(axes))
 
     def constrain(self, x: jax.Array, axes: Axes, name: str = "activation") -> jax.Array:
-        """Fix the sharding of `x` at this point of a jitted function."""
+        """Fix the sharding of `x` at this point of a jitted function.
+
+        Raises:
+          UserError: `spec_for` says when; on one device too, where there is nothing to fix.
+        """
         require_axes(axes, name)
+        place = self.sharding(axes, x.shape, name)
         if self.mesh.size == 1:
             return x
-        place = self.sharding(axes, x.shape, name)
         in_stage = bool(jax.sharding.get_abstract_mesh().manual_axes)  # there the mesh has the other axes only
         return jax.lax.with_sharding_constraint(x, place.spec if in_stage else place)
 

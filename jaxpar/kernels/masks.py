@@ -11,7 +11,9 @@ A mask without ids is hashable. All masks are pytrees, and their only arrays are
 
 Places count from the start of the sequence. In packed documents, which is what joining `Segments` by `&` says, `First`
 counts from the start of each document, so that a document sees what it would see alone. The map of a `BlockSparse` is
-laid on the whole sequence, unless it says `per_document`.
+laid on the whole sequence, unless it says `per_document`. Where a document begins is read off the ids of whole rows:
+write `Segments(ids, ids)`, the same array twice. Some queries of a row, or some keys, are told their places by
+`And(in_documents(mask, q_places, kv_places), Segments(q_ids, kv_ids))`.
 
 Places are int32: i of a query, j of a key, and d = i - j. Shapes: B batch, S queries, T keys, Q and K their tiles.
 """
@@ -30,7 +32,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError
+from jaxpar.kernels.mask_arguments import describe_no_mask, require_ids
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """How much of a tile may be seen: nothing, some of it, or all of it."""
@@ -87,6 +91,8 @@ class Tiles(NamedTuple):
 class Mask:
     """The base of all masks."""
 
+    __array_ufunc__ = None  # so that numpy leaves `array & mask` to the mask, which refuses it
+
     def visible(self, i: Places, j: Places) -> Places:
         """Whether queries at places `i` may see keys at places `j`, as bool of their broadcast shapes.
 
@@ -111,10 +117,33 @@ class Mask:
         return of_leaf(self)
 
     def __and__(self, other: Mask) -> Mask:
-        return _join(self, other)
+        return _join(self, require_mask(other, "&"))
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other)
+        return Or(self, require_mask(other, "|"))
+
+    def __rand__(self, other: object) -> Mask:
+        return require_mask(other, "&") & self
+
+    def __ror__(self, other: object) -> Mask:
+        return require_mask(other, "|") | self
+
+
+def require_mask(value: object, what: str) -> Mask:
+    """Return a mask as it is.
+
+    Args:
+      value: what was given.
+      what: what takes a mask, for the message.
+
+    Raises:
+      UserError: it is no mask.
+    """
+    if isinstance(value, Mask):
+        return value
+    raise UserError(
+        f"{what} takes a mask of jaxpar.kernels.masks, such as Causal(), and was given {describe_no_mask(value, Mask)}"
+    )
 
 
 def _state(some: Places, every: Places) -> Places:
@@ -161,6 +190,9 @@ class Causal(_OfDistance):
 
     offset: int = 0
 
+    def __post_init__(self) -> None:
+        require_whole("Causal", "offset", self.offset)
+
     def visible(self, i: Places, j: Places) -> Places:
         return i - j >= -self.offset
 
@@ -174,6 +206,11 @@ class Window(_OfDistance):
 
     left: int | None = None
     right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, reach in (("left", self.left), ("right", self.right)):
+            if reach is not None:
+                require_whole("Window", name, reach)
 
     def visible(self, i: Places, j: Places) -> Places:
         seen = i - j == i - j
@@ -190,6 +227,9 @@ class First(Mask):
 
     n: int
 
+    def __post_init__(self) -> None:
+        require_whole("First", "n", self.n, least=0)
+
     def visible(self, i: Places, j: Places) -> Places:
         return (i - j == i - j) & (j < self.n)
 
@@ -204,6 +244,10 @@ class Dilated(_OfDistance):
 
     window: int
     stride: int
+
+    def __post_init__(self) -> None:
+        require_whole("Dilated", "window", self.window, least=1)
+        require_whole("Dilated", "stride", self.stride, least=1)
 
     def visible(self, i: Places, j: Places) -> Places:
         d, reach = i - j, (self.window - 1) * self.stride
@@ -240,6 +284,8 @@ class BlockSparse(Mask):
         blocks = np.asarray(self.block_map, dtype=bool)
         if blocks.ndim != 2 or 0 in blocks.shape:
             raise UserError(f"BlockSparse needs a map of blocks [M, N], and was given shape {blocks.shape}")
+        require_whole("BlockSparse", "block_q", self.block_q, least=1)
+        require_whole("BlockSparse", "block_k", self.block_k, least=1)
         object.__setattr__(self, "block_map", (blocks.shape, blocks.tobytes()))  # which can be hashed
 
     @cached_property
@@ -291,7 +337,16 @@ def bigbird(
       block: how many places a block has.
       causal: the random blocks of a query lie before its own, for use with `Causal()`. The map of a shorter sequence is
         then the beginning of that of a longer one, and is laid on each document where there are any.
+
+    Raises:
+      UserError: a number is not whole or too small, or the window has no middle.
     """
+    for name, value in (("length", length), ("window", window), ("block", block)):
+        require_whole("bigbird", name, value, least=1)
+    for name, value in (("globals", globals), ("random", random), ("seed", seed)):
+        require_whole("bigbird", name, value, least=0)
+    if window % 2 == 0:
+        raise UserError(f"bigbird has blocks on both sides of a query's own, and was given {window=}: make it odd")
     n = -(-length // block)
     row, column = np.arange(n)[:, None], np.arange(n)
     seen = (abs(row - column) <= window // 2) | (row < globals) | (column < globals)
@@ -310,7 +365,8 @@ class Segments(Mask):
     """In packed sequences, a query sees the keys of its own document.
 
     Attributes:
-      q_ids, kv_ids: int [B, S] and [B, T], the ids of the queries and keys at hand, wherever their places begin.
+      q_ids, kv_ids: int [B, S] and [B, T], the ids of the queries and keys at hand, wherever their places begin. A mask
+        that counts from the start of each document takes those of whole rows, one array for both.
     """
 
     q_ids: Int[Array, "B S"]
@@ -324,11 +380,10 @@ class Segments(Mask):
         """Refuse ids whose shapes do not fit so many sequences, queries and keys.
 
         Raises:
-          UserError: the ids do not fit.
+          UserError: the ids do not fit, or are no whole numbers.
         """
-        for name, ids, shape in (("q_ids", self.q_ids, (B, S)), ("kv_ids", self.kv_ids, (B, T))):
-            if getattr(ids, "shape", None) != shape:
-                raise UserError(f"Segments needs {name} {shape}, an id for each token, and was given {_shape_of(ids)}")
+        require_ids("q_ids", self.q_ids, (B, S))
+        require_ids("kv_ids", self.kv_ids, (B, T))
 
     def states(self, tiles: Tiles) -> Places:
         """The states are exact where the ids of a sequence never decrease."""
@@ -401,15 +456,44 @@ def in_documents(mask: Mask, q_places: Array, kv_places: Array) -> Mask:
 
 
 def _join(left: Mask, right: Mask) -> Mask:
-    """Join two masks by `&`; where one has documents, what counts from the start does so from each document's."""
+    """Join two masks by `&`; where one has documents, what counts from the start does so from each document's.
+
+    Raises:
+      UserError: something counts from the start of documents, and the ids do not say where each one begins.
+    """
     documents = [part for part in (*_conjuncts(left), *_conjuncts(right)) if type(part) is Segments]
-    if not documents or not any(_counts_from_start(leaf) for side in (left, right) for leaf in side.leaves()):
+    leaves = [*left.leaves(), *right.leaves()]
+    if not documents or not any(_counts_from_start(leaf) or isinstance(leaf, _COUNTED) for leaf in leaves):
         return And(left, right)
-    ids = documents[0].q_ids, documents[0].kv_ids
+    ids_BT = _ids_of_rows(documents)
+    if not any(_counts_from_start(leaf) for leaf in leaves):
+        return And(left, right)
     # Where a kernel is chosen only shapes are known, and what the ids are does not matter.
-    known = not isinstance(ids[0], jax.ShapeDtypeStruct)
-    q_places, kv_places = map(places_in_documents, ids) if known else (jnp.zeros(x.shape, jnp.int32) for x in ids)
-    return And(in_documents(left, q_places, kv_places), in_documents(right, q_places, kv_places))
+    known = not isinstance(ids_BT, jax.ShapeDtypeStruct)
+    places_BT = places_in_documents(ids_BT) if known else jnp.zeros(ids_BT.shape, jnp.int32)
+    return And(in_documents(left, places_BT, places_BT), in_documents(right, places_BT, places_BT))
+
+
+_COUNTED = FirstOfDocument, BlocksOfDocument
+
+
+def _ids_of_rows(documents: list[Segments]) -> Int[Array, "B T"]:
+    """The ids of whole rows, from which the places in documents can be counted; they are one array.
+
+    Raises:
+      UserError: there is more than one array of ids, so that a document may begin outside of them or within them.
+    """
+    ids_BT = documents[0].q_ids
+    for segments in documents:
+        require_ids("q_ids", segments.q_ids)
+        require_ids("kv_ids", segments.kv_ids)
+        if segments.q_ids is not ids_BT or segments.kv_ids is not ids_BT:
+            raise UserError(
+                "First and blocks per_document count from the start of each document, and the ids are not those of one "
+                "sequence: write Segments(ids, ids), the same array twice, or give the places of some queries and keys "
+                "by And(in_documents(mask, q_places, kv_places), Segments(q_ids, kv_ids))"
+            )
+    return ids_BT
 
 
 def _counts_from_start(leaf: Mask) -> bool:

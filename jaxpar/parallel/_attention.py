@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis, require_layout
 from jaxpar.kernels.attention import dispatch
@@ -24,6 +24,7 @@ from jaxpar.parallel.collectives import capability_of, manual, platform_of
 from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
 from jaxpar.parallel.linear import ATTENDED
 from jaxpar.parallel.remat import named
+from jaxpar.parallel.token_order import require_strategy
 
 _CAUSAL = Causal()
 
@@ -36,8 +37,8 @@ def attention(
     """Softmax attention, inside any jitted function.
 
     Args:
-      q_BSHh: queries; H is a multiple of K. With a layout q, k and v share one sequence and are split as by
-        `column_linear`: over `batch`, `attention_seq`, and `heads` or `kv_heads`.
+      q_BSHh: queries, of a floating dtype; H is a multiple of K. With a layout q, k and v share one sequence and are
+        split as by `column_linear`: over `batch`, `attention_seq`, and `heads` or `kv_heads`.
       k_BSKh: keys.
       v_BSKh: values.
       mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where a `ring`
@@ -45,7 +46,7 @@ def attention(
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a `shard_map`.
       context: how keys and values come together where the layout splits the sequence: see `jaxpar.parallel.context`.
       implementation: a value of the setting `kernels.attention`; `auto` = the first that serves, which the log names.
-      dropout_rate: dropout of the attention weights.
+      dropout_rate: dropout of the attention weights, from 0 to below 1.
       key: of the dropout; there is none when it is None.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
 
@@ -53,18 +54,17 @@ def attention(
       The output, in the layout of q and the dtype of v.
 
     Raises:
-      UserError: the shapes or the mask do not fit together, the implementation cannot serve, or `check_split` refuses.
+      UserError: the shapes or the mask do not fit together, a number is out of its range, the implementation cannot
+        serve, or `check_split` refuses.
     """
-    dispatch.check_arguments(q_BSHh, k_BSKh, v_BSKh, mask)
+    dispatch.check_arguments(q_BSHh, k_BSKh, v_BSKh, mask, softcap, dropout_rate)
     dropping = key is not None and dropout_rate > 0
     rate = dropout_rate if dropping else 0.0
     attend = partial(dispatch.attention, dropout_rate=rate, key=key, softcap=softcap, with_lse=False)
     if layout is None:
         return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
     require_layout(layout, "attention")
-    if context not in get_args(Strategy):
-        known = get_args(Strategy)
-        raise UserError(f"no context strategy {context!r}{suggest(context, known)}: try one of {', '.join(known)}")
+    require_strategy(context)
     for name, array, axis in (("q", q_BSHh, "heads"), ("k", k_BSKh, output_axis("kv_heads", layout))):
         layout.sharding((*ATTENDED[:2], axis, "head_dim"), array.shape, name)
     mask, segments_BS = apart_from_segments(mask)

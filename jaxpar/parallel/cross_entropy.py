@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, require_layout, state_axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
@@ -76,7 +77,7 @@ def linear_cross_entropy(
       loss_mib: how many MiB of a device the loss may hold: see `tiling`.
 
     Raises:
-      UserError: the rules split tokens and vocabulary over the same mesh axis.
+      UserError: the rules split tokens and vocabulary over the same mesh axis, or an argument is out of its range.
     """
     require_layout(layout, "linear_cross_entropy")
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
@@ -87,6 +88,10 @@ def linear_cross_entropy(
             f"linear_cross_entropy takes an integer label for each token {x_BSD.shape[:2]}, and was given "
             f"{labels_BS.dtype} of shape {labels_BS.shape}"
         )
+    require_whole("linear_cross_entropy", "vocab_size", vocab_size, least=0, most=head_VD.shape[0])
+    require_number("linear_cross_entropy", "z_loss", z_loss, least=0)
+    require_number("linear_cross_entropy", "softcap", softcap, least=0)
+    require_number("linear_cross_entropy", "loss_mib", loss_mib, above=0)
     how = _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib)
     sums = cast(LossSums, _sums(layout, how, x_BSD, head_VD, labels_BS))
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.arguments import require_whole
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, require_layout, state_axes
 from jaxpar.kernels.grouped_matmul import expert_order, grouped_matmul, grouped_weight_gradient, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
@@ -94,11 +95,12 @@ def expert_mlp(
       The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's sums.
 
     Raises:
-      UserError: the rules split experts over a mesh axis that splits no tokens.
+      UserError: the rules split experts over a mesh axis that splits no tokens, or an argument does not fit the others.
     """
     require_layout(layout, "expert_mlp")
     layout.sharding(STORED, x_BSD.shape, "x")
     _require_experts(x_BSD.shape[2], router_DE, gate_EDF, up_EDF, down_EFD, experts_per_token)
+    _require_text(text_BS, x_BSD.shape[:2])
     tokens = split_over(GATHERED[:2], layout)
     for axis in layout.mesh_axes("experts"):
         if axis not in tokens:
@@ -139,8 +141,20 @@ def _require_experts(
     for name, (weight, shape) in wanted.items():
         if weight.shape != shape:
             raise UserError(f"expert_mlp: {name} has shape {weight.shape}, and the others and x ask for {shape}")
-    if not 1 <= experts_per_token <= experts:
-        raise UserError(f"expert_mlp: experts_per_token={experts_per_token} is not in 1 to {experts}, the experts")
+    require_whole("expert_mlp", "experts_per_token", experts_per_token, least=1, most=experts)
+
+
+def _require_text(text_BS: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what is no boolean for each token: numbers would weigh the tokens in the router's sums."""
+    if text_BS is None:
+        return
+    found, dtype = getattr(text_BS, "shape", None), getattr(text_BS, "dtype", None)
+    if found != shape or not jnp.issubdtype(dtype, jnp.bool_):
+        given = short(text_BS) if found is None else f"{dtype} of shape {tuple(found)}"
+        raise UserError(
+            f"expert_mlp takes text_BS as a boolean for each token {shape}, and was given {given}: "
+            "write tokens != padding, for one"
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

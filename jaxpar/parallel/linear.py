@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
@@ -182,9 +183,14 @@ def logits(
       vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
+
+    Raises:
+      UserError: the arrays do not fit together, or a number is out of its range.
     """
     require_layout(layout, "logits")
     require_head("logits", x_BSD, head_VD, layout)
+    require_whole("logits", "vocab_size", vocab_size, least=0, most=head_VD.shape[0])
+    require_number("logits", "softcap", softcap, least=0)
     stored: Axes = ("embed", "vocab")
     outs: Axes = ("batch", "seq", "vocab")
     (logits_BSV,) = _columns(
@@ -332,9 +338,11 @@ def lookup(
       axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
 
     Raises:
-      UserError: the rules split tokens and rows over the same mesh axis.
+      UserError: the rules split tokens and rows over the same mesh axis, or the arguments are of another kind.
     """
     require_layout(layout, "lookup")
+    if not (axis is None or isinstance(axis, str)):
+        raise UserError(f'lookup takes one logical axis, such as "vocab", or None, and was given {axis!r}')
     layout.sharding((*GATHERED[:2], axis), name="lookup")
     layout.sharding(GATHERED[:2], ids_BS.shape, "ids")
     if not jnp.issubdtype(ids_BS.dtype, jnp.integer):
@@ -367,10 +375,14 @@ def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layou
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
-    """Zero a share `rate` of the entries of `x` and scale up the rest; `x` itself when key is None.
+    """Zero a share `rate` of the entries of `x`, from 0 to below 1, and scale up the rest; `x` itself when key is None.
 
     The bits depend on the key and the position in the global array only, so they are the same on every mesh.
+
+    Raises:
+      UserError: the rate is out of its range.
     """
+    require_number("dropout", "rate", rate, least=0, below=1)
     if key is None or rate == 0:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)

@@ -9,15 +9,15 @@ Shapes: B batch, S sequence, V vocab.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan, Strategy
-from jaxpar.base.sharding import Axes, Layout
+from jaxpar.base.sharding import Axes, Layout, require_layout
 from jaxpar.parallel.collectives import manual
 
 TOKENS: Axes = ("batch", None)
@@ -30,6 +30,18 @@ def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
     if n == 1 or strategy == "ulysses":
         return [0]
     return [chunk for i in range(n) for chunk in (i, 2 * n - 1 - i)]
+
+
+def require_strategy(context: object) -> None:
+    """Refuse what is no strategy of attention over a split sequence.
+
+    Raises:
+      UserError: there is no strategy of this name.
+    """
+    known = get_args(Strategy)
+    if context not in known:
+        hint = suggest(context, known) if isinstance(context, str) else ""
+        raise UserError(f"no context strategy {short(context)}{hint}: try one of {', '.join(known)}")
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -75,8 +87,13 @@ def in_order(
       context: how attention runs where the sequence is split, as for `attention`.
 
     Raises:
-      UserError: the sequence cannot be cut into equal chunks.
+      UserError: the sequence cannot be cut into equal chunks, or an argument is of another kind.
     """
+    require_layout(layout, "in_order")
+    require_strategy(context)
+    if not isinstance(batch, Mapping) or "tokens" not in batch:
+        found = f"the names {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else short(batch)
+        raise UserError(f'in_order takes arrays [batch, sequence] by name, "tokens" among them, and was given {found}')
     tokens_BS, order = batch["tokens"], chunk_order(layout, context)
     positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
     batch = {"positions": positions_BS, **batch}
@@ -88,6 +105,8 @@ def in_order(
 
 def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring") -> Float[Array, "B S V"]:
     """Put what a model made of a batch `in_order` back into the tokens' own order; the arguments are as there."""
+    require_layout(layout, "in_natural_order")
+    require_strategy(context)
     order = chunk_order(layout, context)
     return x_BSV if len(order) == 1 else reorder(x_BSV, inverse(order), 1)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
@@ -144,7 +145,8 @@ def compile_for(
     began = time.perf_counter()
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
     try:
-        traced, lowered = lower_for(jitted, arguments, host, target.platform)
+        with compiling_for(mesh.devices.flat[0]):
+            traced, lowered = lower_for(jitted, arguments, host, target.platform)
         own = options_of(lowered)
         beside = {name: value for name, value in (options or {}).items() if name not in own}
         compiled = program or compile_absent(lowered, beside)

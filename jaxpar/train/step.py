@@ -20,7 +20,7 @@ from jax.stages import Compiled, Wrapped
 
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, TrainConfig
-from jaxpar.base.jax_compat import once_options
+from jaxpar.base.jax_compat import Option, once_options
 from jaxpar.base.plan import Plan, gradient_dtype, late_sum_axes, param_dtype, plan_of_one_place
 from jaxpar.base.sharding import Axes, is_axes, local_rows, replicated_sharding, state_axes
 from jaxpar.hlo.turns import require_order
@@ -313,11 +313,21 @@ def _accumulate(
     return jax.lax.scan(add, nothing, (_microbatches(batch, accumulation, plan), jnp.arange(accumulation)))[0]
 
 
-def make_eval_step(model: Model, plan: Plan, accumulation: int = 1) -> Wrapped:
+def make_eval_step(
+    model: Model, plan: Plan, accumulation: int = 1, options: Mapping[str, Option] | None = None
+) -> Wrapped:
     """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both float32 sums over the batch.
 
-    It takes the batch in the microbatches of a training step, one after another, so that it works with no more memory.
+    It takes the batch in the microbatches of a training step, one after another, and is compiled with the same options,
+    so that it works with no more memory.
+
+    Args:
+      model: the model.
+      plan: where arrays lie and how the step runs.
+      accumulation: the number of microbatches.
+      options: options of the compiler; None = those of a training step on this mesh.
     """
+    options = step_options(plan.mesh) if options is None else options
 
     def of_microbatch(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
@@ -334,7 +344,7 @@ def make_eval_step(model: Model, plan: Plan, accumulation: int = 1) -> Wrapped:
         zero = jnp.zeros(())
         return jax.lax.scan(add, (zero, zero), _microbatches(batch, accumulation, plan))[0]
 
-    return jax.jit(step)
+    return jax.jit(step, compiler_options=dict(options))
 
 
 def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
@@ -348,8 +358,10 @@ def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
 
 
 def compile_eval_step(model: Model, config: Config, plan: Plan) -> Compiled:
-    """Compile `make_eval_step` for a config's parameters and batches; on CPU `require_order` may refuse the program."""
+    """Compile `make_eval_step` for a config's parameters, batches and compiler options; on CPU `require_order` may
+    refuse the program."""
     state, batch = step_shapes(model, config, plan)
-    compiled = make_eval_step(model, plan, config.train.accumulation).lower(state.params, batch).compile()
+    options = step_options(plan.mesh, config.compiler.options)
+    compiled = make_eval_step(model, plan, config.train.accumulation, options).lower(state.params, batch).compile()
     require_order(compiled, plan.mesh.devices.flat)
     return compiled

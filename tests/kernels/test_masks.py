@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -29,6 +30,7 @@ from jaxpar.kernels.masks import (
     Window,
     bigbird,
     dense,
+    in_documents,
     of_distance,
     places_in_documents,
     tile_states,
@@ -141,6 +143,61 @@ def test_a_document_in_a_row_sees_what_it_sees_alone(mask: Mask, lengths: list[i
         tiles = Tiles(S, S, 3, 5)
         found, states = np.asarray(tile_states(packed, tiles)), from_dense(want[None], tiles)
         assert np.all((found == states) | (found == PARTIAL))
+
+
+def test_queries_that_begin_within_a_document_are_told_their_places() -> None:
+    """`&` would count their places from the first query at hand, and the last query would see other blocks."""
+    documents: Any = np.array([[1] * 4 + [2] * 8], np.int32)
+    places: Any = places_in_documents(documents)
+    mask = Causal() & (First(1) | bigbird(16, window=1, globals=0, random=1, block=2, causal=True))
+    whole = dense(mask & Segments(documents, documents), Tiles(12, 12, 12, 12))
+    last = slice(9, None)
+    part = And(in_documents(mask, places[:, last], places), Segments(documents[:, last], documents))
+    np.testing.assert_array_equal(dense(part, Tiles(3, 12, 3, 12, q_start=9)), whole[:, last])
+    with pytest.raises(UserError, match=r"are not those of one sequence: write Segments\(ids, ids\)"):
+        _ = mask & Segments(documents[:, last], documents)
+
+
+def test_documents_of_two_kinds_do_not_say_where_a_document_begins() -> None:
+    a, b = jnp.array([[0, 0, 1, 1]]), jnp.array([[0, 1, 1, 1]])
+    one, two = Segments(a, a), Segments(b, b)
+    for join in (lambda: First(1) & (one & two), lambda: (First(1) & one) & two, lambda: two & (one & First(1))):
+        with pytest.raises(UserError, match="the ids are not those of one sequence"):
+            join()
+    again = dense(one & (one & First(1)), Tiles(4, 4, 4, 4))
+    np.testing.assert_array_equal(again, dense(First(1) & one, Tiles(4, 4, 4, 4)))
+    assert (one & two).visible(0, 0).shape == (1, 4, 4)  # which count from nothing
+
+
+IDS: Any = np.array([[0, 0, 1, 1]])
+NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "an offset": (lambda: Causal(0.5), "Causal takes offset as a whole number, and was given offset=0.5"),  # pyright: ignore[reportArgumentType]
+    "a reach": (lambda: Window(3.5), "Window takes left as a whole number, and was given left=3.5"),  # pyright: ignore[reportArgumentType]
+    "a reach in words": (lambda: Window(1, "3"), "was given right='3'"),  # pyright: ignore[reportArgumentType]
+    "a reach that is true": (lambda: Window(True), "was given left=True"),
+    "fewer than no keys": (lambda: First(-1), "First takes n as a whole number of at least 0, and was given n=-1"),
+    "no stride": (lambda: Dilated(3, 0), "Dilated takes stride as a whole number of at least 1"),
+    "no window": (lambda: Dilated(0, 1), "was given window=0"),
+    "empty blocks": (lambda: BlockSparse([[1]], 0, 0), "BlockSparse takes block_q as a whole number of at least 1"),
+    "a window without a middle": (lambda: bigbird(256, window=2), "was given window=2: make it odd"),
+    "random blocks": (lambda: bigbird(256, random=-1), "bigbird takes random as a whole number of at least 0"),
+    "a length": (lambda: bigbird(0), "bigbird takes length"),
+    "a number": (lambda: Causal() & 3, "& takes a mask of jaxpar.kernels.masks, .* was given 3"),  # pyright: ignore[reportOperatorIssue]
+    "a number in front": (lambda: 3 | Causal(), r"\| takes a mask of jaxpar.kernels.masks, .* was given 3"),
+    "an array": (lambda: Causal() & np.ones((4, 4), bool), r"an array bool\[4, 4\]: a map of what is seen is Block"),  # pyright: ignore[reportOperatorIssue]
+    "an array in front": (lambda: np.ones((4, 4), bool) & Causal(), r"an array bool\[4, 4\]"),
+    "jax's in front": (lambda: jnp.ones((4, 4), bool) | Causal(), r"an array bool\[4, 4\]"),
+    "a class": (lambda: Causal() | Window, r"was given the class Window: write Window\(\)"),  # pyright: ignore[reportOperatorIssue]
+    "ids in lists": (lambda: First(1) & Segments([[1, 2]], [[1, 2]]), "Segments needs q_ids as an array"),  # pyright: ignore[reportArgumentType]
+    "ids of floats": (lambda: First(1) & Segments(IDS / 2, IDS), "q_ids of an integer dtype, .* was given float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_is_a_sentence_and_no_mask(what: str) -> None:
+    do, says = NONSENSE[what]
+    with pytest.raises(UserError, match=says):
+        do()
 
 
 def test_places_in_documents_are_counted_on_the_device_too() -> None:

@@ -130,7 +130,7 @@ def asked(seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **op
     return dispatch.Asked(one, one, mask, Call(), **{"with_lse": False, **options})
 
 
-IDS = Segments(jnp.zeros((1, 1024), jnp.int32), jnp.zeros((1, 1024), jnp.int32))
+IDS = Segments(*[jnp.zeros((1, 1024), jnp.int32)] * 2)
 SHAPES: Any = Segments(*[jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 2)  # pyright: ignore[reportArgumentType]
 DROPS = "dropout of attention weights"
 CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
@@ -208,8 +208,20 @@ def bad(**changes: Any) -> Any:
         ({"mask": Causal}, r"was given the class Causal: write Causal\(\)"),
         ({"mask": jnp.ones((16, 16), bool)}, r"was given an array bool\[16, 16\]: a map of .* is BlockSparse"),
         ({"mask": Segments(None, None)}, r"Segments needs q_ids \(2, 16\), an id for each token, and was given None"),
-        ({"mask": Causal() & Segments(jnp.ones((2, 16)), jnp.ones((2, 9)))}, r"kv_ids \(2, 16\).* was given \(2, 9\)"),
-        ({"scale": -1.0}, r"a scale above 0 and a soft cap of 0 or more: scale=-1.0"),
+        (
+            {"mask": Causal() & Segments(jnp.ones((2, 16), int), jnp.ones((2, 9), int))},
+            r"kv_ids \(2, 16\).* was given \(2, 9\)",
+        ),
+        ({"scale": -1.0}, r"scale as a finite number above 0, and was given scale=-1.0"),
+        ({"scale": 0.0}, r"was given scale=0.0"),
+        ({"softcap": -5.0}, r"softcap as a finite number of at least 0, and was given softcap=-5.0"),
+        ({"softcap": float("nan")}, r"was given softcap=nan"),
+        ({"dropout_rate": 1.0}, r"dropout_rate as a finite number of at least 0 and below 1, .* dropout_rate=1.0"),
+        ({"dropout_rate": -1}, r"was given dropout_rate=-1"),
+        (dict.fromkeys("qkv", jnp.ones((2, 16, 4, 8), int)), r"of a floating dtype, such as bfloat16, .* given int32"),
+        (dict.fromkeys("qkv", jnp.ones((2, 0, 4, 8))), r"at least one token, .*: q \(2, 0, 4, 8\)"),
+        ({"k": jnp.ones((2, 16, 0, 8)), "v": jnp.ones((2, 16, 0, 8))}, r"at least one token, one head"),
+        ({"mask": Segments(*[jnp.ones((2, 16))] * 2)}, r"Segments needs q_ids of an integer dtype, .* given float32"),
         ({"implementation": "flash"}, r"no implementation of attention is called 'flash': try one of "),
         ({"implementation": "splash", "with_lse": False}, r"by splash was asked for, but: on cpu; what serves: chun"),
         ({"implementation": "cudnn"}, r"by cudnn was asked for, but: no log-sum-exp that has a gradient; what serv"),

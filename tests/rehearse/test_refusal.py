@@ -8,6 +8,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
+from jaxpar.base.mesh import make_mesh
 from jaxpar.rehearse import _step
 from jaxpar.rehearse.of_config import advice
 from jaxpar.rehearse.report.memory import DoesNotFit, needs_and_has, refusal
@@ -110,5 +111,5 @@ def test_a_refusal_for_the_devices_memory_is_told_from_others(message: str, kind
     monkeypatch.setattr(_step, "lower_for", refuses)
     target = load_target("v5e-8")
     with pytest.raises(UserError) as caught:
-        _step.compile_for(jax.jit(lambda x: x), (), None, target)  # pyright: ignore[reportArgumentType]
+        _step.compile_for(jax.jit(lambda x: x), (), make_mesh(data=8), target)
     assert type(caught.value) is kind

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import jaxpar
 from jaxpar import parallel, rehearse, train
 from jaxpar.kernels.attention import libraries
 from jaxpar.parallel import pipeline
+from jaxpar.rehearse import _step
 from jaxpar.rehearse.report.tables import report_parts
 
 ALL = sharded_loss.NAMES
@@ -169,6 +172,38 @@ def test_a_strangers_own_options_win_and_attention_without_cudnn_is_named(monkey
     assert [finding["rule"] for finding in report["findings"]].count("other-kernel") == 1
     shown = " ".join(str(part) for part in report_parts(report))
     assert "KERNELS" in shown and row["install"] in shown and f"{threshold}=5" in shown
+
+
+ABSENT = {
+    "v5e": (("tpu", "", "TPU v5 lite"), "splash"),
+    "h100": (("gpu", "9.0", "NVIDIA H100 80GB HBM3"), "attention_forward"),
+    "t4": (("gpu", "7.5", "Tesla T4"), ""),
+}
+
+
+@pytest.mark.parametrize("chip", ABSENT)
+def test_attention_without_a_layout_takes_the_kernel_of_the_chip_it_is_rehearsed_for(
+    chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function was traced for this machine before, and is again; neither trace is taken for the other's."""
+    monkeypatch.setattr(libraries, "has_cudnn", lambda: False)  # also where it is installed
+    place, kernel = ABSENT[chip]
+    device: Any = SimpleNamespace(platform=place[0], compute_capability=place[1], device_kind=place[2])
+    mesh: Any = SimpleNamespace(devices=np.array([device]))
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16)
+    jitted = jax.jit(lambda q: parallel.attention(q, q, q))
+    here, there = str(jitted.trace(q).jaxpr), list[str]()
+
+    def lower(jitted: Any, arguments: Any, *_: Any) -> None:
+        there.append(str(jitted.trace(*arguments).jaxpr))
+        raise jax.errors.JaxRuntimeError("that is enough")
+
+    monkeypatch.setattr(_step, "lower_for", lower)
+    with pytest.raises(jaxpar.UserError, match="that is enough"):
+        _step.compile_for(jitted, (q,), mesh, jaxpar.load_target("v5e-1"))
+    assert "pallas_call" not in here and ("pallas_call" in there[0]) == bool(kernel)
+    assert kernel in there[0]
+    assert str(jitted.trace(q).jaxpr) == here
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ def layout(**mesh: int) -> jaxpar.Layout:
     return jaxpar.Layout(jaxpar.make_mesh(**mesh))
 
 
+def alone() -> jaxpar.Layout:
+    return jaxpar.Layout(jaxpar.make_mesh(data=1, devices=jax.devices()[:1]))
+
+
 def attend(mask: Any, context: Any = "ring") -> Any:
     q = jnp.ones((2, 16, 4, 8))
     return parallel.attention(q, q, q, mask, layout(context=8), context=context)
@@ -35,6 +39,10 @@ def experts(number: int, shape: tuple[int, ...], count: int = 2) -> Any:
     """The experts with one weight of another shape."""
     weights = [jnp.ones(shape) if place == number else weight for place, weight in enumerate(EXPERTS)]
     return parallel.expert_mlp(X, *weights, layout(data=8), experts_per_token=count)
+
+
+def loss_of(**options: Any) -> Any:
+    return parallel.linear_cross_entropy(X, W.T, jnp.ones((8, 16), int), layout(data=8), **options)
 
 
 # Arguments of the wrong type or size, each of which once gave a traceback, or split nothing.
@@ -136,10 +144,81 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a gate of another width": (lambda: experts(1, (4, 16, 32)), "expert_mlp: gate has shape"),
     "a router of another width": (lambda: experts(0, (16, 4)), "expert_mlp: router has shape"),
     "a down of another width": (lambda: experts(3, (4, 16, 8)), "expert_mlp: down has shape"),
-    "more experts than there are": (lambda: experts(0, (8, 4), 5), "experts_per_token=5 is not in 1 to 4"),
+    "more experts than there are": (
+        lambda: experts(0, (8, 4), 5), "experts_per_token as a whole number from 1 to 4, and was given .*=5"
+    ),
+    "experts by a float": (lambda: experts(0, (8, 4), 1.0), "was given experts_per_token=1.0"),  # pyright: ignore[reportArgumentType]
+    "text that weighs": (
+        lambda: parallel.expert_mlp(
+            X, *EXPERTS, layout(data=8), experts_per_token=2, text_BS=jnp.full((8, 16), 2)  # pyright: ignore[reportArgumentType]
+        ),
+        r"text_BS as a boolean for each token \(8, 16\), and was given int32 of shape \(8, 16\)",
+    ),
+    "text of another shape": (
+        lambda: parallel.expert_mlp(
+            X, *EXPERTS, layout(data=8), experts_per_token=2, text_BS=jnp.ones((8, 4), bool)
+        ),
+        r"was given bool of shape \(8, 4\)",
+    ),
+    "a vocabulary below nothing": (lambda: loss_of(vocab_size=-1), "vocab_size as a whole number from 0 to 32"),
+    "a vocabulary past the head": (lambda: loss_of(vocab_size=999), "and was given vocab_size=999"),
+    "a z-loss that is no number": (lambda: loss_of(z_loss=float("nan")), "z_loss as a finite number of at least 0"),
+    "scores past the head": (lambda: parallel.logits(X, W.T, layout(data=8), vocab_size=99), "vocab_size=99"),
+    "a cap below nothing": (lambda: parallel.logits(X, W.T, layout(data=8), softcap=-3), "softcap=-3"),
+    "all dropped": (lambda: parallel.dropout(X, 1.0, jax.random.key(0)), "rate as a finite number of at least 0 and b"),
+    "a lookup by a tuple": (
+        lambda: parallel.lookup(W.T, jnp.ones((8, 16), int), ("vocab",), layout(data=8)),  # pyright: ignore[reportArgumentType]
+        r'lookup takes one logical axis, such as "vocab", or None, and was given \(\'vocab\',\)',
+    ),
+    "no batch in order": (lambda: parallel.in_order(None, layout(data=8)), "in_order takes arrays .* was given None"),  # pyright: ignore[reportArgumentType]
+    "a batch without tokens": (
+        lambda: parallel.in_order({"labels": IDS}, layout(data=8)), "among them, and was given the names labels"
+    ),
+    "an order of no strategy": (
+        lambda: parallel.in_order({"tokens": IDS}, layout(data=8), "rnig"),  # pyright: ignore[reportArgumentType]
+        r"no context strategy 'rnig' \(did you mean 'ring'\?\)",
+    ),
+    "a natural order by no layout": (lambda: parallel.in_natural_order(X, None), "takes a jaxpar.Layout"),  # pyright: ignore[reportArgumentType]
 }  # fmt: skip
 
+RULES: dict[str, tuple[Any, str]] = {
+    "a set, whose order is that of hashes": ({"fsdp", "data"}, r"rules.embed is a mesh axis, a tuple of them, or None"),
+    "false": (False, "and was given False: write"),
+    "nothing": (0, "was given 0"),
+    "a number": (3, "was given 3"),
+    "a dictionary": ({"fsdp": 1}, r"was given {'fsdp': 1}"),
+    "an axis twice": (("fsdp", "fsdp"), "rules.embed names the mesh axis 'fsdp' twice"),
+    "none within": (("fsdp", None), "rules.embed names no mesh axis: None: mesh axes are"),
+    "a tuple within": ((("fsdp", "tensor"),), r"names no mesh axis: \('fsdp', 'tensor'\)"),
+}
+
+
+@pytest.mark.parametrize("what", RULES)
+def test_a_rule_is_an_axis_or_a_tuple_of_axes(what: str) -> None:
+    given, said = RULES[what]
+    with pytest.raises(jaxpar.UserError, match=said):
+        jaxpar.ShardingRules(embed=given)
+
+
+def test_a_rule_may_be_written_in_other_ways() -> None:
+    wanted = ("data", "fsdp")
+    for given in (wanted, [*wanted], P(*wanted)):
+        assert jaxpar.ShardingRules(embed=given).embed == wanted  # pyright: ignore[reportArgumentType]
+    assert jaxpar.ShardingRules(embed="fsdp", mlp=None) == jaxpar.ShardingRules(embed=("fsdp",), mlp=())  # pyright: ignore[reportArgumentType]
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a mesh by a dictionary": (
+        lambda: jaxpar.make_mesh({"data": 2}),  # pyright: ignore[reportArgumentType]
+        r"takes a MeshSpec, or sizes by name, and was given {'data': 2}: write make_mesh\(data=2\)",
+    ),
+    "a size in words": (lambda: jaxpar.make_mesh(data="2"), "mesh.data as a whole number, and was given mesh.data='2'"),  # pyright: ignore[reportArgumentType]
+    "a size of half a device": (lambda: jaxpar.make_mesh(data=2.0, tensor=4), "was given mesh.data=2.0"),  # pyright: ignore[reportArgumentType]
+    "a size that is true": (lambda: jaxpar.make_mesh(data=True), "was given mesh.data=True"),
+    "devices by number": (lambda: jaxpar.make_mesh(data=2, devices=2), "list of jax's devices, and was given 2"),  # pyright: ignore[reportArgumentType]
+    "no devices": (lambda: jaxpar.make_mesh(data=-1, devices=[]), r"list of jax's devices, and was given \[\]"),
+    "a name on one device": (lambda: alone().constrain(X, ("bogus", None, None)), "no logical axis 'bogus'"),  # pyright: ignore[reportArgumentType]
+    "dims on one device": (lambda: alone().constrain(X, ("batch",)), r"1 logical axes \(batch\) of an array of shape"),
     "a mesh axis": (lambda: jaxpar.make_mesh(tensr=2), r"no mesh axis 'tensr' \(did you mean 'tensor'\?\)"),
     "a spec and sizes": (lambda: jaxpar.make_mesh(jaxpar.MeshSpec(), tensor=2), "given both: tensor=2"),
     "a rule": (lambda: jaxpar.ShardingRules(mlp="tensr"), r"rules.mlp names no mesh axis: 'tensr' \(did you mean"),  # pyright: ignore[reportArgumentType]

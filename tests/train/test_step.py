@@ -20,6 +20,7 @@ import pytest
 
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import options_of
 from jaxpar.base.mesh import MeshSpec, describe, devices_needed
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
@@ -395,6 +396,26 @@ def test_an_evaluation_takes_no_more_memory_than_the_training_step(changes: dict
     trained = make_train_step(model, config, plan).lower(*shapes).compile().memory_analysis()
     evaluated = compile_eval_step(model, config, plan).memory_analysis()
     assert 0 < evaluated.temp_size_in_bytes < trained.temp_size_in_bytes
+
+
+def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("gpt2", **{"compiler.options": ("xla_cpu_enable_fast_math=false",)})
+    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    shapes = step_shapes(model, config, plan)
+    given = list[Any]()
+
+    def note(model: Model, plan: Plan, accumulation: int, options: Any) -> Any:
+        given.append(options)
+        return make_eval_step(model, plan, accumulation, options)
+
+    monkeypatch.setattr(step_module, "make_eval_step", note)
+    compile_eval_step(model, config, plan)
+    assert given == [{"xla_cpu_enable_fast_math": False}]
+    lowered = make_eval_step(model, plan, 1, given[0]).lower(shapes[0].params, shapes[1])
+    assert options_of(lowered) == given[0]
+    monkeypatch.setattr(step_module, "step_options", lambda mesh: {"xla_of_this_mesh": True})
+    lowered = make_eval_step(model, plan).lower(shapes[0].params, shapes[1])
+    assert options_of(lowered) == {"xla_of_this_mesh": True}
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [

@@ -15,13 +15,14 @@ from typing import Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
+from jaxpar.base.arguments import require_number
+from jaxpar.base.compiled_for import place_of_compilation
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, libraries
 from jaxpar.kernels.attention.call import Arrays, Call, Unserved, reference
-from jaxpar.kernels.masks import Mask, segments_in
+from jaxpar.kernels.masks import Mask, require_mask, segments_in
 
 Implementation = Literal["pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"]
 PAIRS = {"pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
@@ -67,30 +68,33 @@ def attention(
     query's scores. Both have gradients. A query that sees nothing has an output of zeros and an lse of about -1e30.
 
     Args:
-      q_BSHh: queries, float32 or bfloat16; scores and softmax are float32.
+      q_BSHh: queries, of a floating dtype such as float32 or bfloat16; scores and softmax are float32.
       k_BTKh: keys; H is a multiple of K.
       v_BTKh: values.
       mask: a mask of `jaxpar.kernels.masks`.
       scale: the factor of the scores; None = 1 / sqrt(h).
       softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
       implementation: one of `Implementation`; None = the first that serves, in the platform's order.
-      platform: the platform that it is compiled for; None = jax's default backend.
-      dropout_rate: the dropout of the weights.
+      platform: the platform that it is compiled for; None = that of a rehearsal's target, or else jax's default
+        backend, with their capability.
+      dropout_rate: the dropout of the weights, from 0 to below 1.
       key: of the dropout; there is none when it is None.
       with_lse: False = lse may be None, so that libraries can serve that give no lse with a gradient.
       capability: the compute capability of the GPU that it is compiled for; empty = that of the one here.
 
     Raises:
-      UserError: the shapes do not go together, the ids have other lengths, or the implementation is unknown or cannot
-        serve; the message has the reason and names those that can.
+      UserError: the shapes or dtypes do not go together, a number is out of its range, the ids have other lengths, or
+        the implementation is unknown or cannot serve; the message has the reason and names those that can.
     """
-    check_arguments(q_BSHh, k_BTKh, v_BTKh, mask)
-    if (scale is not None and scale <= 0) or softcap < 0:
-        raise UserError(f"attention needs a scale above 0 and a soft cap of 0 or more: {scale=}, {softcap=}")
+    check_arguments(q_BSHh, k_BTKh, v_BTKh, mask, softcap, dropout_rate)
+    if scale is not None:
+        require_number("attention", "scale", scale, above=0)
     call = Call(scale=scale or 0.0, softcap=softcap)
     dropping = key is not None and dropout_rate > 0
+    if not platform:
+        platform, capability, _ = place_of_compilation()
     asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse, dropping, capability=capability)
-    name, why = choose(asked, platform or jax.default_backend(), implementation)
+    name, why = choose(asked, platform, implementation)
     if name == "reference":
         return reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
     if name in LIBRARIES:
@@ -161,7 +165,7 @@ def refusal(name: str, asked: Asked, platform: str) -> str:
 
 def _too_old(capability: str) -> str:
     """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it may have them."""
-    capability = capability or getattr(jax.devices()[0], "compute_capability", "")
+    capability = capability or place_of_compilation().capability
     old = re.fullmatch(r"[1-7]\.\d", capability)
     return f"compute capability {capability} is below 8.0" if old else ""
 
@@ -172,33 +176,31 @@ def say_once(line: str) -> None:
     log.info(line)
 
 
-def check_arguments(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask) -> None:
-    """Refuse queries, keys, values and a mask that are not of the right types, or do not fit together."""
+def check_arguments(
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, softcap: float = 0.0, dropout_rate: float = 0.0
+) -> None:
+    """Refuse arguments of attention that are not of the right types, do not fit together, or are out of their range."""
     shapes = f"q {q_BSHh.shape}, k {k_BTKh.shape}, v {v_BTKh.shape}"
     if not q_BSHh.ndim == k_BTKh.ndim == v_BTKh.ndim == 4:
         raise UserError(f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}")
-    if not isinstance(mask, Mask):
-        raise UserError(
-            f"attention takes a mask of jaxpar.kernels.masks, such as Causal(), and was given {_kind(mask)}"
-        )
+    require_mask(mask, "attention")
     (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
+    if 0 in (S, H, h, T, K):
+        raise UserError(f"attention needs at least one token, one head and one number a head: {shapes}")
     if k_BTKh.shape != v_BTKh.shape or k_BTKh.shape != (B, T, K, h):
         raise UserError(f"attention needs k and v of one shape, and batch and head_dim as q has them: {shapes}")
     if H % K:
         raise UserError(f"attention needs heads ({H}) that are a multiple of kv heads ({K}): {shapes}")
     if not q_BSHh.dtype == k_BTKh.dtype == v_BTKh.dtype:
         raise UserError(f"attention needs q, k and v of one dtype: {q_BSHh.dtype}, {k_BTKh.dtype}, {v_BTKh.dtype}")
+    if not jnp.issubdtype(q_BSHh.dtype, jnp.floating):
+        raise UserError(
+            f"attention takes q, k and v of a floating dtype, such as bfloat16, and was given {q_BSHh.dtype}"
+        )
+    require_number("attention", "softcap", softcap, least=0)
+    require_number("attention", "dropout_rate", dropout_rate, least=0, below=1)
     for segments in segments_in(mask):
         segments.check(B, S, T)
-
-
-def _kind(value: object) -> str:
-    """What was given in place of a mask, and what to write instead."""
-    if isinstance(value, type) and issubclass(value, Mask):
-        return f"the class {value.__name__}: write {value.__name__}()"
-    if not isinstance(value, jax.Array | np.ndarray):
-        return f"{value!r}"
-    return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
 
 
 # Implementations that have a forward and a backward.

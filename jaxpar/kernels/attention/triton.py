@@ -28,6 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxpar.base.compiled_for import place_of_compilation
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
 from jaxpar.kernels.attention.visits import block_units, in_tile, visits
 from jaxpar.kernels.masks import Mask, Tiles, segments_in
@@ -406,6 +407,7 @@ def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
 
 
 def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
-    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for JAX's own devices."""
+    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for a rehearsal's target or
+    JAX's own devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return sizes_for(h, dtype, device.device_kind if device else jax.devices()[0].device_kind)
+    return sizes_for(h, dtype, device.device_kind if device else place_of_compilation().kind)

@@ -1,0 +1,48 @@
+"""Ids of documents, and what is given in place of a mask, checked so that nonsense is a sentence and no other mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.base.errors import UserError, short
+
+
+def require_ids(name: str, ids: object, shape: Sequence[int] | None = None) -> None:
+    """Refuse ids of documents that are not an array [B, S] of whole numbers.
+
+    Args:
+      name: the argument's name.
+      ids: what was given.
+      shape: the shape that they must have; None = any of two dims.
+
+    Raises:
+      UserError: the ids are no array, of another shape, or of a dtype without whole numbers.
+    """
+    found: Any = getattr(ids, "shape", None)
+    wrong = found is None or (len(found) != 2 if shape is None else tuple(found) != tuple(shape))
+    if wrong:
+        wanted = f"{name} {tuple(shape)}" if shape is not None else f"{name} as an array [batch, sequence]"
+        given = tuple(found) if found is not None else short(ids)
+        raise UserError(f"Segments needs {wanted}, an id for each token, and was given {given}")
+    dtype = getattr(ids, "dtype", object)
+    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)):  # text and padding are ids too
+        raise UserError(f"Segments needs {name} of an integer dtype, an id for each token, and was given {dtype}")
+
+
+def describe_no_mask(value: object, base: type) -> str:
+    """What was given in place of a mask, and what to write instead.
+
+    Args:
+      value: what was given.
+      base: the class of masks.
+    """
+    if isinstance(value, type) and issubclass(value, base):
+        return f"the class {value.__name__}: write {value.__name__}()"
+    if not isinstance(value, jax.Array | np.ndarray):
+        return short(value)
+    return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
