@@ -86,6 +86,7 @@ READERS = (
     Reader("config of a user", "tiny.toml", "train tiny.toml --run new --data.source text", _TOML),
     Reader("metrics.jsonl", "run/metrics.jsonl", _WATCH, _JSONL, 16),
     Reader("sinks.json", "run/sinks.json", "", _JSON, 12),
+    Reader("data.json", "run/data.json", "", _JSON, 20),
     Reader("token ids", "text.bin", _TOKENS, _BYTES_ONLY),
     Reader("token ids' .json", "text.bin.json", _TOKENS, _JSON),
     Reader("document starts", "text.bin.docs", f"{_TOKENS} --data.pack True", _BYTES_ONLY),
@@ -213,6 +214,8 @@ def _make_run(folder: Path) -> None:
     rows = [{"step": step, "loss": 5.0 - step, "val_loss": 5.0, "step_seconds": 0.1} for step in (1, 2, 3)]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run" / "sinks.json").write_text(json.dumps({"tensorboard": "", "wandb": "abc"}))
+    pieces = [["text.txt", 940, "abc"], ["stream", None, "def"]]
+    (folder / "run" / "data.json").write_text(json.dumps({"broken": "", "files": pieces}))
     profile = folder / "run" / "profile"
     with jax.profiler.trace(str(profile)):
         jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(8)))
@@ -253,11 +256,14 @@ def _read(reader: Reader) -> tuple[int, str]:
     from jaxpar.base.errors import UserError
     from jaxpar.hlo.read import read_program
     from jaxpar.train.metrics import read_sink_ids
+    from jaxpar.train.run_data import read_data
 
     file = Path(reader.file)
     try:
         if reader.name == "HLO":
             read_program(file.read_text(encoding="utf-8", errors="replace"))
+        elif reader.name == "data.json":
+            read_data(file)
         else:
             read_sink_ids(file.parent)
     except UserError as error:

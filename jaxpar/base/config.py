@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import UserError, require_local, short
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
@@ -323,6 +324,8 @@ RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kerne
 _PATHS = ("train.init", "data.tokenizer")
 """Keys whose value names one file or folder, which may be written in several ways."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What Python makes of bytes of a file's name that are no UTF-8."""
 _MOST_PARAMETERS = 10**14
 _MOST_TOKENS = 2**30  # of a global batch
 
@@ -456,6 +459,9 @@ def _require_types(config: Config) -> None:
     for key, value in values.items():
         if isinstance(typed[key], tuple) and not isinstance(value, tuple):
             raise UserError(f"config: {key} is a tuple, found {value!r}: write {typed[key]!r}")
+        texts = [text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
+        if any(_SURROGATE.search(text) for text in texts):
+            raise UserError(f"{key} is no text that can be written as UTF-8, found {short(value)}: rename the file")
 
 
 def _require_size(config: Config) -> None:

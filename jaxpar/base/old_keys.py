@@ -6,10 +6,11 @@ was lowered, and then the rate rose to it. `train.min_learning_rate_ratio` is a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, short
 
 OLD_FLOOR = "train.min_learning_rate"
 FLOOR = "train.min_learning_rate_ratio"
@@ -29,9 +30,15 @@ def floor_ratio(floor: Any, peak: Any, origin: str) -> float:
     """
     if isinstance(floor, bool) or not isinstance(floor, int | float):
         raise UserError(f"{origin}: {OLD_FLOOR} is a number, found {floor!r}")
+    if not 0 <= floor <= sys.float_info.max:
+        raise UserError(f"{origin}: {OLD_FLOOR} is a finite number of 0 or more, found {short(floor)}")
     if isinstance(peak, bool) or not isinstance(peak, int | float) or peak == 0:
         return 0.0  # the learning rate is what is refused
-    return float(f"{floor / peak:.{_DIGITS}g}")
+    try:
+        ratio = floor / peak
+    except OverflowError as error:  # of whole numbers
+        raise UserError(f"{origin}: {OLD_FLOOR} and train.learning_rate are too large: found {short(floor)}") from error
+    return float(f"{ratio:.{_DIGITS}g}")
 
 
 def renew_tables(tables: Mapping[str, Any], default_peak: float, origin: str) -> Mapping[str, Any]:

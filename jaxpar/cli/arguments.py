@@ -75,7 +75,10 @@ def config_args(
             raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
         mesh, _ = load_mesh_preset(args.on)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
-    args = _schedule_of_run(name, args, keys) if training else shorten_schedule(args, keys)
+    if training:
+        args = _schedule_of_run(name, args, keys)
+    elif load is load_config:
+        args = shorten_schedule(args, keys)
     require_effects(name if load is load_config else "", args.config, keys)
     return name, args
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 
@@ -14,7 +14,9 @@ from jaxpar.base.console import PACKAGES, bytes_text, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.ranges import Range
 from jaxpar.base.runtime import machine_memory, memory_of, start, versions
+from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import (
     ConfigArgs,
     Overrides,
@@ -72,9 +74,9 @@ class BenchArgs:
     """The training step against that of `transformers` in PyTorch, in turns."""
 
     config: Overrides
-    rounds: int = 15
+    rounds: Annotated[int, Range(1, 1_000_000)] = 15
     """Alternations; the ratio's quartiles are over these."""
-    calls: int = 10
+    calls: Annotated[int, Range(1, 1_000_000)] = 10
     """Steps of each in a round."""
 
 
@@ -91,6 +93,10 @@ class ConvertArgs:
     """Export LoRA alone, in the form of PEFT; otherwise it is merged into the weights."""
 
 
+_OF_AN_EXPORT = ("mesh.", "rules.", "memory.parameters", "pipeline.", "model.scan_layers", "data.bos", "train.init")
+"""The settings that an export reads: where the weights are and how they lie, and what goes beside them."""
+
+
 @dataclass(frozen=True)
 class TokenizeArgs:
     """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
@@ -99,7 +105,7 @@ class TokenizeArgs:
     """bytes, chars, or the path of a tokenizer.json."""
     bos: Bos = "auto"
     """Whether each text begins with the tokenizer's begin of text; auto = where the tokenizer says so."""
-    max_bytes: int = 8_000_000
+    max_bytes: Annotated[int, Range(1, 2**40)] = 8_000_000
     """Size cap of the stdlib corpus."""
 
 
@@ -167,6 +173,10 @@ def convert_command(words: list[str]) -> int:
     base = read_run_config(source) if exporting else restore.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
+        before, after = flatten(base), flatten(args.config)
+        idle = [key for key, value in after.items() if value != before[key] and not key.startswith(_OF_AN_EXPORT)]
+        if idle:
+            raise UserError(f"--{idle[0]} has no effect: an export takes a mesh, rules and where parameters lie alone")
         if args.adapter and args.dtype != ConvertArgs.dtype:
             raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
         step = restore.export_run(args.config, source, target, args.step, args.dtype, args.adapter)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from jaxpar.base.config import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import ConfigArgs, config_args, run_folder
 from jaxpar.launch.scripts import Placement, script
 from jaxpar.rehearse.targets import load_target
@@ -19,11 +20,11 @@ from jaxpar.rehearse.targets import load_target
 class RayArgs(ConfigArgs):
     """Processes of one run on this machine or on a Ray cluster, which start again together when one has died."""
 
-    workers: int = 0
+    workers: Annotated[int, Range(0, 1_000_000)] = 0
     """Processes on simulated CPU devices, which share those of the mesh."""
     target: str = ""
     """The TPUs or GPUs of the cluster to run on, a process for each host: docs/targets.md lists the names."""
-    max_failures: int = 0
+    max_failures: Annotated[int, Range(0, 1_000_000)] = 0
     """How often they start again after a crash."""
     run: str = ""
     """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config came from."""
@@ -44,7 +45,7 @@ class SweepArgs(ConfigArgs):
     """The settings, each with its values: mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4"""
     run: str = ""
     """Folder of the runs, the table and the picture; empty = runs/NAME_sweep."""
-    per_trial: int = 0
+    per_trial: Annotated[int, Range(0, 1_000_000)] = 0
     """CPUs, GPUs or TPU chips that each run has, by mesh.platform; 0 = all that one machine has."""
     address: str = ""
     """The Ray cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""

@@ -6,12 +6,13 @@ is `NAME_command` of `commands`, or of the module that `_MODULES` names.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 from typing import NoReturn
 
-from jaxpar.base.errors import UserError, suggest, visible
+from jaxpar.base.errors import UserError, short, suggest, visible
 
 COMMANDS = {
     "train": "train a config; the same command resumes",
@@ -52,6 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough; what is still unsaid goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return fail(f"{short(str(error.filename))} is too long for the name of a file or folder: give a shorter one")
 
 
 def _end_interrupted() -> NoReturn:

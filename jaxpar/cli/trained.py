@@ -12,10 +12,12 @@ from typing import Annotated
 import jax
 import tyro
 
+from jaxpar.base.config import Config
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError, json_line, visible
 from jaxpar.base.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
+from jaxpar.base.training_rules import only_training
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse, positional
 from jaxpar.data.answers import missing_names
 from jaxpar.train.evaluate import evaluate_folder
@@ -157,6 +159,7 @@ def eval_command(words: list[str]) -> int:
             values = ", ".join(f"{key} {value:.4f}" for key, value in named.items() if "stderr" not in key)
             out.print(f"{task}: {values}")
         return 0
+    _require_effect_on_loss(Path(name), args.config)
     for flag in ("limit", "num_fewshot", "chat", "template_args", "template_date", "batch"):
         if getattr(args, flag) != getattr(EvalArgs, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
@@ -165,6 +168,14 @@ def eval_command(words: list[str]) -> int:
     text = f"step {found.step}: validation loss {found.val_loss:.4f} nats a token, perplexity {found.perplexity:.3f}"
     out.print(json.dumps(found._asdict()) if args.json else text + bits)
     return 0
+
+
+def _require_effect_on_loss(folder: Path, config: Config) -> None:
+    """Refuse a setting that was given and that an evaluation does not read."""
+    before, after = flatten(read_config(folder)), flatten(config)
+    idle = [key for key, value in after.items() if value != before[key] and only_training(key)]
+    if idle:
+        raise UserError(f"--{idle[0]} has no effect on an evaluation: only training reads it, leave it out")
 
 
 def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:

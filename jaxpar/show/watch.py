@@ -23,6 +23,10 @@ from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.run_folder import is_run, read_run_config
 
+_MOST = 1e15
+"""What no number of a run comes to, unless its line is damaged: such a one is not shown, nor is NaN."""
+_LEAST_WIDTH = 20
+"""Columns that a curve needs."""
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # the bits of a braille letter's dots
 _NUMBERS = {
     "loss": ("loss", "{:.4f}".format, "cyan"), "val_loss": ("validation", "{:.4f}".format, "red"),
@@ -69,7 +73,8 @@ def page(folder: Path, width: int) -> RenderableType:
 
 def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Text, dict[str, str]]:
     """The run's config, its rows, its step of how many, whether it lives, and the last of each number as text."""
-    config, rows, now = read_run_config(folder), read_metrics(folder), time.time()
+    config, now = read_run_config(folder), time.time()
+    rows = [{key: value for key, value in row.items() if abs(value) < _MOST} for row in read_metrics(folder)]
     found = {key: value for row in rows for key, value in row.items()}
     steps, stop = config.train.steps, config.train.stop_at
     step, last, took = found.get("step", 0), min(stop or steps, steps), found.get("step_seconds", 0.0)
@@ -115,7 +120,7 @@ def _run_page(folder: Path, width: int) -> RenderableType:
 
 def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
     """Draw the losses by step in lines of braille letters, each of which has 4 x 2 dots."""
-    series = [(np.array([(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]), color)
+    series = [(np.array([(row["step"], row[key]) for row in rows if key in row]), color)
               for key, (_, _, color) in _NUMBERS.items() if color]  # fmt: skip
     series = [(points, color) for points, color in series if len(points) > 1]
     if not series:
@@ -123,6 +128,8 @@ def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
     steps, losses = np.concatenate([points for points, _ in series]).T
     labels = [f"{losses.max():.3f} ", *[""] * (height - 2), f"{losses.min():.3f} "]
     margin = max(map(len, labels))
+    if width - margin < _LEAST_WIDTH:
+        return []
     letters, styles = np.full((height, width - margin), 0x2800), np.full((height, width - margin), "", object)
     for points, color in series:
         at = np.linspace(points[0, 0], points[-1, 0], 100 * width)  # so many that a steep part is a line too

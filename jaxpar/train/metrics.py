@@ -19,6 +19,7 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.hardware import peak_flops
+from jaxpar.base.ranges import MOST_STEPS
 from jaxpar.base.runtime import write_whole, writing
 from jaxpar.base.toml import flatten
 from jaxpar.hlo.read import read_program
@@ -173,8 +174,15 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
-    return row if numbers and type(row.get("step")) is int else None
+    if not isinstance(row, dict) or not all(_is_number(value) for value in row.values()):
+        return None
+    step = row.get("step")
+    return row if type(step) is int and 1 <= step <= MOST_STEPS else None
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number as a row has it: NaN is one, of a run that diverged, and one of 400 digits is none."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def read_sink_ids(folder: Path) -> dict[str, str | None]:

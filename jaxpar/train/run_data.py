@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, is_kind, read_json
 from jaxpar.base.runtime import write_whole
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.identity import Piece, difference, identify
@@ -44,12 +44,7 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
     pieces, file = identify(corpus), folder / DATA
     if not (is_run(folder) and file.exists()):
         return Compared(pieces, False, False, "")
-    written = read_json(file)
-    try:
-        before = [Piece(*piece) for piece in written["files"]]
-        broken = str(written["broken"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{file} does not say what the run was trained on: delete it to go on unchecked") from error
+    before, broken = read_data(file)
     other_run = moved_data(refused_changes(folder, read_run_config(folder), config))
     what = difference(before, pieces)
     if other_run or not what or not any(finished_steps(folder)):
@@ -63,6 +58,31 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
         f"the run in {folder} was trained on other data: {what}{python}: bring it back, go on over it with "
         "data.accept_changed=True, or start a new --run"
     )
+
+
+def read_data(file: Path) -> tuple[list[Piece], str]:
+    """Return what `keep_data` has written: the pieces, and the error that ended the run over them.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    unchecked = "delete it to go on unchecked"
+    try:
+        written = read_json(file, {"broken": str, "files": list[Any]})
+    except UserError as error:
+        raise UserError(f"{error}: {unchecked}") from error
+    rows = written.get("files")
+    if rows is None or "broken" not in written or not all(_is_piece(row) for row in rows):
+        raise UserError(f"{file} does not say what the run was trained on: {unchecked}")
+    return [Piece(*row) for row in rows], written["broken"]
+
+
+def _is_piece(row: Any) -> bool:
+    """Whether a value of JSON is a `Piece`."""
+    if not is_kind(row, list[Any]) or len(row) != len(Piece._fields):
+        return False
+    name, length, hashed = row
+    return is_kind(name, str) and is_kind(length, int | None) and is_kind(hashed, str)
 
 
 def keep_data(folder: Path, pieces: Sequence[Piece], broken: str = "") -> None:

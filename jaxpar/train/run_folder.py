@@ -42,7 +42,10 @@ def read_run_config(folder: Path) -> Config:
 
 def finished_steps(folder: Path) -> list[int]:
     """Return the steps of a run folder's finished checkpoints, as they are at the moment."""
-    names = [path.name for path in (folder / "checkpoints").glob("[0-9]*")]
+    checkpoints = folder / "checkpoints"
+    if not os.path.isdir(checkpoints):  # also where the name is too long, which is an error of `glob`
+        return []
+    names = [path.name for path in checkpoints.glob("[0-9]*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 

@@ -230,3 +230,22 @@ def test_a_folder_is_no_config(tmp_path):
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(UserError, match="Is a directory"):
         load_config(str(tmp_path / "folder.toml"))
+
+
+@pytest.mark.parametrize("floor", [10**400, -1, float("nan"), float("inf"), -0.1])
+def test_a_floor_of_an_earlier_version_that_is_no_rate(floor):
+    with pytest.raises(UserError, match=r"train\.min_learning_rate is a finite number of 0 or more"):
+        parse(f"[train]\nmin_learning_rate = {floor}")
+
+
+def test_a_name_that_is_no_text_is_refused():
+    """Python reads bytes of a file's name that are no UTF-8 as half a character, which no file of text can hold."""
+    with pytest.raises(UserError, match=r"data\.path is no text that can be written as UTF-8"):
+        check(override(Config(), {"data.source": "text", "data.path": "t\udcff.txt"}))
+
+
+@pytest.mark.parametrize("key", ["train.init", "data.tokenizer"])
+def test_a_folder_written_in_another_way_is_the_same(key):
+    old, new, other = (override(Config(), {key: path}) for path in ("model", "./model/", "model2"))
+    assert not incompatible_changes(old, new) and incompatible_changes(old, other)
+    assert incompatible_changes(Config(), new)

@@ -1,5 +1,6 @@
 """Starting JAX: in this process it runs on 8 CPU devices already; a fresh process gets what it asks for."""
 
+import errno
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxpar.base import runtime
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.runtime import keep_heap, keep_programs, start
+from jaxpar.base.runtime import keep_heap, keep_programs, replacing, start, write_whole
 
 pytestmark = pytest.mark.quick
 
@@ -127,3 +128,18 @@ def test_unfinished_file_never_takes_the_name(tmp_path: Path) -> None:
         file.write(b"half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_a_line(tmp_path):
+    """An error of something that is read meanwhile is not taken for one."""
+    with pytest.raises(UserError, match=r"cannot write .*: File name too long"):
+        write_whole(tmp_path / ("a" * 300), "x")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"cannot write .*: (File exists|Not a directory)"):
+        write_whole(tmp_path / "file" / "inside", "x")
+    with pytest.raises(UserError, match="No space left"), replacing(tmp_path / "full"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "copy") as copy:
+        copy.write((tmp_path / "elsewhere" / "absent").read_bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    write_whole(tmp_path / ("a" * 250), "x")

@@ -100,6 +100,10 @@ def parsed(*words: str) -> Config:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            "tiny --train.schedule constant --train.min-learning-rate 1e-5",
+            "train.min_learning_rate_ratio has no effect",
+        ),
         ("tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
         ("tiny --data.path=nowhere.txt", "add --data.source text, or tokens"),
         ("tiny --pipeline.microbatches 4", "pipeline.microbatches has no effect: mesh.stage is 1, no pipeline: add"),

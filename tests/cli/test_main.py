@@ -587,12 +587,49 @@ def test_every_flag_of_a_config_is_a_key_of_its_file(capsys):
     [
         ("train tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
         ("tokenize here.txt a.bin --max-bytes 5", "--max-bytes has no effect: it caps the stdlib corpus alone"),
+        ("tokenize stdlib a.bin --max-bytes -5", "max_bytes=-5 is below 1"),
+        ("bench tiny --rounds 0", "rounds=0 is below 1"),
+        ("bench tiny --calls -1", "calls=-1 is below 1"),
+        ("sweep tiny --over train.seed=1 --per-trial -1", "per_trial=-1 is below 0"),
     ],
 )
-def test_a_flag_that_can_have_no_effect(words, message, refused):
+def test_a_flag_that_can_have_no_effect_or_is_out_of_its_range(words, message, refused):
     assert message in refused(*words.split())
 
 
 def test_an_export_s_flags_on_an_import(refused, checkpoint, tmp_path):
     line = refused("convert", checkpoint, tmp_path / "run", *ONE_DEVICE, "--dtype", "bfloat16")
     assert "--dtype, --step and --adapter have no effect" in line and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("eval {run} --train.learning-rate 0.5", "--train.learning_rate has no effect on an evaluation"),
+        ("eval {run} --train.steps 3", "--train.steps has no effect on an evaluation"),
+        ("eval {run} --model.dropout 0.1", "--model.dropout has no effect on an evaluation"),
+        ("convert {run} out --train.learning-rate 5", "--train.learning_rate has no effect: an export takes a mesh"),
+        ("convert {run} out --data.seq-len 5", "--data.seq_len has no effect: an export takes a mesh"),
+    ],
+)
+def test_a_setting_that_only_training_reads(words, message, refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(load_config("tiny")))
+    assert message in refused(*words.format(run=tmp_path / "run").split())
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train LONG", "train tiny --run LONG", "train tiny --on LONG", "watch LONG", "eval LONG", "convert LONG out",
+        "generate LONG --prompt a", "tokenize LONG out.bin", "tokenize stdlib LONG.bin --max-bytes 100000",
+        "train tiny --data.source text --data.path LONG", "train tiny --train.init LONG",
+    ],
+)  # fmt: skip
+def test_a_name_that_is_too_long_is_a_line(words, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refused(*words.replace("LONG", LONG).split())
+    assert "too long" in line or "no preset" in line, line

@@ -97,3 +97,30 @@ def test_what_is_no_run_is_a_line(tmp_path, capsys):
         page(tmp_path, 80)
     assert main(["watch"]) == 2
     assert "usage: jaxpar watch RUN|FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 60, "loss": 2.0, "device_memory": NaN}', '{"step": 60, "step_seconds": Infinity}',
+        '{"step": 60, "step_seconds": 1e308}', '{"step": 60, "loss": 1e308}',
+        '{"step": 1' + "0" * 26 + ', "loss": 2.0}',
+        '{"step": 60, "loss": 1' + "0" * 400 + "}", '{"step": 0, "loss": 2.0}', '{"step": -3, "loss": 2.0}',
+    ],
+)  # fmt: skip
+def test_a_number_that_no_run_has_is_not_shown(tmp_path, line):
+    make(tmp_path / "run", 60)
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(file.read_text() + line + "\n")
+    found = text(tmp_path / "run")
+    assert "step 60 of 100" in found and "0000000000" not in found and "3.500" in found
+    file.write_text(line + "\n")
+    assert " of 100" in text(tmp_path / "run")
+
+
+@pytest.mark.parametrize("width", [1, 5, 12, 20, 40])
+def test_a_terminal_of_few_columns(tmp_path, width):
+    """Where a curve has no room there is none."""
+    make(tmp_path / "run", 60)
+    drawn = any("\u2801" <= letter <= "\u28ff" for letter in text(tmp_path / "run", width))
+    assert drawn == (width == 40)

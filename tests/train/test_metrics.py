@@ -1,7 +1,9 @@
 """Numbers of a run, and the file that keeps them through crashes and resumes."""
 
 import json
+import logging
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.console import bytes_text, count_text
+from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.toml import to_toml
 from jaxpar.train.loop import OutOfMemory, _Run
@@ -207,3 +210,21 @@ def test_bytes_text(count, text):
 )
 def test_count_text(count, text):
     assert count_text(count) == text
+
+
+def test_a_row_that_a_full_disk_does_not_take_is_a_line(tmp_path):
+    """The first error is told, also where closing the file fails too."""
+    with (
+        pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left on device"),
+        MetricsLog(tmp_path) as log,
+    ):
+        assert log._file is not None
+        log._file.close()
+        log._file = Path("/dev/full").open("a")  # noqa: SIM115 (the log closes it)
+        log.write(1, loss=1.0)
+
+
+def test_of_writes_that_fail_together_the_others_are_not_logged(caplog):
+    logging.getLogger("asyncio").error("Future exception was never retrieved\nfuture: <Future finished>")
+    logging.getLogger("asyncio").error("something else")
+    assert caplog.messages == ["something else"]

@@ -180,3 +180,20 @@ def test_a_stream_that_breaks_off_goes_on_over_the_mended_file(
     assert "the run goes on over it, as it had stopped over its data" in capsys.readouterr().out
     steps = [row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert steps[-1] == 20 and len(set(steps)) == len(steps)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"broken": None}, {"broken": 3}, {"files": None}, {"files": "x"}, {"files": [1]}, {"files": [["a", 5]]},
+        {"files": [["a", "5", "x"]]}, {"files": [["a", 5, None]]}, {"files": [[None, 5, "x"]]}, {"files": [{"a": 1}]},
+        {"files": [["a", True, "x"]]},
+    ],
+)  # fmt: skip
+def test_a_damaged_note_of_the_data_is_a_line_and_is_not_taken_for_another(change: dict, tmp_path: Path) -> None:
+    data = write(tmp_path / "texts", "text", LINES)
+    config = trained(tmp_path / "run", data)
+    file = tmp_path / "run" / "data.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=r"data\.json.*: delete it to go on unchecked"):
+        compare_data(tmp_path / "run", config, load_corpus(data, 256))
