@@ -80,12 +80,17 @@ def compile_absent(lowered: jax.stages.Lowered, options: Mapping[str, Any] | Non
 
 
 def lower_for(
-    jitted: jax.stages.Wrapped, arguments: PyTree, host: PyTree, platform: str
+    jitted: jax.stages.Wrapped,
+    arguments: PyTree,
+    host: PyTree,
+    platform: str,
+    keywords: Mapping[str, PyTree] | None = None,
 ) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
     """Trace and lower a jitted function for devices that may be absent, with some of its arguments in host memory.
 
     An absent GPU knows no kinds of memory and its shardings forget them, so they are written into the lowered program.
-    The arguments are ShapeDtypeStructs with shardings; `host` says for each whether it lies in host memory.
+    The arguments are ShapeDtypeStructs with shardings; `host` says for each whether it lies in host memory. None of the
+    `keywords`, which the function takes by name, does.
     """
     leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
     forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
@@ -95,7 +100,7 @@ def lower_for(
             return leaf
         return jax.make_jaxpr(on_host)(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).out_avals[0]
 
-    traced = jitted.trace(*jax.tree.map(there, arguments, host))
+    traced = jitted.trace(*jax.tree.map(there, arguments, host), **(keywords or {}))
     lowered = traced.lower(lowering_platforms=(platform,))
     if not forgotten:
         return traced, lowered

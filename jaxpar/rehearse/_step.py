@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
@@ -63,6 +64,7 @@ def step(
     model_flops: float = 0.0,
     say: Callable[[str], None] = lambda line: None,
     compiler_options: Mapping[str, Option] | None = None,
+    keywords: Mapping[str, PyTree] | None = None,
 ) -> Rehearsal:
     """Say what a call of a jitted function costs on a target: whether it fits, how long it takes, what waits and where.
 
@@ -77,26 +79,40 @@ def step(
       say: is called with a line at the start of each stage.
       compiler_options: options of XLA beside those of `jax.jit(..., compiler_options=...)`, which win; None = those
         that `train` takes on this chip, which `rehearse.compiler_options(mesh)` gives to any program.
+      keywords: arguments that the function takes by name, of the form of the others.
 
     Returns:
       A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands. `rehearse.show` prints
       it, and `rehearse.write_trace` writes its timeline.
 
     Raises:
-      UserError: the arguments do not lie on the target's devices, a compiler is missing, or the compiler refuses the
-        function.
+      UserError: an argument is of another kind, the arguments do not lie on the target's devices, a compiler is
+        missing, or the compiler refuses the function.
     """
-    target = load_target(target) if isinstance(target, str) else target
-    mesh = mesh_of(arguments, target)
+    if not isinstance(jitted, jax.stages.Wrapped):
+        raise UserError(f"rehearse.step takes a jitted function, and was given {short(jitted)}: write jax.jit(step)")
+    if not isinstance(compiler_options, Mapping | None):
+        given_options = f"and was given {short(compiler_options)}"
+        raise UserError(f'rehearse.step takes compiler_options by name, {given_options}: write {{"xla_...": True}}')
+    require_whole("rehearse.step", "tokens", tokens, least=0)
+    require_number("rehearse.step", "model_flops", model_flops, least=0)
+    target = target if isinstance(target, Target) else load_target(target)
+    keywords = dict(keywords or {})
+    mesh = mesh_of((arguments, keywords), target)
     options = step_options(mesh) if compiler_options is None else compiler_options
     say(f"compiling for {target.name}")
-    compiled = compile_for(jitted, arguments, mesh, target, options=options)
-    given = zip(_names(jitted, len(arguments)), map(jax.tree.leaves, arguments), strict=True)
-    sizes = {key: local_bytes([leaf for leaf in leaves if getattr(leaf, "sharding", None)]) for key, leaves in given}
+    compiled = compile_for(jitted, arguments, mesh, target, options=options, keywords=keywords)
+    given = dict(zip(_names(jitted, len(arguments)), arguments, strict=True)) | keywords
+    sizes = {key: local_bytes(_placed(argument)) for key, argument in given.items()}
     known = {key: size for key, size in sizes.items() if size}
     taken = memory.account(compiled.stats, target.platform, known, target.hardware.hbm_bytes)
     dirs = (OWN, *default_dirs())
     return report_of(compiled, taken, say, dirs, name=name, tokens=tokens, model_flops=model_flops)
+
+
+def _placed(argument: PyTree) -> list[PyTree]:
+    """The arrays of an argument that have a sharding; the others are static."""
+    return [leaf for leaf in jax.tree.leaves(argument) if getattr(leaf, "sharding", None)]
 
 
 def mesh_of(arguments: PyTree, target: Target) -> Mesh:
@@ -126,7 +142,7 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
 def compile_for(
     jitted: jax.stages.Wrapped, arguments: tuple[PyTree, ...], mesh: Mesh, target: Target,
     program: jax.stages.Compiled | None = None, advice: str = "", host: PyTree = None,
-    options: Mapping[str, Option] | None = None,
+    options: Mapping[str, Option] | None = None, keywords: Mapping[str, PyTree] | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a jitted function with the target's own compiler.
 
@@ -137,6 +153,7 @@ def compile_for(
       advice: what would help a step that does not fit.
       host: whether each argument lies in host memory, in a tree of their form; None = as their shardings say.
       options: options of the compiler beside those of the jitted function, which win.
+      keywords: as for `step`; none of them lies in host memory.
 
     Raises:
       UserError: the compiler refuses the function, or an option.
@@ -146,7 +163,7 @@ def compile_for(
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
     try:
         with compiling_for(mesh.devices.flat[0]):
-            traced, lowered = lower_for(jitted, arguments, host, target.platform)
+            traced, lowered = lower_for(jitted, arguments, host, target.platform, keywords)
         own = options_of(lowered)
         beside = {name: value for name, value in (options or {}).items() if name not in own}
         compiled = program or compile_absent(lowered, beside)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.jax_compat import register_gpu_compiler
 from jaxpar.base.mesh import MeshSpec, describe, resolve
@@ -107,6 +107,8 @@ def load_target(name: str) -> Target:
     Raises:
       UserError: the chip is unknown, or its topology does not allow this size; the message names the nearest.
     """
+    if not isinstance(name, str):
+        raise UserError(f'a target is a name, such as "v5p-64" or "h100x8", and {short(name)} was given')
     match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", name.lower())
     chips = {chip: load_chip(chip) for chip in presets(CHIPS)}
     if match is None or match[1] not in chips:

@@ -206,6 +206,22 @@ def test_attention_without_a_layout_takes_the_kernel_of_the_chip_it_is_rehearsed
     assert str(jitted.trace(q).jaxpr) == here
 
 
+def test_a_function_that_takes_arguments_by_name_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = jaxpar.Layout(jaxpar.make_mesh(data=8))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=layout.sharding(("batch", None)))
+    lowered = list[str]()
+
+    def stop(program: jax.stages.Lowered, _: Any) -> None:
+        lowered.append(program.as_text())
+        raise jax.errors.JaxRuntimeError("that is enough")
+
+    monkeypatch.setattr(_step, "compile_absent", stop)
+    jitted = jax.jit(lambda x, *, y: x - y)
+    with pytest.raises(jaxpar.UserError, match="that is enough"):
+        _step.compile_for(jitted, (x,), layout.mesh, jaxpar.load_target("v5e-8"), keywords={"y": x})
+    assert "stablehlo.subtract" in lowered[0]
+
+
 @pytest.mark.parametrize(
     ("fault", "names", "kind", "says"),
     [

@@ -240,6 +240,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"no form 'rnig' \(did you mean 'ring'\?\)",
     ),
+    "a function that is not jitted": (
+        lambda: rehearse.step(lambda x: x, X, target="v5e-8"), r"takes a jitted function, .*: write jax.jit\(step\)"
+    ),
+    "no target": (lambda: rehearse.step(jax.jit(jnp.sin), X, target=None), "a target is a name, .* and None was given"),  # pyright: ignore[reportArgumentType]
+    "a target by number": (lambda: jaxpar.load_target(3), "a target is a name"),  # pyright: ignore[reportArgumentType]
+    "options in a list": (
+        lambda: rehearse.step(jax.jit(jnp.sin), X, target="v5e-8", compiler_options=["xla_a=1"]),  # pyright: ignore[reportArgumentType]
+        r"compiler_options by name, and was given \['xla_a=1'\]",
+    ),
+    "tokens in words": (
+        lambda: rehearse.step(jax.jit(jnp.sin), X, target="v5e-8", tokens="8"),  # pyright: ignore[reportArgumentType]
+        "tokens as a whole number of at least 0, and was given tokens='8'",
+    ),
     "shapes without a place": (
         lambda: rehearse.step(jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), target="v5e-8"),
         "needs arguments on one mesh, and none has a NamedSharding",
