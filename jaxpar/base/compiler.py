@@ -6,6 +6,7 @@ A user's are words of `compiler.options` in a config, `name=value`. The names of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.hardware import chip_of
 from jaxpar.base.jax_compat import (
     KNOWN_OPTIONS,
@@ -24,6 +25,7 @@ from jaxpar.base.jax_compat import (
     Options,
     compiler_message,
     compiler_options,
+    is_unknown_option,
     option_message,
 )
 
@@ -69,6 +71,8 @@ def read_options(words: Iterable[str]) -> Options:
     """
     found: Options = {}
     for word in words:
+        if not isinstance(word, str):
+            raise UserError(f'compiler options are words, such as "xla_a=true", and {short(word)} was given')
         name, equals, value = word.partition("=")
         name, value = name.strip().removeprefix("--"), value.strip()
         if not equals or not name.isidentifier():
@@ -87,16 +91,18 @@ def options_text(options: Mapping[str, Option]) -> str:
     return ", ".join(f"{name}={_word(value)}" for name, value in options.items())
 
 
+# Python also reads `1_0` and digits of other scripts as numbers, which XLA and TOML's writer did not mean.
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
 def _value(text: str) -> Option:
     """The value that a word stands for. XLA takes booleans and numbers as such, and refuses their text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _DECIMAL.fullmatch(text) else text
 
 
 def _word(value: Option) -> str:
@@ -131,5 +137,5 @@ def _require_known(own: tuple[tuple[str, Option], ...], mesh: Mesh) -> None:
     except jax.errors.JaxRuntimeError as error:
         said = option_message(str(error)) or compiler_message(str(error))
         refused = next((name for name, _ in own if name in said), "")
-        hint = "" if refused in KNOWN_OPTIONS else suggest(refused, KNOWN_OPTIONS)
+        hint = suggest(refused, KNOWN_OPTIONS) if is_unknown_option(str(error)) else ""
         raise UserError(f"compiler.options: {said}{hint}") from error

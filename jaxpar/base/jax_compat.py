@@ -155,6 +155,11 @@ def option_message(message: str) -> str:
     return ""
 
 
+def is_unknown_option(message: str) -> bool:
+    """Whether a compiler's message says that it has no option of a name."""
+    return _UNKNOWN_OPTION.search(message) is not None
+
+
 # What compilers say.
 
 # XLA:TPU where a kernel's own memory is too small, on v5e and on v4. It says "RESOURCE_EXHAUSTED" of both, as of a

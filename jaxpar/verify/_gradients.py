@@ -9,8 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.base.arguments import require_number
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import PyTree
+from jaxpar.verify.arguments import makes_gradients, place_by, read_arrays, require_scalar, require_split
 from jaxpar.verify.comparison import Answer, answer_of, compare, relative_error
 from jaxpar.verify.explain import explain, misplaced_shards, shards
 from jaxpar.verify.report import Verdict
@@ -48,14 +50,25 @@ def gradients(
       shardings: those of params and of batch, each a NamedSharding or a pytree of them, as for `jax.jit`; one mesh.
       tolerance: the largest relative error allowed in the loss and in each gradient. None = float32: 1e-5, or up to
         1e-3 for a gradient that is more sensitive to rounding of the parameters and the batch. A program that computes
-        in bfloat16 is off by about 1e-2.
+        in bfloat16 is off by about 1e-2. It is above 0 and below 1, the error of a gradient that is missing.
+
+    Returns:
+      What was found. A gradient that is smaller than what the tolerance allows it to be off by is equal whatever it is,
+      and the verdict names it as too small to tell.
 
     Raises:
-      UserError: the shardings are not NamedShardings of one mesh, or the loss is not a scalar.
+      UserError: the shardings are not NamedShardings of one mesh or do not divide the arrays, a parameter is no array
+        of floats, the loss or the reference is not a scalar, or the gradients that a loss makes are not those of
+        params.
     """
-    params, batch = (jax.tree.map(np.asarray, tree) for tree in (params, batch))
-    placed = jax.tree.broadcast(shardings, (params, batch))
-    device, jitted = _mesh_of(placed).devices.flat[0], jax.jit(jax.value_and_grad(reference))
+    if tolerance is not None:
+        require_number("verify.gradients", "tolerance", tolerance, above=0, below=1)
+    params, batch = read_arrays(params, batch)
+    placed = place_by(shardings, params, batch)
+    mesh = _mesh_of(placed)
+    require_split(params, batch, placed)
+    require_scalar(reference, params, batch)
+    device, jitted = mesh.devices.flat[0], jax.jit(jax.value_and_grad(reference))
 
     def one(params: PyTree, batch: PyTree) -> Answer:
         with jax.default_matmul_precision("highest"):
@@ -82,10 +95,7 @@ def _round_floats(tree: PyTree) -> PyTree:
 
 
 def _under_test(loss: Loss, params: PyTree, batch: PyTree) -> Answer:
-    out = jax.eval_shape(loss, params, batch)
-    own = isinstance(out, tuple) and len(out) == 2
-    if getattr(out[0] if own else out, "shape", None) != ():
-        raise UserError(f"verify.gradients needs a loss that is a scalar, or (scalar, gradients), and was given {out}")
+    own = makes_gradients(loss, params, batch)
     with jax.default_matmul_precision("highest"):
         return answer_of(*jax.jit(loss if own else jax.value_and_grad(loss))(params, batch))
 

@@ -85,8 +85,15 @@ def compare(
     """
     reference = float(want.losses[0])
     error = max(_finite(abs(float(loss) - reference)) for loss in got.losses) / max(abs(reference), 1e-30)
-    rows = (GradientRow(n, want.grads[n].shape[1:], relative_error(got, want, n), limit) for n, limit in limits.items())
+    rows = (_row(got, want, parameter, limit) for parameter, limit in limits.items())
     return Verdict(name, error, loss_limit, tuple(rows), tokens_agree=bool(np.all(got.tokens == want.tokens)))
+
+
+def _row(got: Answer, want: Answer, name: str, limit: float) -> GradientRow:
+    """The row of one gradient, which is too small to tell where zeros in its place would be within the limit."""
+    grads, error = want.grads[name], relative_error(got, want, name)
+    too_small = _rms(grads[0]) <= limit * scale_of(want, name)
+    return GradientRow(name, grads.shape[1:], error, limit, too_small=too_small)
 
 
 def relative_error(got: Answer, want: Answer, name: str) -> float:

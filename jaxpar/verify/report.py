@@ -23,6 +23,7 @@ class GradientRow(NamedTuple):
       tolerance: the largest error allowed.
       finding: how the gradient differs; None where it does not.
       layers: the layers that differ; None where the gradient does not differ or is not stacked over layers.
+      too_small: whether the whole gradient is within the tolerance, so that zeros in its place would not be told.
     """
 
     name: str
@@ -31,6 +32,7 @@ class GradientRow(NamedTuple):
     tolerance: float
     finding: Finding | None = None
     layers: tuple[int, ...] | None = None
+    too_small: bool = False
 
     @property
     def ok(self) -> bool:
@@ -95,7 +97,10 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.equal:
-            return f"EQUAL: loss and {len(self.rows)} gradients, to {max(row.tolerance for row in self.rows):.1e}"
+            allowed = max(row.tolerance for row in self.rows)
+            small = ", ".join(row.name for row in self.rows if row.too_small)
+            untold = f"; too small beside the whole gradient to tell: {small}" if small else ""
+            return f"EQUAL: loss and {len(self.rows)} gradients, to {allowed:.1e}{untold}"
         return f"DIFFERS: {self.difference}"
 
     def show(self) -> None:
@@ -116,7 +121,8 @@ def table(verdicts: Sequence[Verdict]) -> Table:
         errors = [f"{x:.1e}" for row in rows for x in (row.error, row.tolerance)]
         wrong = [row for row in rows if not row.ok]
         kind = f": {wrong[0].finding.kind}" if wrong and wrong[0].finding else ""
-        out.add_row(rows[0].name, _sizes(rows[0]), *errors, f"DIFFERS{kind}" if wrong else "ok")
+        right = "ok, too small to tell" if all(row.too_small for row in rows) else "ok"
+        out.add_row(rows[0].name, _sizes(rows[0]), *errors, f"DIFFERS{kind}" if wrong else right)
     return out
 
 

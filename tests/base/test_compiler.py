@@ -51,6 +51,7 @@ def test_words_have_the_types_that_xla_takes() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([3], 'are words, such as "xla_a=true", and 3 was given'),
         (["xla_a"], "'xla_a' is no option with its value: write xla_"),
         (["=5"], "'=5' is no option"),
         (["xla a=5"], "'xla a=5' is no option"),
@@ -90,7 +91,9 @@ def test_a_table_of_another_key_is_still_refused() -> None:
         ("xla_of_nobody=1", "XLA knows no option xla_of_nobody"),
         ("xla_gpu_of_nobody=true", "XLA knows no option xla_gpu_of_nobody"),
         ("xla_cpu_enable_fast_math=maybe", "xla_cpu_enable_fast_math takes a value of type bool, found maybe"),
-        (f"{GPU_OPTION}=1.5", f"{GPU_OPTION} takes a value of type int64, found 1.5"),
+        (f"{GPU_OPTION}=1.5", f"{GPU_OPTION} takes a value of type int64, found 1.5$"),
+        (f"{GPU_OPTION}=1_0", f"{GPU_OPTION} takes a value of type int64, found 1_0$"),
+        ("xla_gpu_enable_latency_hiding_schedule=true", r"did you mean 'xla_gpu_enable_latency_hiding_scheduler'\?"),
     ],
 )
 def test_what_xla_does_not_know_is_refused_in_a_line(word: str, message: str) -> None:

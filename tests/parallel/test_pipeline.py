@@ -137,7 +137,7 @@ def test_stages_that_are_all_devices_count_in_the_microbatches() -> None:
         ({"rules__layers": ("fsdp",), "mesh__fsdp": 2}, "rules.layers"),
         ({"model__masks": ("window(9)", "causal"), "pipeline__layers": (1, 3)}, "stages of [1, 3] layers, but "
          "model.masks has 2 kinds of layers in turn, and each stage begins with the first: try pipeline.layers=[2, 2]"),
-        ({"model__masks": ("window(9)", "causal") * 2}, "begins with the first: try at most 1 virtual stages"),
+        ({"model__masks": ("window(9)", "causal") * 2}, "begins with the first: try mesh.stage=1 or model.layers=8"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_what_to_change(changes: dict[str, Any], said: str) -> None:

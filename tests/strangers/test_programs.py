@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from strangers import own_model, own_ops, own_pipeline, own_rehearsal, sharded_l
 from tiers import needs_cuda
 
 import jaxpar
-from jaxpar import parallel, rehearse, train
+from jaxpar import parallel, rehearse, train, verify
 from jaxpar.kernels.attention import libraries
 from jaxpar.parallel import pipeline
 from jaxpar.rehearse import _step
@@ -251,6 +252,22 @@ def test_a_wrong_sharded_loss_is_named_with_its_mistake(fault: str, names: set[s
         assert says in row.finding.says
     assert says in str(verdict)
     assert verdict.loss_ok == (kind in ("sum missing", "sum doubled"))
+
+
+def test_a_gradient_too_small_to_tell_is_named() -> None:
+    """Twice the right one is within the tolerance of the whole gradient, and so is none."""
+    mesh = jaxpar.make_mesh(data=8)
+    place = jax.sharding.NamedSharding(mesh, P())
+
+    def loss(params: Any, batch: Any, times: float = 1.0) -> jax.Array:
+        return jnp.sum(100 * batch * params["a"]) + times * 1e-4 * jnp.sum(params["c"])
+
+    params = {name: np.arange(1, 9, dtype=np.float32) for name in ("a", "c")}
+    batch = np.arange(1, 9, dtype=np.float32)
+    verdict = verify.gradients(partial(loss, times=2.0), loss, params, batch, (place, place))
+    assert str(verdict).startswith("EQUAL: loss and 2 gradients, to ")
+    assert str(verdict).endswith("; too small beside the whole gradient to tell: c")
+    assert [row.too_small for row in verdict.rows] == [False, True]
 
 
 def test_a_right_sharded_loss_is_equal() -> None:

@@ -277,6 +277,53 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
+def compare_with(loss: Any = None, reference: Any = None, params: Any = None, batch: Any = None, **options: Any) -> Any:
+    """`verify.gradients` of a product, with one thing in another form."""
+    params = np.ones(8, np.float32) if params is None else params
+    batch = np.ones(8, np.float32) if batch is None else batch
+    right = product if not isinstance(params, dict) else lambda p, b: jnp.sum(b)
+    whole = layout(data=8).sharding(())
+    shardings = whole, layout(data=8).sharding(("batch",)) if isinstance(batch, np.ndarray) else whole
+    return verify.gradients(loss or right, reference or right, params, batch, shardings, **options)
+
+
+def product(params: Any, batch: Any) -> Any:
+    return jnp.sum(params * batch)
+
+
+VERIFIED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a loss with metrics": (
+        lambda: compare_with(lambda p, b: (product(p, b), {"accuracy": 1.0})),
+        r"beside its scalar as its gradients, .* given {'accuracy': .*: return the scalar alone",
+    ),
+    "some of the gradients": (
+        lambda: compare_with(lambda p, b: (jnp.sum(b), {"a": p["a"]}), params={"a": np.ones(8), "b": np.ones(8)}),
+        "as its gradients, an array for each of params",
+    ),
+    "a reference with metrics": (lambda: compare_with(reference=lambda p, b: (product(p, b), 3.0)), "the loss alone"),
+    "a loss of integers": (lambda: compare_with(lambda p, b: jnp.int32(3)), "needs a loss that is a scalar"),
+    "a counter in params": (
+        lambda: compare_with(params={"w": np.ones(8), "n": np.int32(3)}), "n is int32: put what is not trained into"
+    ),
+    "no params": (lambda: compare_with(params={}), "params has no arrays"),
+    "a key in the batch": (
+        lambda: compare_with(batch=(np.ones(8), jax.random.key(0))), "batch 1 is a key of jax.random: give jax.random"
+    ),
+    "words in the batch": (lambda: compare_with(batch=("text",)), "takes arrays of numbers, and batch 0 is 'text'"),
+    "a batch of three": (lambda: compare_with(batch=np.ones(3)), r"batch of shape \(3,\) is not divided by .* data=8"),
+    "a tolerance of anything": (lambda: compare_with(tolerance=np.inf), "a finite number above 0 and below 1"),
+    "a tolerance below nothing": (lambda: compare_with(tolerance=-1.0), "was given tolerance=-1.0"),
+    "a tolerance in words": (lambda: compare_with(tolerance="1e-3"), "was given tolerance='1e-3'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", VERIFIED)
+def test_what_verify_is_wrongly_given_is_a_sentence(what: str) -> None:
+    do, said = VERIFIED[what]
+    with pytest.raises(jaxpar.UserError, match=said):
+        do()
+
+
 @pytest.mark.parametrize("what", [*REFUSED, *WRONG])
 def test_a_mistake_is_a_sentence(what: str) -> None:
     do, said = (REFUSED | WRONG)[what]

@@ -144,7 +144,12 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
         groups = -(-layers // kinds)
         fits = [kinds * n for n in _even_layers(groups, len(counts))]
         fits[-1] -= -layers % kinds
-        advice = f"pipeline.layers={fits}" if groups >= len(counts) else f"at most {groups} virtual stages"
+        if groups >= len(counts):
+            advice = f"pipeline.layers={fits}"
+        elif groups >= plan.size("stage"):
+            advice = f"pipeline.virtual=1 or model.layers={kinds * len(counts)}"
+        else:
+            advice = f"mesh.stage={groups} or model.layers={kinds * len(counts)}"
         raise UserError(
             f"pipeline stages of {list(counts)} layers, but model.masks has {kinds} kinds of layers in turn, and each "
             f"stage begins with the first: try {advice}"
