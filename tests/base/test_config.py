@@ -29,7 +29,7 @@ def values(hint: Any) -> st.SearchStrategy:
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
+        return st.lists(values(typing.get_args(hint)[0]), max_size=3, unique=True).map(tuple)
     return LEAVES[hint]
 
 
@@ -105,7 +105,7 @@ def changed(key: str, value: Any) -> Config:
         "precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.gradients": "bfloat16",
         "precision.moments": "bfloat16", "memory.optimizer": "offload", "memory.parameters": "offload",
         "memory.may": ["optimizer"], "data.loss_on": "all", "data.bos": True, "overlap.domino": "on",
-        "context.strategy": "ulysses",
+        "context.strategy": "ulysses", "rules.stage": ["data"],
         "kernels.attention": "chunked", "pipeline.schedule": "gpipe", "pipeline.stash": "stage",
         "pipeline.layers": [1, 2], "model.rope_scaling": "linear", "metrics.sinks": ["wandb"],
     }  # fmt: skip

@@ -212,7 +212,8 @@ def test_gpus_before_ampere_are_refused(capability: str, why: str, monkeypatch: 
     assert dispatch.refusal("pallas_gpu", asked, "gpu") == why
     assert not why or dispatch.refusal("cudnn", asked, "gpu") == why
     assert not why or dispatch.choose(asked, "gpu")[0] == "chunked"
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    here = {"platform": "gpu", "device_kind": "a GPU", "compute_capability": capability}
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(**here)])
     assert dispatch.refusal("pallas_gpu", asked._replace(capability=""), "gpu") == why
 
 
