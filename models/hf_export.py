@@ -35,7 +35,6 @@ def export_hf(
     max_shard_bytes: int = 5 * 10**9,
     dtype: Dtype = "float32",
     token_ids: Mapping[str, Any] | None = None,
-    beside: Callable[[Path], None] = lambda unfinished: None,
 ) -> None:
     """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
 
@@ -49,7 +48,6 @@ def export_hf(
       max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of its own.
       dtype: of the tensors that are written.
       token_ids: what config.json says of the tokenizer, such as `{"eos_token_id": [1, 106]}`; what is missing is null.
-      beside: writes further files, such as a tokenizer's, into the folder before it appears; process 0 calls it.
 
     Raises:
       UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
@@ -64,7 +62,6 @@ def export_hf(
     def write(unfinished: Path) -> None:
         write_json(unfinished / "config.json", config)
         _write_files(unfinished, hf_layout(model), max_shard_bytes, arrays, dtype)
-        beside(unfinished)
 
     write_folder(Path(folder), write, arrays)
 

@@ -7,7 +7,6 @@ PEFT has A as [r, in] and B as [out, r], under the name of the linear that they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.base.config import Lora, ModelConfig
@@ -77,18 +76,9 @@ def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool
     return read_params(pairs, model, plan, model.trained(model.shapes()), allow_nonfinite)
 
 
-def export_adapter(
-    params: Params, model: Model, folder: Path, base: str, beside: Callable[[Path], None] = lambda unfinished: None
-) -> None:
-    """Write a folder that PEFT loads.
-
-    Args:
-      params: see `export_hf`, as for `model`, `folder` and `beside`.
-      base: the folder of the model.
-
-    Raises:
-      UserError: the folder has files, a write failed, or PEFT has one pair for matrices that have their own here.
-    """
+def export_adapter(params: Params, model: Model, folder: Path, base: str) -> None:
+    """Write a folder that PEFT loads; `base` is the folder of the model. See `export_hf` for the rest. A UserError says
+    that the folder has files, a write failed, or PEFT has one pair for matrices that have their own here."""
     layout = [tensor._replace(name=_PREFIX + tensor.name) for tensor in _layout(model)]
     lora, linears = model.config.lora, _linears(model.config)
     for module, ours in linears.items():
@@ -111,7 +101,6 @@ def export_adapter(
     def write(unfinished: Path) -> None:
         write_json(unfinished / CONFIG, config)
         write_tensors(unfinished / WEIGHTS, layout, arrays, "float32")
-        beside(unfinished)
 
     write_folder(folder, write, arrays)
 

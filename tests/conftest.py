@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -12,6 +12,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test compiles what it 
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -33,6 +34,9 @@ _FLAGS += ["xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11
 os.environ.setdefault("XLA_FLAGS", " ".join(f"--{flag}" for flag in _FLAGS))
 # Traced programs are millions of objects that stay: reading them all again and again took a fifth of the suite's time.
 gc.set_threshold(100_000, 50, 100)
+# The wings of which no test asks at which line of the source an instruction began: to write that down takes a fifth of
+# the time of a compilation.
+_WITHOUT_LINES = {"kernels", "models", "parallel", "train", "verify"}
 
 widen_cpu_pool(8)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -47,6 +51,39 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lines(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = jax.config.values["jax_traceback_in_locations_limit"]
+    if request.path.parent.name in _WITHOUT_LINES:
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+@pytest.fixture(scope="session")
+def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def keeps_programs(_kept: Path) -> Iterator[None]:
+    """JAX's cache, for a file whose runs compile the same steps again and again: it reads them, as a user's would."""
+    settings = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(_kept),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

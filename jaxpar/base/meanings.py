@@ -31,13 +31,9 @@ _WORDS = {
     "train.weight_decay": "wd adam_weight_decay decay",
     "train.clip_norm": "clip grad_clip clip_grad max_grad_norm gradient_clip gradient_clip_val max_norm grad_norm "
     "gradient_clipping gradient_clipping_threshold",
-    "train.eval_every": "eval_strategy evaluation_strategy "
-    "eval_interval eval_steps eval_freq eval_frequency validate_every val_check_interval",
+    "train.eval_every": "eval_interval eval_steps eval_freq eval_frequency validate_every val_check_interval",
     "train.eval_batches": "eval_iters eval_batch",
-    "train.seed": "seed random_seed manual_seed",
-    "train.z_loss": "z_loss_weight z_loss_multiplier",
-    "train.balance_loss": "router_aux_loss_coef moe_aux_loss_coeff aux_loss_coef load_balance_loss_weight",
-    "train.router_z_loss": "router_z_loss_coef moe_z_loss_coeff",
+    "train.seed": "random_seed manual_seed",
     "train.init": "init_from resume resume_from_checkpoint load_checkpoint load model_name_or_path pretrained "
     "load_parameters_path from_pretrained finetune",
     "data.seq_len": "seq_length sequence_length block_size max_length context_length context_len ctx_len seqlen "
@@ -45,10 +41,6 @@ _WORDS = {
     "data.path": "dataset data dataset_path data_path train_file dataset_name train_data data_dir",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_model tokenizer_type vocab_file hf_assets_path",
     "data.pack": "packing",
-    "data.val_path": "val_file validation_file val_data eval_dataset validation_path",
-    "data.val_fraction": "val_split validation_split validation_split_percentage val_size test_size val_ratio",
-    "data.column": "text_column dataset_text_field",
-    "data.prefetch": "num_workers dataloader_num_workers num_dataloader_workers n_workers prefetch_factor",
     "model.layers": "n_layer n_layers num_layers num_hidden_layers depth num_decoder_layers base_num_decoder_layers",
     "model.heads": "n_head n_heads num_heads num_attention_heads num_query_heads base_num_query_heads",
     "model.kv_heads": "n_kv_heads num_kv_heads num_key_value_heads num_query_groups base_num_kv_heads n_kv_head",
@@ -57,10 +49,6 @@ _WORDS = {
     "model.experts": "num_experts n_experts num_local_experts moe_num_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk topk experts_per_tok",
     "model.max_seq_len": "max_position_embeddings n_positions",
-    "model.tied_head": "tie_word_embeddings tie_embeddings tie_weights share_embeddings weight_tying "
-    "untie_embeddings_and_output_weights logits_via_embedding",
-    "model.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
-    "model.init_std": "initializer_range init_method_std",
     "model.dropout": "attention_dropout hidden_dropout resid_pdrop",
     "model.vocab_size": "vocab n_vocab",
     "model.lora.rank": "lora_rank lora_r lora",
@@ -72,10 +60,9 @@ _WORDS = {
     "precision.moments": "mu_dtype exp_avg_dtype optim_dtype",
     "metrics.sinks": "wandb use_wandb wandb_log enable_wandb report_to tensorboard enable_tensorboard mlflow logger "
     "wandb_project logging",
-    "metrics.log_every": "logging_strategy log_interval logging_steps log_freq log_period log_steps",
+    "metrics.log_every": "log_interval logging_steps log_freq log_period log_steps",
     "metrics.profile": "profile profiler enable_profiling profile_steps",
-    "checkpoint.every": "save_strategy "
-    "save_steps save_interval save_every checkpoint_period checkpoint_interval ckpt_interval "
+    "checkpoint.every": "save_steps save_interval save_every checkpoint_period checkpoint_interval ckpt_interval "
     "save_freq checkpoint_every",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep",
     "run": "output_dir out_dir output out save_dir save checkpoint_dir run_name base_output_directory logdir log_dir",
@@ -95,12 +82,6 @@ _WORDS = {
     "memory.optimizer": "cpu_offload offload optimizer_offload offload_optimizer",
     "kernels.attention": "attn_implementation flash_attention flash_attn use_flash_attn attn attention",
 }
-_NOT_HERE = {
-    "the optimizer is AdamW: train.beta1, train.beta2, train.weight_decay": "optimizer optim optimizer_name opt",
-    "LoRA has no dropout of its own": "lora_dropout",
-}
-"""What is said of words whose meaning no key has, though a key of another meaning looks like them."""
-_ABSENT = {word: said for said, words in _NOT_HERE.items() for word in words.split()}
 _MEANS = {word: key for key, words in _WORDS.items() for word in words.split()}
 _PRESETS = {"gpt2small": "gpt2_124m", "gpt2medium": "gpt2_355m", "gpt2large": "gpt2_774m", "gpt2xl": "gpt2_1558m"}
 
@@ -117,8 +98,6 @@ def suggest_key(typed: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     word = typed.rpartition(".")[2].lower()
-    if note := absent(word):
-        return note
     meant = _MEANS.get(word, "")
     if meant in known:
         return f" (did you mean {meant!r}?)"
@@ -126,12 +105,6 @@ def suggest_key(typed: str, known: Iterable[str]) -> str:
     if same:
         return f" (did you mean {same[0]!r}?)"
     return suggest(typed, known)
-
-
-def absent(word: str) -> str:
-    """What is said of a word that means nothing that a key has, in brackets after a space; empty = nothing."""
-    said = _ABSENT.get(word.lower(), "")
-    return f" ({said})" if said else ""
 
 
 def meaning(typed: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jaxpar.base.errors import UTF8, UserError, reading, require_local, short, suggest
-from jaxpar.base.meanings import absent, meaning, suggest_preset
+from jaxpar.base.meanings import meaning, suggest_preset
 
 T = TypeVar("T")
 TABLE = {"table": True}
@@ -81,8 +81,6 @@ def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: st
 
 def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
     """The key that was meant: one of this table, by its letters or its meaning, or of another table of a config."""
-    if note := absent(key):
-        return note
     meant = meaning(key)
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"

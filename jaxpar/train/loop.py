@@ -38,7 +38,7 @@ from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.memory import local_bytes, require_memory
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink, read_metrics
-from jaxpar.train.optimizer import largest_parameter, rounding_note, schedule_note
+from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
@@ -142,8 +142,6 @@ def run(
         data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
         corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     for note in (*plan_notes(config, plan), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
-        say(note)
-    if note := rounding_note(config):
         say(note)
     if offload_asked(plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))

@@ -274,8 +274,8 @@ _OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
 def _line(error: Exception) -> str:
-    """The beginning of an error's text, which may be a page, in one line."""
-    return " ".join((str(error).strip() or type(error).__name__).split())[:300]
+    """The first line of an error's text, which may be a page."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 class Profile:

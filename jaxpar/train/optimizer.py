@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxpar.base.config import Config, TrainConfig
+from jaxpar.base.config import TrainConfig
 from jaxpar.base.plan import Plan, is_matrix
 from jaxpar.base.sharding import is_axes, path_name, state_axes
 from jaxpar.models import Params
@@ -61,27 +61,6 @@ def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
     if step == 0 or abs(old - new) < 1e-3 * new:
         return note
     return f"{note}, and the learning rate goes on at {new:.2e} where it would have been {old:.2e}"
-
-
-_SPACING = 2**-8
-"""The distance between two numbers of bfloat16, as a share of them."""
-
-
-def rounding_note(config: Config) -> str:
-    """Say that matrices in bfloat16 round the updates of a small learning rate away; empty = they do not.
-
-    AdamW changes an entry by about the learning rate, and an entry is about `model.init_std`. A change of less than
-    half the distance to the next number is lost.
-    """
-    rate, entry = config.train.learning_rate, config.model.init_std
-    if config.precision.params != "bfloat16" or config.model.lora.rank:  # LoRA's pairs are float32
-        return ""
-    if rate >= _SPACING * entry:
-        return ""
-    return (
-        f"warning: precision.params=bfloat16 rounds most updates of train.learning_rate={rate:g} away, as entries of "
-        f"about {entry:g} change by {_SPACING * entry:.1g} or not at all: precision.params=float32 keeps them"
-    )
 
 
 def decay_mask(axes: Params) -> Params:

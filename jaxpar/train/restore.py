@@ -312,14 +312,11 @@ def export_run(
         raise UserError(f"--adapter: {source} was trained without LoRA, so it has none: leave it out")
     plan, model = drop_stages(make_plan(check(config, training=False), start(config.mesh))), Model(config.model)
     step, params = load_run(source, step, config, plan)
-
-    def beside(unfinished: Path) -> None:
-        export_tokenizer(source, unfinished, config.data)
-
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)
-        peft.export_adapter(params, model, target, str(base), beside)
+        peft.export_adapter(params, model, target, str(base))
     else:
-        ids = exported_ids(source, config.data.bos)
-        export_hf(params, model, target, dtype=dtype, token_ids=ids, beside=beside)
+        export_hf(params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos))
+    if jax.process_index() == 0:
+        export_tokenizer(source, target, config.data)
     return step

@@ -207,16 +207,12 @@ class Checkpoints:
 
     def _damage(self, error: Exception) -> str:
         """Say which file of the checkpoints kept them from being opened, as far as that can be told."""
-        whole = "bring the checkpoint back whole, or move its folder away"
-        note = "delete this file alone: it says how good the checkpoint is, which is good without it"
-        advice = {"*/_CHECKPOINT_METADATA": whole, "*/metrics/metrics": note}
-        for pattern, what_to_do in advice.items():
-            for file in sorted(self.folder.glob(pattern)):
-                try:
-                    read_json(file)
-                except UserError as found:
-                    return f"{found}: {what_to_do}"
-        return f"the checkpoints in {self.folder} cannot be opened: {_one_line(error)}"
+        for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA")) + sorted(self.folder.glob("*/metrics/metrics")):
+            try:
+                read_json(file)
+            except UserError as found:
+                return f"{found}: bring the checkpoint back whole, or move its folder away"
+        return f"the checkpoints in {self.folder} cannot be opened: {_first_line(error)}"
 
     def latest(self) -> int | None:
         """Return the newest finished step, or None."""
@@ -320,7 +316,7 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
-            why = f"checkpoint {self.folder / str(step)} cannot be read ({_one_line(error)})"
+            why = f"checkpoint {self.folder / str(step)} cannot be read ({_first_line(error)})"
             if self._config is None:  # a run beside may be removing it, or a copy of it may be under way
                 raise UserError(
                     f"{why}: try again if a run or a copy is writing there, or take another step"
@@ -346,7 +342,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            why = f"a checkpoint could not be written to {self.folder} ({_one_line(error)})"
+            why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
             raise UserError(f"{why}: look at the space that is left, and start again from the last one") from error
 
     def remove_old(self) -> None:
@@ -361,9 +357,9 @@ class Checkpoints:
                 self._manager.delete(step)
 
 
-def _one_line(error: Exception) -> str:
-    """What an error says in one line, or its name where it says nothing."""
-    return " ".join((str(error).strip() or type(error).__name__).split())[:200]
+def _first_line(error: Exception) -> str:
+    """The first line of what an error says, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _is_wider_moment(name: str, there: str, here: str) -> bool:

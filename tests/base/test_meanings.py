@@ -24,12 +24,6 @@ def test_every_meaning_is_a_key() -> None:
         ("--lr 1e-3", "--train.learning-rate"),
         ("lr=1e-3", "--train.learning-rate"),
         ("--epochs 3", "--train.steps"),
-        ("--seed 3", "--train.seed"),
-        ("--val-split 0.1", "--data.val-fraction"),
-        ("--eval_strategy steps", "--train.eval-every"),
-        ("--save_strategy steps", "--checkpoint.every"),
-        ("--tie_word_embeddings true", "--model.tied-head"),
-        ("--num_workers 4", "--data.prefetch"),
         ("--num-train-epochs 3", "--train.steps"),
         ("--wandb", "--metrics.sinks"),
         ("--report_to wandb", "--metrics.sinks"),
@@ -52,21 +46,6 @@ def test_a_flag_of_another_trainer_names_ours(words: str, meant: str) -> None:
     with pytest.raises(UserError) as error:
         config_args("jaxpar train", TrainArgs, ["tiny", *words.split()])
     assert f"(did you mean '{meant}'?)" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--train.optimizer lion", "(the optimizer is AdamW: "),
-        ("--lora_dropout 0.1", "(LoRA has no dropout of its own)"),
-    ],
-)
-def test_what_there_is_not_is_said_and_no_key_of_another_meaning_named(words: str, said: str) -> None:
-    with pytest.raises(UserError) as error:
-        config_args("jaxpar train", TrainArgs, ["tiny", *words.split()])
-    assert said in str(error.value) and "did you mean" not in str(error.value)
-    with pytest.raises(UserError, match=r"unknown key train\.optimizer \(the optimizer is AdamW"):
-        parse("[train]\noptimizer = 1")
 
 
 def test_a_table_alone_says_how_it_is_written() -> None:

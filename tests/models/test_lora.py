@@ -62,7 +62,8 @@ def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> No
     before, base = jax.device_get(state.params), Model(base_config(config.model))
     batch = put_batch(random_batch(config), plan)
     without = {name: leaf for name, leaf in state.params["blocks"].items() if "lora" not in name}
-    frozen = base.loss(state.params | {"blocks": without}, batch, plan).nll
+    loss_of_base = jax.jit(lambda params: base.loss(params, batch, plan).nll)
+    frozen = loss_of_base(state.params | {"blocks": without})
     pairs = [name for name in before["blocks"] if "lora" in name]
     assert len(pairs) == 14 and {before["blocks"][name].dtype for name in pairs} == {np.dtype("float32")}
     assert before["blocks"]["q"].dtype == jnp.bfloat16
@@ -124,7 +125,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, every=2))
+@pytest.mark.parametrize("name", some(LAYOUTS, every=3))
 def test_every_layout_gives_the_gradients_of_one_device(name: str) -> None:
     family, changes = LAYOUTS[name]
     found = verify.verify(config_of(family, **{"model.heads": 4, "train.batch": 8} | changes))

@@ -171,7 +171,8 @@ def test_kv_heads_are_copied_where_more_devices_split_heads(name: str) -> None:
     args = arrays((B, S, D), (D, heads, h), kv, kv, (heads, h), kv[1:], (heads, h, D))
     plan = plan_on(mesh, rules=rules)
     assert_same(partial(attended, plan), partial(attended, plan_on(MeshSpec())), args)
-    (v_BSKh,) = Ops(plan).column_linear(args[0], (args[3],), (("kv_heads", "head_dim"),), (args[5],))
+    project = jax.jit(lambda x, v, bias: Ops(plan).column_linear(x, (v,), (("kv_heads", "head_dim"),), (bias,)))
+    (v_BSKh,) = project(args[0], args[3], args[5])
     want = jnp.einsum("bsd,dhk->bshk", args[0], args[3]) + args[5]
     assert v_BSKh.shape[2] == math.lcm(kv_heads, plan.size("heads"))
     assert v_BSKh.sharding.is_equivalent_to(plan.sharding(("batch", "seq", "heads")), 4)
@@ -203,8 +204,11 @@ def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Pla
     x, dy = jnp.round(2 * x), jnp.round(3 * arrays((B, S, F), seed=5)[0])
     x = x.at[..., 0].set(7)
     dy = dy.at[..., 0].set(9).at[0, 0, 0].set(8)
-    _, vjp = jax.vjp(lambda w: Ops(plan).column_linear(x.astype(jnp.bfloat16), (w,), (("mlp",),))[0], weight)
-    (dweight,) = vjp(dy.astype(jnp.bfloat16))
+
+    def project(weight: jax.Array) -> jax.Array:
+        return Ops(plan).column_linear(x.astype(jnp.bfloat16), (weight,), (("mlp",),))[0]
+
+    dweight = jax.jit(lambda weight, dy: jax.vjp(project, weight)[1](dy)[0])(weight, dy.astype(jnp.bfloat16))
     assert dweight.dtype == jnp.float32
     np.testing.assert_array_equal(dweight, jnp.einsum("bsd,bsf->df", x, dy))
     assert dweight[0, 0] != dweight[0, 0].astype(jnp.bfloat16).astype(jnp.float32)

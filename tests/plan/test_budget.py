@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,7 +271,3 @@ def test_the_table_of_budgets(model: str, mesh: str, capsys: pytest.CaptureFixtu
         row = checked(model, mesh, share)
         with capsys.disabled():
             print(f"\n| {' | '.join(row)} |", end="", flush=True)
-
-
-def test_there_are_many_budgets() -> None:
-    assert len(list(itertools.product(MODELS, MESHES, SHARES))) >= 30

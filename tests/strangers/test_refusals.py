@@ -333,8 +333,9 @@ def test_a_mistake_is_a_sentence(what: str) -> None:
 
 def test_a_full_mask_is_right_where_the_strategy_can() -> None:
     q = jax.random.normal(jax.random.key(0), (2, 16, 8, 8))
-    whole = parallel.attention(q, q, q, masks.Full())
-    found = parallel.attention(q, q, q, masks.Full(), layout(context=8), context="ulysses")
+    here = layout(context=8)
+    whole = jax.jit(lambda q: parallel.attention(q, q, q, masks.Full()))(q)
+    found = jax.jit(lambda q: parallel.attention(q, q, q, masks.Full(), here, context="ulysses"))(q)
     np.testing.assert_allclose(found, whole, atol=5e-6)  # outputs of order one, float32 sums in another order
 
 

@@ -19,7 +19,6 @@ from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import replicated_sharding
-from jaxpar.train import metrics, run_folder
 from jaxpar.train.run_folder import Checkpoints, finished_steps
 
 pytestmark = pytest.mark.quick
@@ -175,26 +174,3 @@ def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(order: list[i
     else:
         with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
             restore_module._read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("config", [None, CheckpointConfig()])
-def test_a_damaged_note_of_a_loss_does_not_cost_its_checkpoint(tmp_path: Path, config: CheckpointConfig | None) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(1, {"w": jnp.ones(4)}, {}, 2.0)
-    checkpoints.close()
-    note = tmp_path / "1" / "metrics" / "metrics"
-    note.write_bytes(b"\xff{")
-    with pytest.raises(UserError, match=r"metrics/metrics .*: delete this file alone"):
-        Checkpoints(tmp_path, config)
-    note.unlink()
-    again = Checkpoints(tmp_path, config)
-    assert again.steps() == [1] and again.best() is None
-    again.close()
-
-
-def test_a_cause_of_several_lines_is_told_whole() -> None:
-    """The first line of pydantic's, say, is the number of errors."""
-    error = ValueError("1 validation error for Settings\n  mode\n    not one of online, offline")
-    said = "1 validation error for Settings mode not one of online, offline"
-    assert run_folder._one_line(error) == metrics._line(error) == said
-    assert run_folder._one_line(ValueError()) == metrics._line(ValueError()) == "ValueError"

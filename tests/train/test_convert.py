@@ -16,9 +16,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
-from jaxpar.train import restore
 from jaxpar.train.restore import config_of, export_run, import_run
-from jaxpar.train.run_folder import read_run_config
 
 MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
 
@@ -87,24 +85,3 @@ def test_a_config_of_another_model_is_refused(hf_folder: Path, tmp_path: Path) -
     with pytest.raises(UserError, match="mlp is 48 there and 64 here"):
         import_run(config, hf_folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_an_export_appears_with_its_tokenizer_or_not_at_all(
-    hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
-) -> None:
-    config = override(config_for(hf_folder), {"model.lora.rank": 2} if adapter else {})
-    import_run(config, hf_folder, tmp_path / "run")
-    run = read_run_config(tmp_path / "run")
-    write = restore.export_tokenizer
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(restore, "export_tokenizer", stop)
-    with pytest.raises(KeyboardInterrupt):
-        export_run(run, tmp_path / "run", tmp_path / "out", 0, "float32", adapter)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
-    monkeypatch.setattr(restore, "export_tokenizer", lambda *args: (write(*args), (args[1] / "mark").touch()))
-    export_run(run, tmp_path / "run", tmp_path / "out", 0, "float32", adapter)
-    assert (tmp_path / "out" / "mark").exists()

@@ -24,6 +24,8 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import config_of, drop_stages, export_run, frozen_folder, import_run, load_params, load_run
 from jaxpar.train.run_folder import read_run_config
 
+pytestmark = pytest.mark.usefixtures("keeps_programs")
+
 MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
 STAGES = {"mesh.data": -1, "mesh.fsdp": 2, "mesh.stage": 2, "mesh.tensor": 1}
 
@@ -46,7 +48,8 @@ def config_for(source: Path, **changes: object) -> Config:
 def logits(config: Config, params: object) -> np.ndarray:
     tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
     plan = drop_stages(make_plan(config))
-    return np.asarray(Model(config.model).logits(params, {"tokens": jnp.asarray(tokens)}, plan))  # pyright: ignore[reportArgumentType]
+    jitted = jax.jit(lambda params, batch: Model(config.model).logits(params, batch, plan))
+    return np.asarray(jitted(params, {"tokens": jnp.asarray(tokens)}))
 
 
 def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints, read_run_config
 
+pytestmark = pytest.mark.usefixtures("keeps_programs")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:

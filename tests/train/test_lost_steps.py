@@ -20,7 +20,7 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.run_folder import Checkpoints
 from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batch
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
 
 STEPS = 6
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, TrainConfig, override
+from jaxpar.base.config import ModelConfig, TrainConfig
 from jaxpar.models import Model
 from jaxpar.models.families import FAMILIES
-from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer, rounding_note
+from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
 
 pytestmark = pytest.mark.quick
 
@@ -83,14 +83,3 @@ def test_a_step_is_adamw_on_clipped_gradients() -> None:
     np.testing.assert_allclose(updates["scale"], [-1.0], atol=1e-6)
     second, _ = optimizer.update(jax.tree.map(lambda g: 10 * g, grads), optimizer.init(params), params)
     np.testing.assert_allclose(second["w"], updates["w"], atol=1e-6)
-
-
-@pytest.mark.parametrize(("rate", "entry", "said"), [(2e-5, 0.02, True), (3e-4, 0.02, False), (3e-4, 0.1, True)])
-def test_a_rate_that_bfloat16_rounds_away_is_said(rate: float, entry: float, said: bool) -> None:
-    changes = {"train.learning_rate": rate, "model.init_std": entry}
-    config = override(Config(), changes | {"precision.params": "bfloat16"})
-    assert bool(rounding_note(config)) == said
-    assert not rounding_note(override(Config(), changes))
-    assert not rounding_note(override(config, {"model.lora.rank": 4}))
-    half = jnp.bfloat16(entry)  # an update by the rate moves it where nothing is said, and not where it is
-    assert not said or half + jnp.bfloat16(rate / 2) == half

@@ -21,6 +21,8 @@ from jaxpar.train import evaluate, loop
 from jaxpar.train.own_tokenizer import export_tokenizer, exported_ids, keep_tokenizer, with_own_tokenizer
 from jaxpar.train.restore import config_of, export_run, import_run
 
+pytestmark = pytest.mark.usefixtures("keeps_programs")
+
 CHARS = {"tokenizer": "chars", "chars": "abc"}
 
 

@@ -20,7 +20,7 @@ from jaxpar.train.metrics import read_metrics
 from jaxpar.train.run_data import compare_data, keep_data
 from jaxpar.train.run_folder import open_run, read_run_config
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
 
 LINES = [f"{i} lorem ipsum dolor sit amet" for i in range(60)]
 

@@ -20,10 +20,6 @@ def run(folder: Path, name: str, config: Config, first: int, last: int, says: li
             log.write(step, loss=step / 7.5, mfu=None)
 
 
-WHY = "no route to host and a page of advice"
-"""What the fake says of itself, in one line."""
-
-
 @pytest.fixture
 def fake(monkeypatch):
     """A library that takes rows, except while it is `down`; and what it took."""
@@ -49,7 +45,7 @@ def test_what_a_sink_could_not_take_is_said_kept_and_sent_again(tmp_path, fake):
             sink._thread.submit(lambda: None).result()
     assert fake["rows"] == [(step, {"loss": step / 3}) for step in range(1, 7)] and fake["ended"] == [False]
     assert said == [
-        f"warning: fake lacks {rows} rows from step 2, metrics.jsonl has them all: {WHY}" for rows in (1, 2)
+        f"warning: fake lacks {rows} rows from step 2, metrics.jsonl has them all: no route to host" for rows in (1, 2)
     ]
 
 
@@ -59,7 +55,7 @@ def test_a_sink_that_stays_away_is_named_at_the_end_and_costs_no_row_of_the_file
     fake["down"] = True
     run(tmp_path, "fake", Config(), 0, 3, said)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
-    assert said[-1] == f"warning: fake lacks 3 rows from step 1, metrics.jsonl has them all: {WHY}"
+    assert said[-1] == "warning: fake lacks 3 rows from step 1, metrics.jsonl has them all: no route to host"
 
 
 @pytest.mark.quick
@@ -83,7 +79,7 @@ def test_a_sink_that_cannot_begin_is_one_line(tmp_path, monkeypatch):
         raise RuntimeError("no API key\nand a page of advice")
 
     monkeypatch.setitem(metrics._OPEN, "fake", refuse)
-    with pytest.raises(UserError, match=r"^metrics.sinks=fake cannot begin its run: no API key and a page of advice$"):
+    with pytest.raises(UserError, match=r"^metrics.sinks=fake cannot begin its run: no API key$"):
         Sink("fake", Config(), tmp_path, 0, print)
     with pytest.raises(UserError, match="names one of them twice"):
         check(override(Config(), {"metrics.sinks": ["wandb", "wandb"]}))

@@ -52,12 +52,13 @@ PLANS: dict[str, tuple[Config, dict[str, Any]]] = {
         staged(config_of("llama", stage=2), "1f1b", 4, pipeline_stash="blocks"), STATE | BLOCK_INPUT,
     ),
 }  # fmt: skip
-FAST = ("parameters and optimizer, stages, blocks",)
+FAST = ("parameters and optimizer, fsdp x tensor",)
 IN_CI = (
     "optimizer, fsdp x tensor",
     "optimizer, stages",
     "parameters, context, rings, accumulation",
     "parameters and optimizer, stages",
+    "parameters and optimizer, stages, blocks",
 )
 # Float32 over three steps, root mean squares: a loop over layers may be fused otherwise than all of them at once, an
 # ulp (6e-8) here or there, which AdamW's first steps make more of where a gradient is small.

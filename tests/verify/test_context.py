@@ -81,6 +81,7 @@ def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) 
     assert wrong == names
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_off_by_one_at_a_border_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first query of a chunk does not see the last key of the chunk before it."""
 

@@ -124,7 +124,7 @@ FEW_HEADS: list[Any] = [
     pytest.param((1, 1, 8), "llama", 4, 4, SPLIT.format(2), marks=pytest.mark.slow),
     pytest.param((1, 1, 8), "llama", 4, 1, SPLIT.format(4), marks=pytest.mark.slow),
     pytest.param((2, 1, 4), "llama", 6, 3, SPLIT.format(6), marks=pytest.mark.slow),
-    ((1, 1, 8), "gpt2", 4, 0, SPLIT.format(2)),
+    pytest.param((1, 1, 8), "gpt2", 4, 0, SPLIT.format(2), marks=pytest.mark.slow),
 ]
 
 

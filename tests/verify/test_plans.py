@@ -139,16 +139,12 @@ def test_the_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(["model", "mesh", "with"], rows, capsys)
 
 
-def test_there_are_many_plans_and_no_two_alike() -> None:
-    assert len({repr(plan) for plan in PLANS}) == len(PLANS) >= 80
-
-
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, Any]]:
-    """A model, a mesh of at most eight devices, and what may be chosen beside."""
+def plans(draw: st.DrawFn, layers: tuple[int, ...]) -> tuple[str, dict[str, int], dict[str, Any]]:
+    """A model of so many layers, a mesh of at most eight devices, and what may be chosen beside."""
     model = draw(st.sampled_from(list(MODELS)))
     mesh: dict[str, int] = {}
     for axis in draw(st.permutations([axis for axis in AXES if axis != "expert" or model == "moe"])):
@@ -161,7 +157,7 @@ def plans(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, Any]]:
     changes |= strategy(draw(st.sampled_from(("ring", *(("ulysses",) if shares else ())))))
     changes |= {"data.pack": draw(st.booleans()), "train.accumulation": draw(st.sampled_from((1, 3)))}
     masks = st.sampled_from((("causal",), ("window(70)",), ("window(70)", "causal")))
-    changes |= {"model.layers": draw(st.sampled_from((4, 5))), "model.masks": draw(masks)}
+    changes |= {"model.layers": draw(st.sampled_from(layers)), "model.masks": draw(masks)}
     changes |= {"model.tied_head": draw(st.booleans()), "memory.policy": draw(st.sampled_from(("none", "full")))}
     return model, {axis: size for axis, size in mesh.items() if size > 1}, changes
 
@@ -170,8 +166,8 @@ def verified(plan: tuple[str, dict[str, int], dict[str, Any]]) -> verify.Verific
     return verify.verify(config_of(*plan), jax.devices()[: math.prod(plan[1].values())])
 
 
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
-@given(plans())
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
+@given(plans(layers=(2, 3)))
 def test_a_plan_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
     found = verified(plan)
     assert found.equal, str(found)
@@ -179,7 +175,7 @@ def test_a_plan_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> N
 
 @pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
-@given(plans())
+@given(plans(layers=(4, 5)))
 def test_more_plans_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
     found = verified(plan)
     assert found.equal, str(found)
