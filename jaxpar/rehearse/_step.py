@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError, short
+from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.tasks import Place
 from jaxpar.parallel.host_memory import compile_absent, lower_for
+from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.kernels import stand_ins
@@ -176,7 +179,7 @@ def compile_for(
 
 def report_of(
     compiled: Compiled, taken: Memory, say: Callable[[str], None], package_dirs: PackageDirs | None = None, *,
-    name: str, tokens: int, model_flops: float, requested: list[Requested] | None = None, dtype: str = "bfloat16",
+    name: str, tokens: int, model_flops: float, requested: list[Requested] | None = None, dtype: str = "",
 ) -> Rehearsal:  # fmt: skip
     """Read, price and play out a compiled function, and report what can be said of any program.
 
@@ -186,11 +189,12 @@ def report_of(
       package_dirs: where lines are looked for: see `read_program`.
       say, name, tokens, model_flops: see `step`.
       requested: the collectives that were asked for; None = not known, and none is called unplanned.
-      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak.
+      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of their FLOPs.
     """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     target, mesh, hardware = compiled.target, compiled.mesh, compiled.target.hardware
     timeline = simulate(compiled.text, mesh, target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
+    dtype = dtype or _main_dtype(timeline.tasks, hardware.peak_flops)
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
     copies = lint.large_copies(timeline.tasks, timeline.seconds)
@@ -211,6 +215,15 @@ def report_of(
         "lines": _lines(timeline.tasks), "collectives": collectives, "timeline": timeline_of(timeline.events),
         "findings": lint.by_weight(found), "notes": [*_notes(timeline), *timeline.notes],
     }  # fmt: skip
+
+
+def _main_dtype(tasks: Iterable[TaskTime], peaks: PeakFlops) -> str:
+    """The dtype of most of a program's FLOPs, of those that the chip has a peak for: bfloat16 where there is none."""
+    done: defaultdict[str, float] = defaultdict(float)
+    for row in tasks:
+        name = peak_name(row.task.dtype)
+        done[name if getattr(peaks, name, 0.0) else "bfloat16"] += row.task.flops * row.count
+    return max(done, key=done.__getitem__, default="bfloat16")
 
 
 def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:

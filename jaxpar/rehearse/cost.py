@@ -87,10 +87,15 @@ def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
     return max(arithmetic, task.bytes / (hardware.hbm_bandwidth or math.inf))
 
 
+def peak_name(dtype: str) -> str:
+    """Return the field of `PeakFlops` for a dtype as HLO writes it; empty where there is none."""
+    return "float8" if dtype.startswith("f8") else _FIELD_OF_DTYPE.get(dtype, "")
+
+
 def _peak(peaks: PeakFlops, dtype: str) -> float:
     """Return the peak FLOP/s of matmuls of this dtype, as HLO writes it; 0 where there is no figure.
 
     Where float32 has no figure, as on TPUs, XLA multiplies in bfloat16 passes: one pass at jax's default precision.
     """
-    name = "float8" if dtype.startswith("f8") else _FIELD_OF_DTYPE.get(dtype, "")
+    name = peak_name(dtype)
     return getattr(peaks, name, 0.0) or (peaks.bfloat16 if name == "float32" else 0.0)

@@ -56,7 +56,7 @@ def rehearse(
       UserError: the mesh does not fit the target, a compiler is missing, or the compiler refuses the step because it
         does not fit the memory.
     """
-    target = load_target(target) if isinstance(target, str) else target
+    target = target if isinstance(target, Target) else load_target(target)
     step = compile_step(config, target, say, program)
     config, plan, model = step.config, step.plan, step.model
     of_a_step = config.train.batch * config.data.seq_len

@@ -8,8 +8,10 @@ import pytest
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
+from jaxpar.rehearse._step import _main_dtype
 from jaxpar.rehearse.cost import Cost, Costs, price
 from jaxpar.rehearse.targets import load_target
+from jaxpar.rehearse.timeline import TaskTime
 
 pytestmark = pytest.mark.quick
 
@@ -48,6 +50,21 @@ def dot(**changes: object) -> Task:
 def test_the_compilers_cycles_come_first():
     found = cost(dot(cycles=1_750_000), TPU)
     assert found == Cost(pytest.approx(1e-3), ("compute",))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "hardware", "main"),
+    [
+        (("f32",), GPU, "float32"),
+        (("f32",), TPU, "bfloat16"),  # which multiplies float32 in passes of bfloat16
+        (("bf16", "f32"), GPU, "bfloat16"),
+        ((), GPU, "bfloat16"),
+    ],
+)
+def test_hfu_is_of_the_peak_of_most_flops(dtypes: tuple[str, ...], hardware: Hardware, main: str):
+    rows = [TaskTime(dot(dtype=dtype, flops=1e12 / (place + 1)), Cost(1.0, ()), 1, 0.0)
+            for place, dtype in enumerate(dtypes)]  # fmt: skip
+    assert _main_dtype(rows, hardware.peak_flops) == main
 
 
 @pytest.mark.parametrize(
