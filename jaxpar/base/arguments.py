@@ -10,7 +10,7 @@ import numpy as np
 from jaxpar.base.errors import UserError, short
 
 
-def require_whole(what: str, name: str, value: object, least: int | None = None, most: int | None = None) -> None:
+def require_whole(what: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
     """Refuse an argument that is not a whole number.
 
     Args:

@@ -15,6 +15,16 @@ LANES = 128
 CHIPS = "jaxpar.meshes.chips"
 
 
+GPU_POOL = 0.9
+"""The share of a GPU's memory that JAX's pool may take in a run of ours (`runtime.start`): the rest is for the driver,
+NCCL and the libraries. JAX's own default is 0.75, beyond which jaxlib 0.10.2 allocates nothing."""
+
+
+def usable_bytes(hbm_bytes: int, platform: str) -> int:
+    """The bytes of a device's memory that programs may take: on a GPU (`gpu` or `cuda`) those of JAX's pool."""
+    return int(GPU_POOL * hbm_bytes) if platform in ("gpu", "cuda") else hbm_bytes
+
+
 @dataclass(frozen=True)
 class PeakFlops:
     """Dense matmul FLOP/s of one device by dtype, without structured sparsity; 0 = not in hardware, or no figure."""

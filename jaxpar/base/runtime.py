@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.hardware import GPU_POOL
 from jaxpar.base.mesh import MeshSpec, devices_needed
 
 T = TypeVar("T")
@@ -41,7 +42,8 @@ _FIX = {"auto": "unset JAX_PLATFORMS", "tpu": "pip install 'jaxpar[tpu]' on a ma
 def start(spec: MeshSpec) -> list[jax.Device]:
     """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are here.
 
-    Called after JAX has started, as in a notebook, it only checks. Compiled programs are kept: see `keep_programs`.
+    Called after JAX has started, as in a notebook, it only checks. On GPUs JAX's pool is that of `wide_gpu_pool`.
+    Compiled programs are kept: see `keep_programs`.
 
     Raises:
       UserError: a TPU or GPU is asked for and absent, or JAX has already started on another platform or with too few
@@ -66,7 +68,7 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     if spec.distributed and not jax.distributed.is_initialized():
         _join(spec.platform)
     try:
-        with without_chips():
+        with without_chips(), wide_gpu_pool():
             devices = jax.devices()
     except RuntimeError as error:
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
@@ -118,6 +120,28 @@ def _join(platform: str) -> None:
 def _device_files(platform: str) -> bool:
     """Whether the operating system knows any chip of the platform `tpu` or `gpu`."""
     return any(any(Path("/dev").glob(name)) for name in _DEVICES[platform])
+
+
+_POOL = "XLA_CLIENT_MEM_FRACTION"
+_OWN_POOL = (_POOL, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+"""What a user sets to choose the share of a GPU's memory that JAX takes, or another allocator."""
+
+
+@contextlib.contextmanager
+def wide_gpu_pool() -> Iterator[None]:
+    """Let JAX's pool take `GPU_POOL` of a GPU's memory, in place of its three quarters, if it starts within.
+
+    Where the user has set a share or an allocator, that stands. What was set is taken back, so that processes that are
+    started later find only what the user has set.
+    """
+    if any(name in os.environ for name in _OWN_POOL):
+        yield
+        return
+    os.environ[_POOL] = str(GPU_POOL)
+    try:
+        yield
+    finally:
+        os.environ.pop(_POOL, None)
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def _require_text(text_BS: Any, shape: tuple[int, ...]) -> None:
     """Refuse what is no boolean for each token: numbers would weigh the tokens in the router's sums."""
     if text_BS is None:
         return
-    found, dtype = getattr(text_BS, "shape", None), getattr(text_BS, "dtype", None)
+    found, dtype = getattr(text_BS, "shape", None), getattr(text_BS, "dtype", object)
     if found != shape or not jnp.issubdtype(dtype, jnp.bool_):
         given = short(text_BS) if found is None else f"{dtype} of shape {tuple(found)}"
         raise UserError(

@@ -17,7 +17,7 @@ import jax
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.hardware import Hardware, hardware_of
+from jaxpar.base.hardware import Hardware, hardware_of, usable_bytes
 from jaxpar.base.runtime import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
@@ -110,7 +110,8 @@ def solve_budget(
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
-    """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin.
+    """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin, on a GPU what
+    JAX's pool may take of it.
 
     Raises:
       UserError: the text is not a size, or is `auto` for a device that does not say how much memory it has.
@@ -118,7 +119,7 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
     if text == "auto":
         known = hardware.hbm_bytes or memory_of(device)
         if known:
-            return int(known * (1 - MARGIN))
+            return min(int(known * (1 - MARGIN)), usable_bytes(known, platform_of(device)))
         raise UserError("memory.budget = auto: this device does not say how much memory it has: give it, as in 14GiB")
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in _UNITS:

@@ -100,6 +100,33 @@ def test_a_fresh_process_simulates_as_many_devices_as_the_mesh_needs():
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
+@pytest.mark.parametrize(
+    ("given", "inside"),
+    [
+        ({}, "0.9"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, None),  # JAX refuses both
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, None),
+    ],
+)
+def test_jaxs_pool_on_a_gpu_is_wider_where_the_user_has_set_none(given, inside, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before, found = dict(os.environ), list[str | None]()
+
+    def devices() -> list[jax.Device]:
+        found.append(os.environ.get("XLA_CLIENT_MEM_FRACTION"))
+        return here
+
+    here = jax.devices()
+    monkeypatch.setattr(jax, "devices", devices)
+    start(MeshSpec())
+    assert found == [inside]
+    assert dict(os.environ) == before
+
+
 def test_keeping_the_heap_says_whether_it_did():
     assert keep_heap() is (os.confstr("CS_GNU_LIBC_VERSION") is not None if sys.platform == "linux" else False)
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from jaxpar.base.compiler import options_text
 from jaxpar.base.console import bytes_text, console, count_text
+from jaxpar.base.hardware import usable_bytes
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds; what is less is rounding
@@ -162,8 +163,12 @@ def memory_verdict(memory: Memory) -> str:
     takes, has = memory["total"], memory["hbm_bytes"]
     if not has:
         return f"{bytes_text(takes)} a device; what it has is not known"
-    fits, over = f"fits, {bytes_text(has - takes)} to spare", f"does not fit: {bytes_text(takes - has)} too much"
-    return f"{fits if memory['fits'] else over}: {bytes_text(takes)} of {bytes_text(has)} a device"
+    verdict = f"does not fit: {bytes_text(takes - has)} too much"
+    if memory["fits"]:
+        verdict = f"fits, {bytes_text(has - takes)} to spare"
+    elif takes <= has:  # a GPU's memory is not all JAX's
+        verdict = f"does not fit: {bytes_text(takes - usable_bytes(has, 'gpu'))} more than JAX's pool may take"
+    return f"{verdict}: {bytes_text(takes)} of {bytes_text(has)} a device"
 
 
 def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
