@@ -114,7 +114,8 @@ def test_ids_are_exact_where_they_rise_and_never_wrongly_empty(
 ) -> None:
     given_ids: list[Any] = [ids(seed, 2, tiles.S, rising), ids(seed + 1, 2, tiles.T, rising)]
     given_ids = [jnp.asarray(x) for x in given_ids] if on_device else given_ids
-    for packed in (Segments(*given_ids), mask & Segments(*given_ids), mask | Segments(*given_ids)):
+    in_turn = in_documents(mask, *(places_in_documents(x) for x in given_ids))
+    for packed in (Segments(*given_ids), And(in_turn, Segments(*given_ids)), mask | Segments(*given_ids)):
         want = from_dense(np.asarray(dense(packed, tiles)), tiles)
         found = np.asarray(tile_states(packed, tiles))
         exact = rising and isinstance(packed, Segments)
