@@ -49,11 +49,13 @@ SMALL_GPT2 = """
 --train.batch 8 --train.accumulation 1 --train.stop-at 2 --train.eval-batches 1 --train.final-eval-batches 1
 """
 SMALL_IMPORT = "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
+QUICKLY_COMPILED = "--compiler.options xla_tpu_scoped_vmem_limit_kib=16384"
 ADDED = {
     "train tiny": SMALL, "train my_experiment.toml": f"{SMALL} --train.batch 8",
     "launch ray": SMALLER, "sweep tiny": SMALLER, "train gpt2_124m": SMALL_GPT2,
     "convert path/to/hf_folder": SMALL_IMPORT,
-    "convert exported": "--mesh.platform cpu --train.batch 8", "rehearse llama3_8b": "--model.layers 2",
+    "convert exported": "--mesh.platform cpu --train.batch 8",
+    "rehearse llama3_8b": f"--model.layers 2 {QUICKLY_COMPILED}",
 }  # fmt: skip
 DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md", "launch": "launch.md", "sweep": "launch.md"}
 """What takes long, whatever is added: it runs on its own page, and elsewhere only parses."""
@@ -65,7 +67,8 @@ SET = re.compile("[A-Z_]+=")
 PYTHON = {
     "attention.md": "import jax.numpy as jnp\nq = k = v = jnp.ones((1, 128, 2, 16))\n",
     "rehearse.md": "import jaxpar.base.config as c\nreal = c.load_config\n"
-    "c.load_config = lambda name: c.override(real(name), {'model.layers': 2})\n",
+    "small = {'model.layers': 2, 'compiler.options': ['xla_tpu_scoped_vmem_limit_kib=16384']}\n"
+    "c.load_config = lambda name: c.override(real(name), small)\n",
 }
 """What stands before the Python of a page."""
 
