@@ -148,9 +148,10 @@ def run(
     main = jax.process_index() == 0
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
     before = compare_run(folder, config, compared.known)
-    if before is None:  # from now on it is a run folder; that of a run is written once nothing can be refused
+    # From now on it is a run folder; that of a run is written once nothing can be refused. Only process 0 knows which.
+    if told_by_first(before is None):
         keep_config(folder, config)
-    elif note := replaced_values(before, config):
+    if before is not None and (note := replaced_values(before, config)):
         say(note)
     if compared.note:
         say(compared.note)
