@@ -294,8 +294,8 @@ def test_too_long_examples_are_cut_and_counted(chat):
     [
         ('{"messages": [', "is not valid JSON: "),
         ('{"prompt": ' + "9" * 5000 + "}", "is not valid JSON: .*digits"),
-        ('{"messages": ' + "[" * 5000, "is not valid JSON: its lists and objects are too deep"),
-        ({"messages": TALK, "tools": "[" * 5000}, "the text of tools is not valid JSON: its lists"),
+        ('{"messages": ' + "[" * 200_000, "is not valid JSON: its lists and objects are too deep"),
+        ({"messages": TALK, "tools": "[" * 200_000}, "the text of tools is not valid JSON: its lists"),
         ("7", "found 7, not messages, or prompt and completion as text"),
         ({"prompt": "a"}, "found the keys prompt, not messages"),
         ({"messages": []}, "messages is no list with a message in it"),
