@@ -187,7 +187,7 @@ def _memory() -> dict[str, Any]:
     categories = {"parameters": 479, "optimizer": 958, "gradients": 479, "activations": 1604, "temporaries": 1310,
                   "batch": 1, "program": 180}  # fmt: skip
     return {
-        "hbm_bytes": 95 * 2**30, "total": sum(categories.values()) * mib, "fits": True,
+        "hbm_bytes": 95 * 2**30, "usable_bytes": 95 * 2**30, "total": sum(categories.values()) * mib, "fits": True,
         "categories": {name: size * mib for name, size in categories.items()},
         "host": {"activations": 512 * mib}, "advice": [],
     }  # fmt: skip

@@ -58,7 +58,8 @@ def test_what_is_wrong_with_a_condition_is_said(text, message):
 
 def test_a_step_that_does_not_fit():
     memory: Memory = {
-        "hbm_bytes": 2**30, "total": 3 * 2**30, "fits": False, "categories": {}, "host": {}, "advice": [],
+        "hbm_bytes": 2**30, "usable_bytes": 2**30, "total": 3 * 2**30, "fits": False, "categories": {}, "host": {},
+        "advice": [],
     }  # fmt: skip
     (found,) = lint.does_not_fit(memory)
     assert_well_formed([found])

@@ -57,7 +57,9 @@ def test_the_summary_says_what_fits_and_how_long_a_step_takes(report):
 
 
 def test_the_summary_of_what_does_not_fit_has_the_advice_and_no_figure_that_is_not_known(report):
-    report["memory"].update(fits=False, hbm_bytes=4 * 2**30, advice=["mesh.fsdp=32 saves 0.94 GiB"])
+    report["memory"].update(
+        fits=False, hbm_bytes=4 * 2**30, usable_bytes=4 * 2**30, advice=["mesh.fsdp=32 saves 0.94 GiB"]
+    )
     report["time"].update(mfu=None, hfu=None)
     lines = summary(report)
     at = next(i for i, (name, _) in enumerate(lines) if name == "memory")

@@ -8,7 +8,6 @@ from typing import Literal
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.hardware import usable_bytes
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, Placement
 from jaxpar.hlo.tasks import Place
@@ -41,12 +40,10 @@ def does_not_fit(memory: Memory) -> list[LintFinding]:
     """Find that the step takes more memory than a device has, or than JAX's pool may take of a GPU's."""
     if memory["fits"]:
         return []
-    has = memory["hbm_bytes"]
-    usable, whose = has, "HBM"
-    if memory["total"] <= has:
-        usable, whose = usable_bytes(has, "gpu"), f"{bytes_text(has)}, which is what JAX's pool may take"
+    has, usable = memory["hbm_bytes"], memory["usable_bytes"]
+    what = "HBM" if usable == has else f"{bytes_text(has)}, which is what JAX's pool may take"
     over = memory["total"] - usable
-    return [_finding("does-not-fit", "error", f"more than {bytes_text(usable)} of {whose}", size=over)]
+    return [_finding("does-not-fit", "error", f"more than {bytes_text(usable)} of {what}", size=over)]
 
 
 def other_kernels(rows: Iterable[KernelRow]) -> list[LintFinding]:

@@ -114,10 +114,11 @@ def account(
     activations = min(activations, temporaries)
     gradients = min(gradients, temporaries - activations)
     known = {"activations": activations, "gradients": gradients} if activations or gradients else {}
-    fits = not hbm_bytes or compiled.total <= usable_bytes(hbm_bytes, platform)
+    usable = usable_bytes(hbm_bytes, platform)
     on_host = {"arguments": stats.host_argument_size_in_bytes, "temporaries": stats.host_temp_size_in_bytes}
     return {
-        "hbm_bytes": hbm_bytes, "total": compiled.total, "fits": fits,
+        "hbm_bytes": hbm_bytes, "usable_bytes": usable, "total": compiled.total,
+        "fits": not hbm_bytes or compiled.total <= usable,
         "categories": {
             **arguments, **known,
             "temporaries": compiled.temporaries - activations - gradients,

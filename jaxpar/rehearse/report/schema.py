@@ -54,6 +54,8 @@ class Memory(TypedDict):
     """The device memory by the compiler's account, and what it put into the host's memory."""
 
     hbm_bytes: int
+    usable_bytes: int
+    """What of `hbm_bytes` a program may take: of a GPU's, the share of JAX's pool."""
     total: int
     """The bytes that the step takes at its peak; `categories` are its parts."""
     fits: bool

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from jaxpar.base.compiler import options_text
 from jaxpar.base.console import bytes_text, console, count_text
-from jaxpar.base.hardware import usable_bytes
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds; what is less is rounding
@@ -163,12 +162,12 @@ def memory_verdict(memory: Memory) -> str:
     takes, has = memory["total"], memory["hbm_bytes"]
     if not has:
         return f"{bytes_text(takes)} a device; what it has is not known"
-    verdict = f"does not fit: {bytes_text(takes - has)} too much"
-    if memory["fits"]:
-        verdict = f"fits, {bytes_text(has - takes)} to spare"
-    elif takes <= has:  # a GPU's memory is not all JAX's
-        verdict = f"does not fit: {bytes_text(takes - usable_bytes(has, 'gpu'))} more than JAX's pool may take"
-    return f"{verdict}: {bytes_text(takes)} of {bytes_text(has)} a device"
+    usable = memory["usable_bytes"]
+    verdict = f"fits, {bytes_text(usable - takes)} to spare"
+    if not memory["fits"]:
+        verdict = f"does not fit: {bytes_text(takes - usable)} too much"
+    may_take = "" if usable == has else f", of which JAX's pool may take {bytes_text(usable)}"
+    return f"{verdict}: {bytes_text(takes)} of {bytes_text(has)} a device{may_take}"
 
 
 def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
