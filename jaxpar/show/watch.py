@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxpar.train.metrics import read_metrics
 from jaxpar.train.run_folder import is_run, read_run_config
 
 _MOST = 1e15
-"""What no number of a run comes to, unless its line is damaged: such a one is not shown, nor is NaN."""
+"""What no number of a run comes to, unless its line is damaged: such a one is not shown."""
 _LEAST_WIDTH = 20
 """Columns that a curve needs."""
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # the bits of a braille letter's dots
@@ -74,7 +75,7 @@ def page(folder: Path, width: int) -> RenderableType:
 def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Text, dict[str, str]]:
     """The run's config, its rows, its step of how many, whether it lives, and the last of each number as text."""
     config, now = read_run_config(folder), time.time()
-    rows = [{key: value for key, value in row.items() if abs(value) < _MOST} for row in read_metrics(folder)]
+    rows = [{key: value for key, value in row.items() if _is_shown(key, value)} for row in read_metrics(folder)]
     found = {key: value for row in rows for key, value in row.items()}
     steps, stop = config.train.steps, config.train.stop_at
     step, last, took = found.get("step", 0), min(stop or steps, steps), found.get("step_seconds", 0.0)
@@ -94,6 +95,12 @@ def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Tex
         "left": _left((last - step) * took, stop if last < steps else 0) if took and step < last else "",
     }
     return config, rows, (step, steps), state, facts
+
+
+def _is_shown(key: str, value: float) -> bool:
+    """Whether a run can have such a number. A loss may be NaN or infinite, which tells that the run diverged."""
+    is_loss = bool(key in _NUMBERS and _NUMBERS[key][2])
+    return abs(value) < _MOST or (is_loss and not math.isfinite(value))
 
 
 def _left(seconds: float, stop: int) -> str:
@@ -120,7 +127,7 @@ def _run_page(folder: Path, width: int) -> RenderableType:
 
 def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
     """Draw the losses by step in lines of braille letters, each of which has 4 x 2 dots."""
-    series = [(np.array([(row["step"], row[key]) for row in rows if key in row]), color)
+    series = [(np.array([(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]), color)
               for key, (_, _, color) in _NUMBERS.items() if color]  # fmt: skip
     series = [(points, color) for points, color in series if len(points) > 1]
     if not series:

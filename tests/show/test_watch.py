@@ -118,6 +118,14 @@ def test_a_number_that_no_run_has_is_not_shown(tmp_path, line):
     assert " of 100" in text(tmp_path / "run")
 
 
+@pytest.mark.parametrize("loss", ["NaN", "Infinity"])
+def test_a_run_that_diverged_shows_its_last_loss(tmp_path, loss):
+    make(tmp_path / "run", 60)
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(file.read_text() + f'{{"step": 61, "loss": {loss}}}\n')
+    assert f"loss {float(loss)}" in text(tmp_path / "run")
+
+
 @pytest.mark.parametrize("width", [1, 5, 12, 20, 40])
 def test_a_terminal_of_few_columns(tmp_path, width):
     """Where a curve has no room there is none."""
