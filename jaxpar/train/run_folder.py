@@ -86,13 +86,6 @@ def replaced_values(before: Config, config: Config) -> str:
     return f"settings of this run that are refused today are replaced: {values}" if values else ""
 
 
-def open_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
-    """Do what `compare_run` and `keep_config` do, with the same arguments, result and errors."""
-    before = compare_run(folder, config, data_compared)
-    keep_config(folder, config)
-    return before
-
-
 def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
     """Require that a folder is no run yet, or that its run is the same experiment. Nothing is written.
 

@@ -23,7 +23,7 @@ from jaxpar.train.loop import OutOfMemory, _Run
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.own_tokenizer import carry_tokenizer
-from jaxpar.train.run_folder import open_run, read_run_config
+from jaxpar.train.run_folder import keep_config, read_run_config
 
 pytestmark = pytest.mark.quick
 
@@ -95,7 +95,7 @@ def test_a_link_out_of_the_run_folder_is_replaced_and_not_written_through(tmp_pa
     mine, run = tmp_path / "mine.txt", tmp_path / "run"
     mine.write_text("do not touch")
     config = Config()
-    open_run(run, config)
+    keep_config(run, config)
     for name in ("metrics.jsonl", "config.toml", "tokenizer.json"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(mine)
@@ -107,7 +107,7 @@ def test_a_link_out_of_the_run_folder_is_replaced_and_not_written_through(tmp_pa
     (run / "config.toml").unlink()
     (run / "config.toml").symlink_to(tmp_path / "config.toml")
     (tmp_path / "config.toml").write_text(to_toml(config))
-    open_run(run, replace(config, train=replace(config.train, steps=5)))
+    keep_config(run, replace(config, train=replace(config.train, steps=5)))
     assert (tmp_path / "config.toml").read_text() == to_toml(config) and read_run_config(run).train.steps == 5
     assert mine.read_text() == "do not touch" and not any(path.is_symlink() for path in run.iterdir())
 

@@ -18,7 +18,7 @@ from jaxpar.data.corpus import load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.run_data import compare_data, keep_data
-from jaxpar.train.run_folder import open_run, read_run_config
+from jaxpar.train.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
 
@@ -45,7 +45,7 @@ def trained(folder: Path, data: DataConfig) -> Config:
     """A run folder with a checkpoint, as far as a comparison looks at it."""
     config = Config(data=data)
     pieces = identify(load_corpus(data, 256))
-    open_run(folder, config)
+    keep_config(folder, config)
     keep_data(folder, pieces)
     (folder / "checkpoints" / "5").mkdir(parents=True)
     return config
@@ -61,10 +61,11 @@ def test_moved_data_are_taken_and_changed_data_are_refused_by_the_name_of_their_
     corpus = load_corpus(config.data, 256)
     found = compare_data(tmp_path / "run", config, corpus)
     assert found.known and not found.changed and not found.note
-    open_run(tmp_path / "run", config, found.known)
+    compare_run(tmp_path / "run", config, found.known)
+    keep_config(tmp_path / "run", config)
     assert read_run_config(tmp_path / "run").data.path == config.data.path
     with pytest.raises(UserError, match="another config"):
-        open_run(tmp_path / "run", replace(config, data=replace(config.data, path="elsewhere")))
+        compare_run(tmp_path / "run", replace(config, data=replace(config.data, path="elsewhere")))
 
     other = list(LINES)
     other[40] = other[40].replace("dolor", "color")  # as many of everything
@@ -75,7 +76,8 @@ def test_moved_data_are_taken_and_changed_data_are_refused_by_the_name_of_their_
     accepting = override(again, {"data.accept_changed": True})
     found = compare_data(tmp_path / "run", accepting, load_corpus(again.data, 256))
     assert found.changed and name in found.note
-    open_run(tmp_path / "run", accepting, found.known)
+    compare_run(tmp_path / "run", accepting, found.known)
+    keep_config(tmp_path / "run", accepting)
     assert not read_run_config(tmp_path / "run").data.accept_changed, "of one call alone"
 
 

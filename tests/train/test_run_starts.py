@@ -15,7 +15,7 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
-from jaxpar.train.run_folder import compare_run, keep_config, open_run, read_run_config
+from jaxpar.train.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = pytest.mark.quick
 
@@ -44,9 +44,10 @@ def train_words(*words: str) -> Config:
 
 def test_a_folder_that_has_trained_nothing_takes_any_config(config: Config, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    open_run(run, override(config, {"train.init": "nothere"}))
+    keep_config(run, override(config, {"train.init": "nothere"}))
     mended = override(config, {"train.init": "there", "train.learning_rate": 1e-4, "model.embed": 32})
-    open_run(run, mended)
+    compare_run(run, mended)
+    keep_config(run, mended)
     assert read_run_config(run) == mended
     (run / "checkpoints" / "5").mkdir(parents=True)
     with pytest.raises(UserError, match=r"another config \(model\.embed: 32 -> 16"):

@@ -9,7 +9,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.data.corpus import load_corpus
 from jaxpar.train import template_date
-from jaxpar.train.run_folder import open_run
+from jaxpar.train.run_folder import compare_run, keep_config
 from jaxpar.train.template_date import with_template_date
 
 pytest.importorskip("jinja2")
@@ -41,11 +41,11 @@ def test_a_run_keeps_the_date_of_its_first_start(config, tmp_path, on):
     folder = tmp_path / "run"
     on("2026-01-31")
     first = with_template_date(config, folder)
-    open_run(folder, first)
+    keep_config(folder, first)
     (folder / "checkpoints" / "5").mkdir(parents=True)
     on("2026-02-01")
     second = with_template_date(config, folder)
-    open_run(folder, second)  # and so it is the same experiment
+    compare_run(folder, second)  # and so it is the same experiment
     assert second.data.template_date == first.data.template_date == "2026-01-31"
     one, other = (load_corpus(made.data, 256).train.ids for made in (first, second))
     np.testing.assert_array_equal(one, other)
@@ -54,7 +54,7 @@ def test_a_run_keeps_the_date_of_its_first_start(config, tmp_path, on):
 
 
 def test_an_import_that_has_not_trained_has_no_date_yet(config, tmp_path, on):
-    open_run(tmp_path / "run", config)
+    keep_config(tmp_path / "run", config)
     (tmp_path / "run" / "checkpoints" / "0").mkdir(parents=True)
     on("2026-03-01")
     assert with_template_date(config, tmp_path / "run").data.template_date == "2026-03-01"
