@@ -136,7 +136,7 @@ def test_the_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the table of docs/verify.md."""
     found = (verify.verify(config_of(*plan), jax.devices()) for plan in PLANS)
     rows = (([plan[0], *words(*plan[1:])], result) for plan, result in zip(PLANS, found, strict=True))
-    print_table(["model", "mesh", "with"], rows, capsys)
+    assert not print_table(["model", "mesh", "with"], rows, capsys)
 
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
