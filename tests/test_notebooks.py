@@ -96,7 +96,7 @@ def overlap(notebook: NotebookNode) -> None:
     assert "(0, 7) (1, 6) (2, 5) (3, 4)" in printed(notebook, "zigzag")
     if find_spec("libtpu"):
         waits = numbers(printed(notebook, "tpu"), r"([\d.]+) waiting")
-        assert waits[0] > 4 * waits[1] and waits[2] < 0.02  # what a ring hides, and one both ways
+        assert waits[0] > 4 * waits[1] and waits[1] > 2 * waits[2]  # what a ring hides, and one both ways
         assert pictures(notebook) == {"tpu", "zigzag", "long"}
     else:
         assert "no picture: target v5e-8 needs" in printed(notebook, "tpu")
