@@ -97,11 +97,12 @@ def test_event_files_for_tensorboard(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_weights_and_biases_offline_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs the wandb extra")
+    wandb = pytest.importorskip("wandb", reason="needs the wandb extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "rings")
     run(tmp_path, "wandb", Config(), 0, 7)
     run(tmp_path, "wandb", Config(), 5, 9)
+    wandb.teardown()  # its own process writes the file, and may do so after the run was finished: this waits for it
     run_id = json.loads((tmp_path / "sinks.json").read_text())["wandb"]
     written = [file.read_bytes() for file in sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))]
     assert len(written) == 2, "both parts of the run have its id"
