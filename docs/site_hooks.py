@@ -1,4 +1,6 @@
-"""What mkdocs does besides: pages of the changelog and of colab/, links to the repository, the API as one tree."""
+"""What mkdocs does besides: pages of the changelog and of colab/, links to the repository, the API
+as one tree.
+"""
 
 import json
 import re
@@ -20,12 +22,16 @@ INSIDE = ("models", "meshes", "configs")  # they install as jaxpar.models and so
 
 @event_priority(100)  # before mkdocstrings, which drops a path that is not there yet
 def on_config(config: MkDocsConfig) -> None:
-    """Lay the package out as it installs: mkdocstrings reads the docstrings there, and imports nothing."""
+    """Lay the package out as it installs: mkdocstrings reads the docstrings there, and imports
+    nothing.
+    """
     tree = ROOT / "build" / "api"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(ROOT / "jaxpar", tree / "jaxpar", ignore=shutil.ignore_patterns("__pycache__"))
     for name in INSIDE:
-        shutil.copytree(ROOT / name, tree / "jaxpar" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, tree / "jaxpar" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -1,10 +1,12 @@
-"""jaxpar: language models in JAX under any mix of parallelisms, one answer on every layout, and parts for any model.
+"""jaxpar: language models in JAX under any mix of parallelisms, one answer on every layout, and
+parts for any model.
 
     mesh   = jaxpar.make_mesh(data=2, fsdp=-1, tensor=2)
     layout = jaxpar.Layout(mesh, jaxpar.ShardingRules(), compute="bfloat16")
 
-The wings: `parallel` (ops, and what they are made of), `kernels`, `verify` (is it the same answer?), `rehearse` (what
-will it cost?), `plan`, `train`, `data`, `models`, `show`. Each is loaded when it is first asked for.
+The wings: `parallel` (ops, and what they are made of), `kernels`, `verify` (is it the same
+answer?), `rehearse` (what will it cost?), `plan`, `train`, `data`, `models`, `show`. Each is loaded
+when it is first asked for.
 """
 
 from importlib import import_module
@@ -31,14 +33,37 @@ _NAMES = {
 }
 _WINGS = ("data", "kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
 __all__ = [
-    "Config", "DcnSpec", "Layout", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "data", "kernels",
-    "load_config", "load_target", "make_mesh", "models", "override", "parallel", "placements", "plan", "rehearse",
-    "show", "spec_for", "start", "train", "verify",
-]  # fmt: skip
+    "Config",
+    "DcnSpec",
+    "Layout",
+    "MeshSpec",
+    "Plan",
+    "ShardingRules",
+    "UserError",
+    "check",
+    "data",
+    "kernels",
+    "load_config",
+    "load_target",
+    "make_mesh",
+    "models",
+    "override",
+    "parallel",
+    "placements",
+    "plan",
+    "rehearse",
+    "show",
+    "spec_for",
+    "start",
+    "train",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """A wing, or a name of one, when it is first asked for: help and a version have no use for JAX."""
+    """A wing, or a name of one, when it is first asked for: help and a version have no use for
+    JAX.
+    """
     if name == "__version__":
         return import_module("importlib.metadata").version("jaxpar")
     if name in _WINGS:

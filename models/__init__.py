@@ -1,7 +1,10 @@
 """GPT-2, LLaMA (Mistral and Mixtral too), Qwen and Gemma in Flax NNX: `jaxpar.models`."""
 
 if __name__ != "jaxpar.models":
-    raise ImportError(f"imported as {__name__!r}: that makes a second copy of the models; use `import jaxpar.models`")
+    raise ImportError(
+        f"imported as {__name__!r}: that makes a second copy of the models; use `import "
+        "jaxpar.models`"
+    )
 
 from jaxpar.models.families import FAMILIES
 from jaxpar.models.model import PARTS, Batch, Model, Params

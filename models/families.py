@@ -1,4 +1,6 @@
-"""What sets the families of models apart, one line of a table each; `jaxpar.models.transformer` is what they share."""
+"""What sets the families of models apart, one line of a table each; `jaxpar.models.transformer` is
+what they share.
+"""
 
 from __future__ import annotations
 
@@ -41,38 +43,61 @@ class Family:
 FAMILIES: dict[str, Family] = {
     # Radford et al. 2019, "Language models are unsupervised multitask learners".
     "gpt2": Family(
-        norm="layer", positions="learned", biases=("q", "k", "v", "out", "up", "down"), gated=False,
-        activation="gelu", grouped=False,
+        norm="layer",
+        positions="learned",
+        biases=("q", "k", "v", "out", "up", "down"),
+        gated=False,
+        activation="gelu",
+        grouped=False,
     ),
-    # LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783); with windows Mistral (arXiv:2310.06825), with experts Mixtral
-    # (arXiv:2401.04088).
+    # LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783); with windows Mistral (arXiv:2310.06825),
+    # with experts Mixtral (arXiv:2401.04088).
     "llama": Family(norm="rms", positions="rotary", experts=True),
     # Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115), and Qwen 3 (arXiv:2505.09388).
     "qwen2": Family(norm="rms", positions="rotary", biases=("q", "k", "v")),
     "qwen3": Family(norm="rms", positions="rotary", qk_norm=True),
     # Gemma 2 and 3 (arXiv:2408.00118, arXiv:2503.19786), of which 3 is its text part.
-    "gemma2": Family(norm="rms", positions="rotary", activation="gelu", post_norms=True, scaled_embedding=True),
-    "gemma3": Family(
-        norm="rms", positions="rotary", activation="gelu", qk_norm=True, post_norms=True, scaled_embedding=True,
+    "gemma2": Family(
+        norm="rms", positions="rotary", activation="gelu", post_norms=True, scaled_embedding=True
     ),
-}  # fmt: skip
+    "gemma3": Family(
+        norm="rms",
+        positions="rotary",
+        activation="gelu",
+        qk_norm=True,
+        post_norms=True,
+        scaled_embedding=True,
+    ),
+}
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a model; raise a UserError where there is none, or it has no use for some of the sizes."""
-    name, standard = config.family, ModelConfig()
+    """Return the family of a model; raise a UserError where there is none, or it has no use for
+    some of the sizes.
+    """
+    name = config.family
+    standard = ModelConfig()
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {known}")
+        raise UserError(
+            f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {known}"
+        )
     family = FAMILIES[name]
     if config.experts and not family.experts:
         raise UserError(f"{name} has no experts, found model.experts={config.experts}: set it to 0")
     if not family.grouped and config.kv_heads not in (0, config.heads):
-        raise UserError(f"{name} has no grouped kv heads, found model.kv_heads={config.kv_heads}: set it to 0")
+        raise UserError(
+            f"{name} has no grouped kv heads, found model.kv_heads={config.kv_heads}: set it to 0"
+        )
     rotary = [field for field in vars(config) if "rope" in field or field == "query_scale"]
     rope = [field for field in rotary if getattr(config, field) != getattr(standard, field)]
     if family.positions != "rotary" and rope:
-        raise UserError(f"{name} has no RoPE: leave {' and '.join(f'model.{field}' for field in rope)} alone")
+        raise UserError(
+            f"{name} has no RoPE: leave {' and '.join(f'model.{field}' for field in rope)} alone"
+        )
     if family.positions == "rotary" and config.head_size % 2:
-        raise UserError(f"RoPE turns pairs of features, found heads of size {config.head_size}: set model.head_dim")
+        raise UserError(
+            f"RoPE turns pairs of features, found heads of size {config.head_size}: set "
+            "model.head_dim"
+        )
     return family

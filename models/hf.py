@@ -1,4 +1,5 @@
-"""Reads Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model.
+"""Reads Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole
+model.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -29,14 +30,22 @@ __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 
 Dtype = Literal["float32", "bfloat16"]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
-Read = Callable[[Bounds], np.ndarray]  # reads a block of a parameter, or of one of the arrays stacked in it
+# reads a block of a parameter, or of one of the arrays stacked in it
+Read = Callable[[Bounds], np.ndarray]
 
 _READABLE = ("F32", "BF16", "F16")
 _FIT = "build the model from model_config_from_hf of the same checkpoint"
 _LETTERS: dict[LogicalAxis | None, str] = {
-    "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F", "rank": "r",
-}  # fmt: skip
-_NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}  # the dim of a parameter that has no logical axis
+    "vocab": "V",
+    "embed": "D",
+    "heads": "H",
+    "kv_heads": "K",
+    "head_dim": "h",
+    "mlp": "F",
+    "rank": "r",
+}
+# the dim of a parameter that has no logical axis
+_NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}
 
 
 class Source(NamedTuple):
@@ -48,15 +57,15 @@ class Source(NamedTuple):
     dtype: str
 
     def read(self, index: slice | tuple[slice, ...]) -> np.ndarray:
-        """Read a part. The file is opened for it alone: what was read of a mapped file counts as this process's memory
-        until it is closed."""
+        """Read a part. The file is opened for it alone: what was read of a mapped file counts as
+        this process's memory until it is closed."""
         with safe_open(self.file, framework="numpy") as handle:
             return handle.get_slice(self.name)[index]
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, which holds one or several parameters; of stacked ones the slice at `index`: layer,
-    expert. They lie side by side `along` a dim; None = all are this one tensor."""
+    """A tensor of a checkpoint, which holds one or several parameters; of stacked ones the slice at
+    `index`: layer, expert. They lie side by side `along` a dim; None = all are this one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,55 +79,97 @@ class Tensor(NamedTuple):
 
 
 def hf_layout(model: Model) -> list[Tensor]:
-    """List the tensors of a model's checkpoint in the file's order, with those of a block together."""
-    sizes, present = dim_sizes(model), dim_letters(model)
-    rows = [row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present]
+    """List the tensors of a model's checkpoint in the file's order, with those of a block
+    together.
+    """
+    sizes = dim_sizes(model)
+    present = dim_letters(model)
+    rows = [
+        row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present
+    ]
     tensors = []
     for stacked, group in groupby(rows, key=lambda row: "{layer}" in row[0]):
         group = list(group)
         for layer in range(model.config.layers) if stacked else (None,):
             for name, (dims, *params) in group:
-                *outer, last = (math.prod(sizes[letter] for letter in merged) for merged in dims.split())
+                *outer, last = (
+                    math.prod(sizes[letter] for letter in merged) for merged in dims.split()
+                )
                 shape = (*outer, last * len(params))
                 for expert in range(model.config.experts) if "{expert}" in name else (None,):
                     index = tuple(number for number in (layer, expert) if number is not None)
                     full = name.format(layer=layer, expert=expert)
-                    tensors.append(Tensor(full, shape, tuple(dims.split()), tuple(params), index))
+                    tensors.append(
+                        Tensor(
+                            full,
+                            shape,
+                            tuple(dims.split()),
+                            tuple(params),
+                            index,
+                        )
+                    )
     return tensors
 
 
 def dim_sizes(model: Model) -> dict[str, int]:
-    """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our padding."""
+    """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our
+    padding.
+    """
     config = model.config
-    return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads,
-            "K": config.kv_head_count, "h": config.head_size, "F": config.mlp, "E": config.experts,
-            "r": config.lora.rank}  # fmt: skip
+    return {
+        "V": config.vocab_size,
+        "P": config.max_seq_len,
+        "D": config.embed,
+        "H": config.heads,
+        "K": config.kv_head_count,
+        "h": config.head_size,
+        "F": config.mlp,
+        "E": config.experts,
+        "r": config.lora.rank,
+    }
 
 
 def dim_letters(model: Model) -> dict[str, str]:
-    """Every parameter's dims as letters, in our order, without those it is stacked over: `{"blocks.q": "DHh"}`."""
-    leaves = jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    named = {path_name(path): [axis for axis in axes if axis not in ("layers", "experts")] for path, axes in leaves}
-    return {name: "".join(_LETTERS.get(axis) or _NEVER_SPLIT[name] for axis in axes) for name, axes in named.items()}
+    """Every parameter's dims as letters, in our order, without those it is stacked over:
+    `{"blocks.q": "DHh"}`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(
+        model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+    )
+    named = {
+        path_name(path): [axis for axis in axes if axis not in ("layers", "experts")]
+        for path, axes in leaves
+    }
+    return {
+        name: "".join(_LETTERS.get(axis) or _NEVER_SPLIT[name] for axis in axes)
+        for name, axes in named.items()
+    }
 
 
-def import_hf(path: str | Path, model: Model, plan: Plan, allow_nonfinite: bool = False) -> Params:
-    """Read parameters from a Hugging Face checkpoint, each straight into its sharding and the dtype it is stored in.
+def import_hf(
+    path: str | Path,
+    model: Model,
+    plan: Plan,
+    allow_nonfinite: bool = False,
+) -> Params:
+    """Read parameters from a Hugging Face checkpoint, each straight into its sharding and the dtype
+    it is stored in.
 
-    All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
-    its memory holds one device's part of one tensor at a time, as it is read and as it is stored. The vocabulary's
-    padding is zeros. LoRA's matrices are not among the parameters.
+    All names, shapes and dtypes are checked before any data is read. Each process reads only what
+    its devices hold, and its memory holds one device's part of one tensor at a time, as it is read
+    and as it is stored. The vocabulary's padding is zeros. LoRA's matrices are not among the
+    parameters.
 
     Args:
-      path: a folder with model.safetensors or model.safetensors.index.json; its tensors are float32, bfloat16 or
-        float16.
+      path: a folder with model.safetensors or model.safetensors.index.json; its tensors are
+        float32, bfloat16 or float16.
       model: the model of the checkpoint, such as `Model(model_config_from_hf(path))`.
       plan: the plan that says where the parameters go.
       allow_nonfinite: whether entries may be NaN or infinite.
 
     Raises:
-      UserError: the checkpoint cannot be read, does not fit the model or has an entry that is not finite, or the plan
-        does not fit the model.
+      UserError: the checkpoint cannot be read, does not fit the model or has an entry that is not
+        finite, or the plan does not fit the model.
     """
     model = Model(base_config(model.config))
     pairs = _match(find_tensors(_files(Path(path))), model, str(path))
@@ -130,26 +181,39 @@ def shift_norms(params: Params, by: float) -> Params:
     """Add to the scales of norms what a checkpoint leaves out."""
 
     def shift(path, leaf):
-        return leaf + by if path_name(path).endswith("norm.scale") else leaf
+        if path_name(path).endswith("norm.scale"):
+            return leaf + by
+        return leaf
 
-    return jax.tree_util.tree_map_with_path(shift, params) if by else params
+    if by:
+        return jax.tree_util.tree_map_with_path(shift, params)
+    return params
 
 
 def read_params(
-    pairs: Sequence[tuple[Tensor, Source]], model: Model, plan: Plan, shapes: Params, allow_nonfinite: bool = False
+    pairs: Sequence[tuple[Tensor, Source]],
+    model: Model,
+    plan: Plan,
+    shapes: Params,
+    allow_nonfinite: bool = False,
 ) -> Params:
-    """Read the parameters of `shapes`, all or some of the model's, from the tensors that hold them; unless
-    `allow_nonfinite` says so, an entry that is NaN or infinite is refused with a UserError."""
+    """Read the parameters of `shapes`, all or some of the model's, from the tensors that hold them;
+    unless `allow_nonfinite` says so, an entry that is NaN or infinite is refused with a UserError.
+    """
     finish = (lambda found, source: found) if allow_nonfinite else _require_finite
-    letters, sizes = dim_letters(model), dim_sizes(model)
+    letters = dim_letters(model)
+    sizes = dim_sizes(model)
     reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
     for tensor, source in pairs:
         for part, name in enumerate(tensor.params):
-            reads[name][tensor.index] = partial(_read, source, tensor, part, letters[name], sizes, finish)
+            reads[name][tensor.index] = partial(
+                _read, source, tensor, part, letters[name], sizes, finish
+            )
 
     def load(tree_path: KeyPath, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
         name = path_name(tree_path)
-        stacked, sharding = len(leaf.shape) - len(letters[name]), plan.sharding(axes, leaf.shape, name)
+        stacked = len(leaf.shape) - len(letters[name])
+        sharding = plan.sharding(axes, leaf.shape, name)
         return _place(leaf.shape, sharding, param_dtype(axes, plan), reads[name], stacked)
 
     plan.sharding(model.axes, model.shapes())  # refused before anything is read
@@ -168,9 +232,13 @@ def find_tensors(files: Sequence[Path]) -> dict[str, Source]:
                         again = "download it again into an empty folder"
                         raise UserError(f"{file.parent} holds {name} in two files: {again}")
                     tensor = handle.get_slice(name)
-                    sources[name] = Source(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
+                    sources[name] = Source(
+                        file, name, tuple(tensor.get_shape()), tensor.get_dtype()
+                    )
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is truncated or not a safetensors file ({error}): download it again") from error
+            raise UserError(
+                f"{file} is truncated or not a safetensors file ({error}): download it again"
+            ) from error
     return sources
 
 
@@ -182,30 +250,45 @@ def _files(folder: Path) -> list[Path]:
         return _index_files(index)
     if not folder.is_dir():
         raise UserError(f"no checkpoint at {folder}: pass the folder that holds model.safetensors")
-    if pickled := next((file for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")), None):
+    if pickled := next(
+        (file for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")), None
+    ):
         raise UserError(
-            f"{pickled} is not safetensors, and a PyTorch pickle is never read because it can run code: convert it "
+            f"{pickled} is not safetensors, and a PyTorch pickle is never read because it can "
+            "run code: convert it "
             f"with transformers' from_pretrained({str(folder)!r}) and save_pretrained"
         )
-    raise UserError(f"{folder} holds no model.safetensors and no index of several: is it the right folder?")
+    raise UserError(
+        f"{folder} holds no model.safetensors and no index of several: is it the right folder?"
+    )
 
 
 def _index_files(index: Path) -> list[Path]:
     """Return the files that an index names, after checking that all of them are present."""
     names = read_json(index, {"weight_map": dict[str, str]}).get("weight_map")
     if not names:
-        raise UserError(f"{index} has no weight_map, which says what is in which file: download it again")
+        raise UserError(
+            f"{index} has no weight_map, which says what is in which file: download it again"
+        )
     files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
         with reading(index):
             beside = file.parent == index.parent and file.is_file()
         if not beside:
-            raise UserError(f"{index} names {file.name}, which is not beside it: download the missing files")
+            raise UserError(
+                f"{index} names {file.name}, which is not beside it: download the missing files"
+            )
     return files
 
 
-def _match(sources: dict[str, Source], model: Model, origin: str) -> list[tuple[Tensor, Source]]:
-    """Pair each tensor that the model needs with its source, after checking that names, shapes and dtypes all agree."""
+def _match(
+    sources: dict[str, Source],
+    model: Model,
+    origin: str,
+) -> list[tuple[Tensor, Source]]:
+    """Pair each tensor that the model needs with its source, after checking that names, shapes and
+    dtypes all agree.
+    """
     family = HF_FAMILIES[model_type(model.config)]
     wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in hf_layout(model)}
     found: dict[str, Source] = {}
@@ -213,9 +296,15 @@ def _match(sources: dict[str, Source], model: Model, origin: str) -> list[tuple[
         if name.endswith(family.ignored):
             continue
         if (bare := name.removeprefix(family.prefix)) in found:
-            raise UserError(f"{origin} holds {bare} twice, with and without {family.prefix!r} before it: remove one")
+            raise UserError(
+                f"{origin} holds {bare} twice, with and without {family.prefix!r} before it: "
+                "remove one"
+            )
         found[bare] = source
-    tied_head = found.pop("lm_head.weight", None) if model.config.tied_head else None
+    if model.config.tied_head:
+        tied_head = found.pop("lm_head.weight", None)
+    else:
+        tied_head = None
     pairs = pair_up(wanted, found, origin)
     if tied_head is not None:
         embedding = next(name for name, tensor in wanted.items() if "embed.tokens" in tensor.params)
@@ -223,60 +312,99 @@ def _match(sources: dict[str, Source], model: Model, origin: str) -> list[tuple[
     return pairs
 
 
-def pair_up(wanted: dict[str, Tensor], found: dict[str, Source], origin: str) -> list[tuple[Tensor, Source]]:
-    """Pair tensors with their sources of the same names, after checking that names, shapes and dtypes all agree."""
-    missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
-    problems = [f"it lacks {_first(missing)}"] if missing else []
+def pair_up(
+    wanted: dict[str, Tensor], found: dict[str, Source], origin: str
+) -> list[tuple[Tensor, Source]]:
+    """Pair tensors with their sources of the same names, after checking that names, shapes and
+    dtypes all agree.
+    """
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    if missing:
+        problems = [f"it lacks {_first(missing)}"]
+    else:
+        problems = []
     problems += [f"the model has no place for its {_first(extra)}"] if extra else []
     if problems:
         raise UserError(f"{origin} does not fit the model: {', and '.join(problems)}: {_FIT}")
     for name, tensor in wanted.items():
-        shape, dtype = found[name].shape, found[name].dtype
+        shape = found[name].shape
+        dtype = found[name].dtype
         if shape != tensor.shape:
-            raise UserError(f"{origin}: {name} has shape {shape}, the model wants {tensor.shape}: {_FIT}")
+            raise UserError(
+                f"{origin}: {name} has shape {shape}, the model wants {tensor.shape}: {_FIT}"
+            )
         if dtype not in _READABLE:
-            raise UserError(f"{origin}: {name} is {dtype}, not one of {', '.join(_READABLE)}: convert it to BF16 first")
+            raise UserError(
+                f"{origin}: {name} is {dtype}, not one of {', '.join(_READABLE)}: convert it to "
+                "BF16 first"
+            )
     return [(tensor, found[name]) for name, tensor in wanted.items()]
 
 
 def _first(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} (and {len(names) - 1} more)"
 
 
 def _check_tied(head: Source, table: Source, origin: str) -> None:
-    """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two different ones."""
-    rows, step = table.shape[0], 1024  # compared in pieces, because either table may have gigabytes
+    """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two
+    different ones.
+    """
+    rows = table.shape[0]
+    step = 1024  # compared in pieces, because either table may have gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    if head.shape != table.shape or not all(np.array_equal(head.read(cut), table.read(cut)) for cut in pieces):
+    if head.shape != table.shape or not all(
+        np.array_equal(head.read(cut), table.read(cut)) for cut in pieces
+    ):
         why = "lm_head.weight is not the embedding, but the model ties them"
         raise UserError(f"{origin}: {why}: set model.tied_head = false")
 
 
 def _require_finite(found: np.ndarray, source: Source) -> np.ndarray:
-    """Return what was read of a tensor, or refuse it with a UserError where it has an entry that is not finite."""
+    """Return what was read of a tensor, or refuse it with a UserError where it has an entry that is
+    not finite.
+    """
     finite = np.isfinite(found)
     if not finite.all():
         count = found.size - int(np.count_nonzero(finite))
         raise UserError(
-            f"{source.file}: {count} of {found.size} entries read of {source.name} are NaN or infinite, so the model "
-            "computes nothing but NaN: download it again, or take it as it is with train.allow_nonfinite=true"
+            f"{source.file}: {count} of {found.size} entries read of {source.name} are NaN or "
+            "infinite, so the model "
+            "computes nothing but NaN: download it again, or take it as it is with "
+            "train.allow_nonfinite=true"
         )
     return found
 
 
 def _read(
-    source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[str, int],
-    finish: Callable[[np.ndarray, Source], np.ndarray], bounds: Bounds,
-) -> np.ndarray:  # fmt: skip
-    """Read a block of parameter number `part` of a tensor; it is smaller than `bounds` where they pass the vocabulary.
+    source: Source,
+    tensor: Tensor,
+    part: int,
+    letters: str,
+    sizes: dict[str, int],
+    finish: Callable[[np.ndarray, Source], np.ndarray],
+    bounds: Bounds,
+) -> np.ndarray:
+    """Read a block of parameter number `part` of a tensor; it is smaller than `bounds` where they
+    pass the vocabulary.
 
-    Each of the tensor's dims may merge several letters; `bounds` and the result have the order of `letters`.
+    Each of the tensor's dims may merge several letters; `bounds` and the result have the order of
+    `letters`.
     """
-    block = {c: (min(start, sizes[c]), min(stop, sizes[c])) for c, (start, stop) in zip(letters, bounds, strict=True)}
-    if any(start == stop for start, stop in block.values()):  # nothing but padding; safetensors reads no empty slice
+    block = {
+        c: (min(start, sizes[c]), min(stop, sizes[c]))
+        for c, (start, stop) in zip(letters, bounds, strict=True)
+    }
+    # nothing but padding; safetensors reads no empty slice
+    if any(start == stop for start, stop in block.values()):
         return np.empty([stop - start for start, stop in block.values()])
-    # A merged dim is read from the first to the last index of its outermost letter; the inner ones are cut in memory.
-    reads, shape, cuts = [], [], []
+    # A merged dim is read from the first to the last index of its outermost letter; the inner ones
+    # are cut in memory.
+    reads = []
+    shape = []
+    cuts = []
     for outer, *inner in tensor.dims:
         (start, stop), stride = block[outer], math.prod(sizes[c] for c in inner)
         reads.append(slice(start * stride, stop * stride))
@@ -284,7 +412,10 @@ def _read(
         cuts += [slice(None), *(slice(*block[c]) for c in inner)]
     if (dim := tensor.along) is not None:
         offset = part * math.prod(sizes[c] for c in tensor.dims[dim])
-        reads[dim] = slice(reads[dim].start + offset, reads[dim].stop + offset)
+        reads[dim] = slice(
+            reads[dim].start + offset,
+            reads[dim].stop + offset,
+        )
     order = "".join(tensor.dims)
     return (
         finish(source.read(tuple(reads)), source)
@@ -294,7 +425,11 @@ def _read(
 
 
 def _place(
-    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype, reads: dict[tuple[int, ...], Read], stacked: int
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    dtype: np.dtype,
+    reads: dict[tuple[int, ...], Read],
+    stacked: int,
 ) -> jax.Array:
     """Make a parameter that is stacked over its first dims, layer by layer and expert by expert."""
 
@@ -313,32 +448,54 @@ def _place(
     for place in product(*map(range, local)):
 
         def read(bounds: Bounds, place: tuple[int, ...] = place) -> np.ndarray:
-            index = (start * here + at for (start, _), here, at in zip(bounds, local, place, strict=False))
+            index = (
+                start * here + at
+                for (start, _), here, at in zip(bounds, local, place, strict=False)
+            )
             return block(reads[tuple(index)], bounds[stacked:])[(None,) * stacked]
 
-        slices = _shards((*pieces, *shape[stacked:]), sharding, read)  # each device's slice at this place
+        # each device's slice at this place
+        slices = _shards((*pieces, *shape[stacked:]), sharding, read)
         whole = jax.block_until_ready(_write_slices(whole, slices, np.asarray(place), sharding))
     return whole
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+def _empty(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: NamedSharding,
+) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
 @partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _write_slices(whole: jax.Array, slices: jax.Array, place: jax.Array, sharding: NamedSharding) -> jax.Array:
-    def local(whole: jax.Array, slices: jax.Array, place: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(whole, slices, (*place, *[0] * (whole.ndim - len(place))))
+def _write_slices(
+    whole: jax.Array, slices: jax.Array, place: jax.Array, sharding: NamedSharding
+) -> jax.Array:
+    def local(
+        whole: jax.Array,
+        slices: jax.Array,
+        place: jax.Array,
+    ) -> jax.Array:
+        return jax.lax.dynamic_update_slice(
+            whole, slices, (*place, *[0] * (whole.ndim - len(place)))
+        )
 
     spec = sharding.spec
-    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False)(
-        whole, slices, place
-    )
+    return jax.shard_map(
+        local, mesh=sharding.mesh, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False
+    )(whole, slices, place)
 
 
-def _shards(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.Array:
-    """Make an array from one block at a time: `jax.make_array_from_callback` holds all blocks, and replicas too."""
+def _shards(
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    read: Read,
+) -> jax.Array:
+    """Make an array from one block at a time: `jax.make_array_from_callback` holds all blocks, and
+    replicas too.
+    """
     holders: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
@@ -347,6 +504,11 @@ def _shards(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _put(block: np.ndarray, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """Copy a block to each device and wait for it: unfinished transfers would keep their blocks in host memory."""
+def _put(
+    block: np.ndarray,
+    devices: Sequence[jax.Device],
+) -> list[jax.Array]:
+    """Copy a block to each device and wait for it: unfinished transfers would keep their blocks in
+    host memory.
+    """
     return jax.block_until_ready([jax.device_put(block, device) for device in devices])

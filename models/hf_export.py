@@ -1,4 +1,6 @@
-"""Writes Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model."""
+"""Writes Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +38,32 @@ def export_hf(
     dtype: Dtype = "float32",
     token_ids: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
+    """Write a folder that `transformers` loads: config.json and safetensors, in one file or in
+    several with an index.
 
-    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in float32. One tensor
-    at a time passes through host memory. Every process must call this, because parameters split over hosts are
-    gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
+    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in
+    float32. One tensor at a time passes through host memory. Every process must call this, because
+    parameters split over hosts are gathered, tensor by tensor; process 0 writes. The folder appears
+    whole, by a rename, or not at all.
 
     Args:
       params: parameters in any sharding.
       folder: a folder that does not exist yet or is empty.
-      max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of its own.
+      max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of
+        its own.
       dtype: of the tensors that are written.
-      token_ids: what config.json says of the tokenizer, such as `{"eos_token_id": [1, 106]}`; what is missing is null.
+      token_ids: what config.json says of the tokenizer, such as `{"eos_token_id": [1, 106]}`; what
+        is missing is null.
 
     Raises:
-      UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
-        failed.
+      UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face
+        form, or a write failed.
     """
     if dtype not in _WRITTEN:
-        raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
+        raise UserError(
+            f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of "
+            f"{', '.join(_WRITTEN)}"
+        )
     config = hf_config(base_config(model.config)) | {"dtype": dtype} | dict(token_ids or {})
     params = shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
     arrays = hf_tensors(params, model, dtype)
@@ -66,8 +75,14 @@ def export_hf(
     write_folder(Path(folder), write, arrays)
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[object]) -> None:
-    """Let process 0 `write` a new folder, which appears whole or not at all, from `arrays` that all processes make."""
+def write_folder(
+    folder: Path,
+    write: Callable[[Path], None],
+    arrays: Iterator[object],
+) -> None:
+    """Let process 0 `write` a new folder, which appears whole or not at all, from `arrays` that all
+    processes make.
+    """
     require_local(folder)
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
@@ -78,7 +93,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[o
             write(unfinished)
             unfinished.rename(folder)
         except OSError as error:
-            raise UserError(f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere") from error
+            raise UserError(
+                f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere"
+            ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # it no longer exists once it was renamed
     else:
@@ -90,39 +107,68 @@ def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[o
 def hf_tensors(
     params: Params, model: Model, dtype: Dtype = "float32", layout: Sequence[Tensor] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and value of every tensor of a model's checkpoint (or of another layout), in the file's order;
-    each is fetched on demand.
+    """Yield the name and value of every tensor of a model's checkpoint (or of another layout), in
+    the file's order; each is fetched on demand.
 
     `params` need not be parameters: anything of the same form will do, such as gradients.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    letters, sizes, scale = dim_letters(model), dim_sizes(model), lora_scale(model.config)
+    letters = dim_letters(model)
+    sizes = dim_sizes(model)
+    scale = lora_scale(model.config)
     for tensor in hf_layout(model) if layout is None else layout:
         parts = []
         for name in tensor.params:
-            group = [leaves[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b") if key in leaves]
+            group = [
+                leaves[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b") if key in leaves
+            ]
             host = _fetch(_piece(group, tensor.index, dtype, scale))
-            host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
+            # without the vocabulary's padding
+            host = host[tuple(slice(sizes[c]) for c in letters[name])]
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
-            parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
-        yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            parts.append(
+                host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims])
+            )
+        yield (
+            tensor.name,
+            parts[0]
+            if len(parts) == 1
+            else np.concatenate(
+                parts,
+                axis=-1,
+            ),
+        )
 
 
 def _fetch(piece: jax.Array) -> np.ndarray:
-    """Copy a piece to this host. In a function of its own, so that nothing holds the piece while the next is made."""
-    return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
+    """Copy a piece to this host. In a function of its own, so that nothing holds the piece while
+    the next is made.
+    """
+    return np.asarray(
+        piece
+        if piece.is_fully_addressable
+        else multihost_utils.process_allgather(piece, tiled=True)
+    )
 
 
 @partial(jax.jit, static_argnames=("dtype", "scale"))
-def _piece(group: list[jax.Array], index: tuple[int, ...], dtype: Dtype, scale: float) -> jax.Array:
-    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has seen of an array. A
-    LoRA pair that follows it in the group is merged into it, in float32."""
+def _piece(
+    group: list[jax.Array],
+    index: tuple[int, ...],
+    dtype: Dtype,
+    scale: float,
+) -> jax.Array:
+    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has
+    seen of an array. A LoRA pair that follows it in the group is merged into it, in float32."""
 
     def cut(leaf: jax.Array) -> jax.Array:
         for number in index:
-            # Indexing a dim that is split over devices would gather all slices on each device. A sum moves only one
-            # slice, and a sum of bits leaves it unchanged.
-            here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
+            # Indexing a dim that is split over devices would gather all slices on each device. A
+            # sum moves only one slice, and a sum of bits leaves it unchanged.
+            here = (jnp.arange(len(leaf)) == number).reshape(
+                -1,
+                *[1] * (leaf.ndim - 1),
+            )
             bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
             leaf = jnp.sum(leaf.view(bits), axis=0, where=here, dtype=bits).view(leaf.dtype)
         return leaf
@@ -130,15 +176,25 @@ def _piece(group: list[jax.Array], index: tuple[int, ...], dtype: Dtype, scale: 
     leaf, *pair = map(cut, group)
     if pair:
         a, b = (x.astype("float32") for x in pair)
-        leaf = leaf.astype("float32") + scale * jnp.tensordot(a, b, 1, precision="highest")
+        leaf = leaf.astype("float32") + scale * jnp.tensordot(
+            a,
+            b,
+            1,
+            precision="highest",
+        )
     return leaf.astype(dtype)
 
 
 def _write_files(
-    folder: Path, tensors: list[Tensor], max_bytes: int, arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
+    folder: Path,
+    tensors: list[Tensor],
+    max_bytes: int,
+    arrays: Iterator[tuple[str, np.ndarray]],
+    dtype: Dtype,
 ) -> None:
     """Write the safetensors files, each filled in order, and their index when there are several."""
-    files, room = list[list[Tensor]](), 0
+    files = list[list[Tensor]]()
+    room = 0
     for tensor in tensors:
         if (size := tensor.bytes(dtype)) > room:
             files.append([])
@@ -152,17 +208,29 @@ def _write_files(
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_tensors(folder / name, group, islice(arrays, len(group)), dtype)
         weight_map |= dict.fromkeys((tensor.name for tensor in group), name)
-    index = {"metadata": {"total_size": sum(tensor.bytes(dtype) for tensor in tensors)}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(tensor.bytes(dtype) for tensor in tensors)},
+        "weight_map": weight_map,
+    }
     write_json(folder / "model.safetensors.index.json", index)
 
 
-def write_tensors(file: Path, tensors: list[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
-    """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all tensors at once."""
+def write_tensors(
+    file: Path, tensors: list[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype
+) -> None:
+    """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all
+    tensors at once.
+    """
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + tensor.bytes(dtype)
-        header[tensor.name] = {"dtype": _WRITTEN[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        start = end
+        end = end + tensor.bytes(dtype)
+        header[tensor.name] = {
+            "dtype": _WRITTEN[dtype],
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     with file.open("xb") as out:

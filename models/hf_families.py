@@ -1,4 +1,5 @@
-"""How a family looks at Hugging Face: one table each for its config.json and for the tensors of its checkpoint.
+"""How a family looks at Hugging Face: one table each for its config.json and for the tensors of its
+checkpoint.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -26,8 +27,10 @@ class Local(NamedTuple):
 
     Attributes:
       absent: what an absent `sliding_window` means; null is no window.
-      where: `(config.json, layer) -> ` whether the layer has it, where there are no `layer_types`; None = all have it.
-      extra: what is written besides `sliding_window` and `layer_types`, for a model with windows and for one without.
+      where: `(config.json, layer) -> ` whether the layer has it, where there are no `layer_types`;
+        None = all have it.
+      extra: what is written besides `sliding_window` and `layer_types`, for a model with windows
+        and for one without.
     """
 
     absent: int | None
@@ -41,20 +44,23 @@ class HfFamily(NamedTuple):
     Attributes:
       family: our name of it.
       architecture: the transformers class that runs it.
-      sizes: our field -> its key in config.json, the value that an absent key stands for, and that of a null, if it is
-        another.
-      fixed: keys for which our model has no field -> the values that it computes; the first is written, and is what an
-        absent key means.
+      sizes: our field -> its key in config.json, the value that an absent key stands for, and that
+        of a null, if it is another.
+      fixed: keys for which our model has no field -> the values that it computes; the first is
+        written, and is what an absent key means.
       rope_theta: the value that an absent key means; None for a family without RoPE.
       prefix: what some checkpoints put before every name but the head's, and others leave out.
       ignored: endings of names that are not parameters (constants that old releases saved).
       local: how windows are said; None = there are none.
-      local_theta: what an absent base of RoPE in layers with a window means; None = they have no base of their own.
-      query_scalar: the absent value of the number whose inverse root is the query's scale; 0 = there is none.
+      local_theta: what an absent base of RoPE in layers with a window means; None = they have no
+        base of their own.
+      query_scalar: the absent value of the number whose inverse root is the query's scale; 0 =
+        there is none.
       norm_offset: what is added to the scale of a norm of the file.
-      tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges them: "Hh D" is a
-        [heads * head_dim, embed] matrix. Several parameters lie side by side along the last dim. A tensor whose name
-        has {layer} or {expert} holds one layer or expert of a stacked parameter.
+      tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges
+        them: "Hh D" is a [heads * head_dim, embed] matrix. Several parameters lie side by side
+        along the last dim. A tensor whose name has {layer} or {expert} holds one layer or expert of
+        a stacked parameter.
     """
 
     family: str
@@ -72,16 +78,26 @@ class HfFamily(NamedTuple):
 
 
 _GPT2 = HfFamily(  # its matrices are [in, out]
-    family="gpt2", architecture="GPT2LMHeadModel", rope_theta=None, prefix="transformer.",
+    family="gpt2",
+    architecture="GPT2LMHeadModel",
+    rope_theta=None,
+    prefix="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
     sizes={
-        "vocab_size": ("vocab_size", REQUIRED), "layers": ("n_layer", REQUIRED), "embed": ("n_embd", REQUIRED),
-        "heads": ("n_head", REQUIRED), "mlp": ("n_inner", 0), "max_seq_len": ("n_positions", REQUIRED),
-        "norm_eps": ("layer_norm_epsilon", 1e-5), "tied_head": ("tie_word_embeddings", True),
+        "vocab_size": ("vocab_size", REQUIRED),
+        "layers": ("n_layer", REQUIRED),
+        "embed": ("n_embd", REQUIRED),
+        "heads": ("n_head", REQUIRED),
+        "mlp": ("n_inner", 0),
+        "max_seq_len": ("n_positions", REQUIRED),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "tied_head": ("tie_word_embeddings", True),
     },
     fixed={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
     },
     tensors={
         "transformer.wte.weight": ("V D", "embed.tokens"),
@@ -89,7 +105,12 @@ _GPT2 = HfFamily(  # its matrices are [in, out]
         "transformer.h.{layer}.ln_1.weight": ("D", "blocks.attention_norm.scale"),
         "transformer.h.{layer}.ln_1.bias": ("D", "blocks.attention_norm.bias"),
         "transformer.h.{layer}.attn.c_attn.weight": ("D Hh", "blocks.q", "blocks.k", "blocks.v"),
-        "transformer.h.{layer}.attn.c_attn.bias": ("Hh", "blocks.q_bias", "blocks.k_bias", "blocks.v_bias"),
+        "transformer.h.{layer}.attn.c_attn.bias": (
+            "Hh",
+            "blocks.q_bias",
+            "blocks.k_bias",
+            "blocks.v_bias",
+        ),
         "transformer.h.{layer}.attn.c_proj.weight": ("Hh D", "blocks.out"),
         "transformer.h.{layer}.attn.c_proj.bias": ("D", "blocks.out_bias"),
         "transformer.h.{layer}.ln_2.weight": ("D", "blocks.mlp_norm.scale"),
@@ -102,20 +123,32 @@ _GPT2 = HfFamily(  # its matrices are [in, out]
         "transformer.ln_f.bias": ("D", "head.norm.bias"),
         "lm_head.weight": ("V D", "head.table"),
     },
-)  # fmt: skip
+)
 
 _LAYER = "model.layers.{layer}."
 _LLAMA = HfFamily(  # its matrices are [out, in]
-    family="llama", architecture="LlamaForCausalLM", rope_theta=10000.0, prefix="model.",
+    family="llama",
+    architecture="LlamaForCausalLM",
+    rope_theta=10000.0,
+    prefix="model.",
     ignored=(".rotary_emb.inv_freq",),
     sizes={
-        "vocab_size": ("vocab_size", REQUIRED), "layers": ("num_hidden_layers", REQUIRED),
-        "embed": ("hidden_size", REQUIRED), "heads": ("num_attention_heads", REQUIRED),
-        "kv_heads": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0), "mlp": ("intermediate_size", REQUIRED),
-        "max_seq_len": ("max_position_embeddings", REQUIRED), "norm_eps": ("rms_norm_eps", 1e-6),
+        "vocab_size": ("vocab_size", REQUIRED),
+        "layers": ("num_hidden_layers", REQUIRED),
+        "embed": ("hidden_size", REQUIRED),
+        "heads": ("num_attention_heads", REQUIRED),
+        "kv_heads": ("num_key_value_heads", 0),
+        "head_dim": ("head_dim", 0),
+        "mlp": ("intermediate_size", REQUIRED),
+        "max_seq_len": ("max_position_embeddings", REQUIRED),
+        "norm_eps": ("rms_norm_eps", 1e-6),
         "tied_head": ("tie_word_embeddings", False),
     },
-    fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
+    fixed={
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    },
     tensors={
         "model.embed_tokens.weight": ("V D", "embed.tokens"),
         _LAYER + "input_layernorm.weight": ("D", "blocks.attention_norm.scale"),
@@ -130,92 +163,134 @@ _LLAMA = HfFamily(  # its matrices are [out, in]
         "model.norm.weight": ("D", "head.norm.scale"),
         "lm_head.weight": ("V D", "head.table"),
     },
-)  # fmt: skip
+)
 
 _SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
 _MISTRAL = _LLAMA._replace(
-    architecture="MistralForCausalLM", fixed=_SILU, local=Local(absent=4096),
+    architecture="MistralForCausalLM",
+    fixed=_SILU,
+    local=Local(absent=4096),
     sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 8, 0)},
-)  # fmt: skip
+)
 
 _EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
 _MIXTRAL = _LLAMA._replace(
-    architecture="MixtralForCausalLM", fixed=_SILU | {"router_jitter_noise": (0.0,)}, rope_theta=1e6,
+    architecture="MixtralForCausalLM",
+    fixed=_SILU | {"router_jitter_noise": (0.0,)},
+    rope_theta=1e6,
     local=Local(absent=None),
-    sizes=_LLAMA.sizes | {
-        "kv_heads": ("num_key_value_heads", 8, 0), "norm_eps": ("rms_norm_eps", 1e-5),
-        "experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2),
+    sizes=_LLAMA.sizes
+    | {
+        "kv_heads": ("num_key_value_heads", 8, 0),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+        "experts": ("num_local_experts", 8),
+        "experts_per_token": ("num_experts_per_tok", 2),
     },
-    tensors={name: row for name, row in _LLAMA.tensors.items() if ".mlp." not in name} | {
+    tensors={name: row for name, row in _LLAMA.tensors.items() if ".mlp." not in name}
+    | {
         _LAYER + "block_sparse_moe.gate.weight": ("E D", "blocks.router"),
         _EXPERT + "w1.weight": ("F D", "blocks.gate"),
         _EXPERT + "w2.weight": ("D F", "blocks.down"),
         _EXPERT + "w3.weight": ("F D", "blocks.up"),
     },
-)  # fmt: skip
+)
 
 _QWEN2 = _LLAMA._replace(
-    family="qwen2", architecture="Qwen2ForCausalLM", fixed=_SILU,
+    family="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fixed=_SILU,
     sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 32, 0)},
     local=Local(
         absent=4096,
-        where=lambda hf, layer: bool(hf.get("use_sliding_window")) and layer >= hf.get("max_window_layers", 28),
+        where=lambda hf, layer: (
+            bool(hf.get("use_sliding_window")) and layer >= hf.get("max_window_layers", 28)
+        ),
         extra=({"use_sliding_window": True, "max_window_layers": 0}, {"use_sliding_window": False}),
     ),
-    tensors=_LLAMA.tensors | {
+    tensors=_LLAMA.tensors
+    | {
         _LAYER + "self_attn.q_proj.bias": ("Hh", "blocks.q_bias"),
         _LAYER + "self_attn.k_proj.bias": ("Kh", "blocks.k_bias"),
         _LAYER + "self_attn.v_proj.bias": ("Kh", "blocks.v_bias"),
     },
-)  # fmt: skip
+)
 _QK_NORMS: dict[str, tuple[str, ...]] = {
     _LAYER + "self_attn.q_norm.weight": ("h", "blocks.q_norm.scale"),
     _LAYER + "self_attn.k_norm.weight": ("h", "blocks.k_norm.scale"),
 }
 _QWEN3 = _QWEN2._replace(
-    family="qwen3", architecture="Qwen3ForCausalLM", fixed=_SILU | {"attention_bias": (False,)},
-    sizes=_QWEN2.sizes | {"head_dim": ("head_dim", 128)}, tensors=_LLAMA.tensors | _QK_NORMS,
-)  # fmt: skip
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fixed=_SILU | {"attention_bias": (False,)},
+    sizes=_QWEN2.sizes | {"head_dim": ("head_dim", 128)},
+    tensors=_LLAMA.tensors | _QK_NORMS,
+)
 
 _GEMMA2 = _LLAMA._replace(
-    family="gemma2", architecture="Gemma2ForCausalLM", query_scalar=256, norm_offset=1.0,
+    family="gemma2",
+    architecture="Gemma2ForCausalLM",
+    query_scalar=256,
+    norm_offset=1.0,
     local=Local(absent=4096, where=lambda hf, layer: layer % 2 == 0),
-    sizes=_LLAMA.sizes | {
-        "kv_heads": ("num_key_value_heads", 4, 0), "head_dim": ("head_dim", 256),
-        "tied_head": ("tie_word_embeddings", True), "attention_softcap": ("attn_logit_softcapping", 50.0, 0.0),
+    sizes=_LLAMA.sizes
+    | {
+        "kv_heads": ("num_key_value_heads", 4, 0),
+        "head_dim": ("head_dim", 256),
+        "tied_head": ("tie_word_embeddings", True),
+        "attention_softcap": ("attn_logit_softcapping", 50.0, 0.0),
         "logit_softcap": ("final_logit_softcapping", 30.0, 0.0),
     },
     fixed={
-        "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
         "use_bidirectional_attention": (None, False),
     },
-    tensors=_LLAMA.tensors | {
+    tensors=_LLAMA.tensors
+    | {
         _LAYER + "post_attention_layernorm.weight": ("D", "blocks.attention_post_norm.scale"),
         _LAYER + "pre_feedforward_layernorm.weight": ("D", "blocks.mlp_norm.scale"),
         _LAYER + "post_feedforward_layernorm.weight": ("D", "blocks.mlp_post_norm.scale"),
     },
-)  # fmt: skip
+)
 _GEMMA3 = _GEMMA2._replace(
-    family="gemma3", architecture="Gemma3ForCausalLM", rope_theta=1e6, local_theta=1e4,
-    local=Local(absent=4096, where=lambda hf, layer: (layer + 1) % hf.get("sliding_window_pattern", 6) > 0),
+    family="gemma3",
+    architecture="Gemma3ForCausalLM",
+    rope_theta=1e6,
+    local_theta=1e4,
+    local=Local(
+        absent=4096, where=lambda hf, layer: (layer + 1) % hf.get("sliding_window_pattern", 6) > 0
+    ),
     sizes={key: row for key, row in _GEMMA2.sizes.items() if key != "attention_softcap"}
     | {"logit_softcap": ("final_logit_softcapping", 0.0, 0.0)},
-    fixed=_GEMMA2.fixed | {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
+    fixed=_GEMMA2.fixed
+    | {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
     tensors=_GEMMA2.tensors | _QK_NORMS,
-)  # fmt: skip
+)
 
-HF_FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL, "mixtral": _MIXTRAL, "qwen2": _QWEN2,
-               "qwen3": _QWEN3, "gemma2": _GEMMA2, "gemma3_text": _GEMMA3}  # fmt: skip
+HF_FAMILIES = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "mixtral": _MIXTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+}
 
 # Our fields -> the keys of the llama3 context extension.
 _ROPE = {
-    "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
     "rope_original_seq_len": "original_max_position_embeddings",
-}  # fmt: skip
+}
 
 
 def model_type(config: ModelConfig) -> str:
-    """Return Hugging Face's name for such a model: a LLaMA with windows is a Mistral, with experts a Mixtral."""
+    """Return Hugging Face's name for such a model: a LLaMA with windows is a Mistral, with experts
+    a Mixtral.
+    """
     tables = [(name, table) for name, table in HF_FAMILIES.items() if table.family == config.family]
     names = [name for name, table in tables if ("experts" in table.sizes) == bool(config.experts)]
     return (names or [config.family])[0 if set(config.masks) == {"causal"} else -1]
@@ -228,24 +303,31 @@ def hf_family(name: str, origin: str) -> HfFamily:
     known = ", ".join(HF_FAMILIES)
     if f"{name}_text" in HF_FAMILIES:
         raise UserError(
-            f"{origin}: a {name} reads images too, and only its text is a model here: save that part alone, with "
-            "transformers' AutoModelForImageTextToText.from_pretrained(...).model.language_model.save_pretrained(...)"
+            f"{origin}: a {name} reads images too, and only its text is a model here: save that "
+            "part alone, with "
+            "transformers' "
+            "AutoModelForImageTextToText.from_pretrained(...).model.language_model.save_pretrained(...)"
         )
-    raise UserError(f"{origin}: model_type {name!r} is not supported{suggest(name, HF_FAMILIES)}: only {known}")
+    raise UserError(
+        f"{origin}: model_type {name!r} is not supported{suggest(name, HF_FAMILIES)}: only {known}"
+    )
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:
     """Read the sizes of a Hugging Face checkpoint from its config.json.
 
-    Dropout and `vocab_multiple` are choices of the training run, not of the checkpoint, and so keep our defaults.
-    Change them with `dataclasses.replace`.
+    Dropout and `vocab_multiple` are choices of the training run, not of the checkpoint, and so keep
+    our defaults. Change them with `dataclasses.replace`.
 
     Raises:
-      UserError: config.json cannot be read or lacks a key, or `jaxpar.models` cannot compute the model.
+      UserError: config.json cannot be read or lacks a key, or `jaxpar.models` cannot compute the
+        model.
     """
     folder = Path(path)
     if not folder.exists():
-        raise UserError(f"there is no {folder}: give a run folder, or a folder with a Hugging Face checkpoint")
+        raise UserError(
+            f"there is no {folder}: give a run folder, or a folder with a Hugging Face checkpoint"
+        )
     file = folder / "config.json"
     hf = read_json(file)
     name = str(_value(hf, "model_type", REQUIRED, file=file))
@@ -253,68 +335,101 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     try:
         return _model_config(hf, family, file)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{file} has a value that no such model has ({error}): download it again") from error
+        raise UserError(
+            f"{file} has a value that no such model has ({error}): download it again"
+        ) from error
 
 
 def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
     values = {field: _value(hf, *row, file=file) for field, row in family.sizes.items()}
     for key, accepted in family.fixed.items():
         if hf.get(key, accepted[0]) not in accepted:
-            raise UserError(f"{file}: {key}={hf[key]!r} is not supported: only {' or '.join(map(repr, accepted))}")
+            raise UserError(
+                f"{file}: {key}={hf[key]!r} is not supported: only "
+                f"{' or '.join(map(repr, accepted))}"
+            )
     if family.rope_theta:
         values |= _rope_fields(hf, family, file)
     config = from_dict(ModelConfig, {"family": family.family, **values}, str(file))
     try:
-        require_ranges(ModelConfig, flatten(config) | {"mlp": config.mlp or 1})  # 0 = not said, see below
+        # 0 = not said, see below
+        require_ranges(ModelConfig, flatten(config) | {"mlp": config.mlp or 1})
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     if family.local:  # a word for each layer, of which there are no more than any model has
-        config = dataclasses.replace(config, masks=tuple(_masks(hf, family.local, config.layers, file)))
+        config = dataclasses.replace(
+            config, masks=tuple(_masks(hf, family.local, config.layers, file))
+        )
     _require_several_experts(config, str(file))
     if family.query_scalar:
         scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))
-        scale = 0.0 if scalar == config.head_size else 1 / math.sqrt(scalar)
+        if scalar == config.head_size:
+            scale = 0.0
+        else:
+            scale = 1 / math.sqrt(scalar)
         config = dataclasses.replace(config, query_scale=scale)
     return dataclasses.replace(
         config,
         mlp=config.mlp or 4 * config.embed,
-        # In a ModelConfig 0 means "as usual", so a checkpoint that spells out the usual value gives an equal config.
+        # In a ModelConfig 0 means "as usual", so a checkpoint that spells out the usual value gives
+        # an equal config.
         kv_heads=0 if config.kv_heads == config.heads else config.kv_heads,
         head_dim=0 if config.head_dim * config.heads == config.embed else config.head_dim,
     )
 
 
 def hf_config(config: ModelConfig) -> Json:
-    """Return the config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE) can read.
+    """Return the config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE)
+    can read.
 
-    Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to another vocabulary. Sizes
-    that the family's config.json cannot express are refused with a UserError.
+    Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to
+    another vocabulary. Sizes that the family's config.json cannot express are refused with a
+    UserError.
     """
-    name, head_dim = model_type(config), config.head_size
+    name = model_type(config)
+    head_dim = config.head_size
     family = hf_family(name, "model.family")
     _require_several_experts(config, f"a {name} checkpoint")
     if "head_dim" not in family.sizes and head_dim * config.heads != config.embed:
         raise UserError(
-            f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
+            f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with "
+            f"model.heads={config.heads} "
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
-    windows, turns = {word for word in config.masks if word != "causal"}, len(set(config.masks)) > 1
-    sayable = family.local and len(windows) <= 1 and all(map(has_window, windows)) and (family.local.where or not turns)
-    scalar = round(config.query_scale**-2) if config.query_scale else head_dim
+    windows = {word for word in config.masks if word != "causal"}
+    turns = len(set(config.masks)) > 1
+    sayable = (
+        family.local
+        and len(windows) <= 1
+        and all(map(has_window, windows))
+        and (family.local.where or not turns)
+    )
+    if config.query_scale:
+        scalar = round(config.query_scale**-2)
+    else:
+        scalar = head_dim
     unsaid = {
         "masks": windows and not sayable,
         "query_scale": config.query_scale
-        and not (family.query_scalar and math.isclose(config.query_scale, scalar**-0.5, rel_tol=1e-6)),
+        and not (
+            family.query_scalar and math.isclose(config.query_scale, scalar**-0.5, rel_tol=1e-6)
+        ),
         "rope_local_theta": config.rope_local_theta and not family.local_theta,
-        # 0 is RoPE as in other layers, scaled as they are; the file has a base of its own there, which is not scaled.
-        "rope_factor": family.local_theta and windows and not config.rope_local_theta and config.rope_factor != 1,
+        # 0 is RoPE as in other layers, scaled as they are; the file has a base of its own there,
+        # which is not scaled.
+        "rope_factor": family.local_theta
+        and windows
+        and not config.rope_local_theta
+        and config.rope_factor != 1,
         "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
         "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
     }
     lost = [field for field, wrong in unsaid.items() if wrong]
     if lost:
         said = f"model.{lost[0]}={getattr(config, lost[0])}"
-        raise UserError(f"a {name} checkpoint cannot say {said}: it would be read as that of a model without")
+        raise UserError(
+            f"a {name} checkpoint cannot say {said}: it would be read as that of a model without"
+        )
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_head_count, "head_dim": head_dim}
     hf: Json = {"architectures": [family.architecture], "model_type": name}
     for field, (key, _, *null) in family.sizes.items():
@@ -322,9 +437,17 @@ def hf_config(config: ModelConfig) -> Json:
     hf |= {key: accepted[0] for key, accepted in family.fixed.items()}
     hf |= {"bos_token_id": None, "eos_token_id": None}
     if family.rope_theta:
-        fields = _ROPE if config.rope_scaling == "llama3" else {"rope_factor": "factor"}
-        scaling = {"rope_type": config.rope_scaling} | {key: values[field] for field, key in fields.items()}
-        hf |= {"rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_factor != 1 else None}
+        if config.rope_scaling == "llama3":
+            fields = _ROPE
+        else:
+            fields = {"rope_factor": "factor"}
+        scaling = {"rope_type": config.rope_scaling} | {
+            key: values[field] for field, key in fields.items()
+        }
+        hf |= {
+            "rope_theta": config.rope_theta,
+            "rope_scaling": scaling if config.rope_factor != 1 else None,
+        }
     if family.local_theta:
         hf["rope_local_base_freq"] = config.rope_local_theta or config.rope_theta
     if family.query_scalar:
@@ -334,68 +457,115 @@ def hf_config(config: ModelConfig) -> Json:
         hf |= family.local.extra[hf["sliding_window"] is None]
         if family.local.where:
             words = [config.masks[i % config.kinds] for i in range(config.layers)]
-            hf["layer_types"] = [_TYPES["causal" if word == "causal" else "window"] for word in words]
+            hf["layer_types"] = [
+                _TYPES["causal" if word == "causal" else "window"] for word in words
+            ]
     return hf
 
 
 def _require_several_experts(config: ModelConfig, origin: str) -> None:
-    """Refuse a single expert for each token, whose weight is 1 in a Mixtral and its probability here."""
+    """Refuse a single expert for each token, whose weight is 1 in a Mixtral and its probability
+    here.
+    """
     if config.experts > 1 and config.experts_per_token == 1:
         raise UserError(
-            f"{origin}: one expert for each token (num_experts_per_tok, model.experts_per_token=1) has the weight 1 in "
-            "a Mixtral and its probability here, so it would be another model: only 2 or more are read and written"
+            f"{origin}: one expert for each token (num_experts_per_tok, "
+            "model.experts_per_token=1) has the weight 1 in "
+            "a Mixtral and its probability here, so it would be another model: only 2 or more "
+            "are read and written"
         )
 
 
 _TYPES = {"causal": "full_attention", "window": "sliding_attention"}
 
 
-def _masks(hf: Json, local: Local, layers: int, file: Path) -> list[str]:
+def _masks(
+    hf: Json,
+    local: Local,
+    layers: int,
+    file: Path,
+) -> list[str]:
     """Return the words of the layers, of one period."""
     window = hf.get("sliding_window", local.absent)
     types = hf.get("layer_types") if local.where else None
     if types is None:
-        types = [_TYPES["window" if local.where is None or local.where(hf, i) else "causal"] for i in range(layers)]
+        types = [
+            _TYPES["window" if local.where is None or local.where(hf, i) else "causal"]
+            for i in range(layers)
+        ]
     if len(types) != layers or not set(types) <= set(_TYPES.values()):
         raise UserError(
-            f"{file}: layer_types has {len(types)} entries, {', '.join(sorted(set(map(str, types))))}: only "
+            f"{file}: layer_types has {len(types)} entries, "
+            f"{', '.join(sorted(set(map(str, types))))}: only "
             f"{' and '.join(_TYPES.values())} are supported, one for each of {layers} layers"
         )
-    words = ["causal" if window is None or kind == _TYPES["causal"] else f"window({window})" for kind in types]
-    period = next(p for p in range(1, max(layers, 1) + 1) if all(word == words[i % p] for i, word in enumerate(words)))
+    words = [
+        "causal" if window is None or kind == _TYPES["causal"] else f"window({window})"
+        for kind in types
+    ]
+    period = next(
+        p
+        for p in range(1, max(layers, 1) + 1)
+        if all(word == words[i % p] for i, word in enumerate(words))
+    )
     return words[:period]
 
 
-def _value(table: Json, key: str, absent: object, null: object = None, *, file: Path) -> Any:
+def _value(
+    table: Json,
+    key: str,
+    absent: object,
+    null: object = None,
+    *,
+    file: Path,
+) -> Any:
     value = table.get(key)
     if value is None and absent is REQUIRED:
         raise UserError(f"{file} has no {key}: add it, or download the file again")
     if value is None:
-        return null if key in table and null is not None else absent
+        if key in table and null is not None:
+            return null
+        return absent
     return value
 
 
 def _rope_fields(hf: Json, family: HfFamily, file: Path) -> Json:
     """Return our rope fields.
 
-    transformers 5 writes all in `rope_parameters`, where layers with a window may have a table of their own; 4 writes
-    the extension in `rope_scaling`, and the base of those layers in `rope_local_base_freq`.
+    transformers 5 writes all in `rope_parameters`, where layers with a window may have a table of
+    their own; 4 writes the extension in `rope_scaling`, and the base of those layers in
+    `rope_local_base_freq`.
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     local = rope.get(_TYPES["window"]) or {}
-    rope = (rope.get(_TYPES["causal"]) or {}) if _TYPES["causal"] in rope else rope
+    if _TYPES["causal"] in rope:
+        rope = rope.get(_TYPES["causal"]) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3", "linear") or local.get("rope_type", "default") != "default":
-        kind = kind if kind not in ("default", "llama3", "linear") else local["rope_type"]
-        raise UserError(f"{file}: rope_type {kind!r} is not supported: only default, llama3 and linear")
+    if (
+        kind not in ("default", "llama3", "linear")
+        or local.get("rope_type", "default") != "default"
+    ):
+        if kind in ("default", "llama3", "linear"):
+            kind = local["rope_type"]
+        raise UserError(
+            f"{file}: rope_type {kind!r} is not supported: only default, llama3 and linear"
+        )
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1))
     if rotated != 1:
-        raise UserError(f"{file}: partial_rotary_factor={rotated!r} is not supported: only 1, the whole head rotates")
+        raise UserError(
+            f"{file}: partial_rotary_factor={rotated!r} is not supported: only 1, the whole "
+            "head rotates"
+        )
     fields = {"rope_theta": rope.get("rope_theta", hf.get("rope_theta", family.rope_theta))}
     if family.local_theta:
-        fields["rope_local_theta"] = local.get("rope_theta", hf.get("rope_local_base_freq", family.local_theta))
+        fields["rope_local_theta"] = local.get(
+            "rope_theta", hf.get("rope_local_base_freq", family.local_theta)
+        )
     if kind != "default":
-        keys = _ROPE if kind == "llama3" else {"rope_factor": "factor"}
+        if kind == "llama3":
+            keys = _ROPE
+        else:
+            keys = {"rope_factor": "factor"}
         fields |= {field: _value(rope, key, REQUIRED, file=file) for field, key in keys.items()}
         fields["rope_scaling"] = kind
     return fields

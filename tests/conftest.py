@@ -1,4 +1,6 @@
-"""Eight simulated CPU devices for every test, before anything touches a backend; random tests that repeat exactly."""
+"""Eight simulated CPU devices for every test, before anything touches a backend; random tests that
+repeat exactly.
+"""
 
 import gc
 import os
@@ -26,16 +28,17 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import widen_cpu_pool
 
-# Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of the time. Without the
-# fusion emitters, of which jax 0.12 has no choice, in a half.
+# Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of
+# the time. Without the fusion emitters, of which jax 0.12 has no choice, in a half.
 _FLAGS = ["xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true"]
 _FLAGS += ["xla_cpu_parallel_codegen_split_count=1"]
 _FLAGS += ["xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
 os.environ.setdefault("XLA_FLAGS", " ".join(f"--{flag}" for flag in _FLAGS))
-# Traced programs are millions of objects that stay: reading them all again and again took a fifth of the suite's time.
+# Traced programs are millions of objects that stay: reading them all again and again took a fifth
+# of the suite's time.
 gc.set_threshold(100_000, 50, 100)
-# The wings of which no test asks at which line of the source an instruction began: to write that down takes a fifth of
-# the time of a compilation.
+# The wings of which no test asks at which line of the source an instruction began: to write that
+# down takes a fifth of the time of a compilation.
 _WITHOUT_LINES = {"kernels", "models", "parallel", "train", "verify"}
 
 widen_cpu_pool(8)
@@ -69,7 +72,9 @@ def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keeps_programs(_kept: Path) -> Iterator[None]:
-    """JAX's cache, for a file whose runs compile the same steps again and again: it reads them, as a user's would."""
+    """JAX's cache, for a file whose runs compile the same steps again and again: it reads them, as
+    a user's would.
+    """
     settings = {
         "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(_kept),

@@ -1,11 +1,12 @@
-"""Damages every file that a command reads, in every way of `damage`: does each end in one line that names the place?
+"""Damages every file that a command reads, in every way of `damage`: does each end in one line that
+names the place?
 
     python tests/fuzz_readers.py [--only NAME ...] [--trials N] [--seed N] [--list]
 
-A command runs in this process, by `main`. It may take the damaged file for a good one, or refuse it: in one line, which
-names the file or its folder. Anything else is a fault, and the exit code is 1: another exception, several lines, a line
-that does not say where, more than `_SECONDS`. The table counts them. Below it stands each fault, with the seed that
-shows it again.
+A command runs in this process, by `main`. It may take the damaged file for a good one, or refuse
+it: in one line, which names the file or its folder. Anything else is a fault, and the exit code is
+1: another exception, several lines, a line that does not say where, more than `_SECONDS`. The table
+counts them. Below it stands each fault, with the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from damage import (
     damage_jsonl,
     damage_safetensors,
     damage_toml,
-)  # fmt: skip
+)
 
 _SECONDS = 60
-_BYTES = 12 * 2**30  # of this process: what allocates more is ended with a MemoryError, and not the machine
+# of this process: what allocates more is ended with a MemoryError, and not the machine
+_BYTES = 12 * 2**30
 
 
 class Reader(NamedTuple):
@@ -55,30 +57,58 @@ class Reader(NamedTuple):
     """How many trials `make test` makes."""
 
 
-_JSON, _JSONL, _TOML = (
-    (damage_json, damage_json, damage_bytes),
-    (damage_jsonl,),
-    (damage_toml, damage_toml, damage_bytes),
+_JSON = (damage_json, damage_json, damage_bytes)
+_JSONL = (damage_jsonl,)
+_TOML = (damage_toml, damage_toml, damage_bytes)
+_TENSORS = (damage_safetensors, damage_safetensors, damage_bytes)
+_BYTES_ONLY = (damage_bytes,)
+_DATA = (
+    "--data.source chat --data.path chat.jsonl --data.val-path absent --data.tokenizer "
+    "words/tokenizer.json"
 )
-_TENSORS, _BYTES_ONLY = (damage_safetensors, damage_safetensors, damage_bytes), (damage_bytes,)
-_DATA = "--data.source chat --data.path chat.jsonl --data.val-path absent --data.tokenizer words/tokenizer.json"
-_TOKENS = "train tiny.toml --run new --data.source tokens --data.path text.bin --data.val-path absent.bin"
-_WATCH, _CUT = "watch run --once", "tokenize text.txt new.bin --tokenizer words/tokenizer.json"
-_LONG, _RESTORE = "generate model --prompt a --max-tokens 99999", "generate run --prompt a --max-tokens 99999"
-# Each ends soon after the file is read, also where that is as good as before: weights, more data or room are missing.
+_TOKENS = (
+    "train tiny.toml --run new --data.source tokens --data.path text.bin --data.val-path absent.bin"
+)
+_WATCH = "watch run --once"
+_CUT = "tokenize text.txt new.bin --tokenizer words/tokenizer.json"
+_LONG = "generate model --prompt a --max-tokens 99999"
+_RESTORE = "generate run --prompt a --max-tokens 99999"
+# Each ends soon after the file is read, also where that is as good as before: weights, more data or
+# room are missing.
 READERS = (
     Reader("config.json", "bare/config.json", "generate bare --prompt a", _JSON, 20),
     Reader("config.json of gemma3", "gemma/config.json", "generate gemma --prompt a", _JSON, 12),
     Reader("weights", "model/model.safetensors", _LONG, _TENSORS),
     Reader("index", "shards/model.safetensors.index.json", "generate shards --prompt a", _JSON),
-    Reader("adapter_config.json", "adapter/adapter_config.json", "generate adapter --prompt a", _JSON, 12),
-    Reader("adapter weights", "adapter/adapter_model.safetensors", "generate adapter --prompt a", _TENSORS),
+    Reader(
+        "adapter_config.json",
+        "adapter/adapter_config.json",
+        "generate adapter --prompt a",
+        _JSON,
+        12,
+    ),
+    Reader(
+        "adapter weights",
+        "adapter/adapter_model.safetensors",
+        "generate adapter --prompt a",
+        _TENSORS,
+    ),
     Reader("tokenizer.json", "words/tokenizer.json", _CUT, _JSON),
     Reader("tokenizer of ours", "model/tokenizer.json", "generate bare --prompt a", _JSON),
-    Reader("tokenizer_config.json", "words/tokenizer_config.json", f"train tiny.toml --run new {_DATA}", _JSON, 4),
+    Reader(
+        "tokenizer_config.json",
+        "words/tokenizer_config.json",
+        f"train tiny.toml --run new {_DATA}",
+        _JSON,
+        4,
+    ),
     Reader("generation_config.json", "model/generation_config.json", _LONG, _JSON),
-    Reader("chat template", "jinja/chat_template.jinja", f"train tiny.toml --run new {_DATA.replace('words', 'jinja')}",
-           _BYTES_ONLY),
+    Reader(
+        "chat template",
+        "jinja/chat_template.jinja",
+        f"train tiny.toml --run new {_DATA.replace('words', 'jinja')}",
+        _BYTES_ONLY,
+    ),
     Reader("chat", "chat.jsonl", f"train tiny.toml --run new {_DATA}", _JSONL, 8),
     Reader("prompts", "prompts.jsonl", "generate bare --prompts prompts.jsonl", _JSONL, 12),
     Reader("prompts as text", "prompts.txt", "generate bare --prompts prompts.txt", _BYTES_ONLY),
@@ -95,12 +125,16 @@ READERS = (
     Reader("checkpoint's _METADATA", "run/checkpoints/0/state/_METADATA", _RESTORE, _JSON),
     Reader("checkpoint's metadata", "run/checkpoints/0/_CHECKPOINT_METADATA", _RESTORE, _JSON),
     Reader("checkpoint's data", "run/checkpoints/0/data/metadata", _RESTORE, _JSON),
-    Reader("checkpoint's manifest", "run/checkpoints/0/state/manifest.ocdbt", _RESTORE, _BYTES_ONLY, 0),
+    Reader(
+        "checkpoint's manifest", "run/checkpoints/0/state/manifest.ocdbt", _RESTORE, _BYTES_ONLY, 0
+    ),
     Reader("profile's lines", "run/profile/steps_1_2.json", "watch run --profile", _JSON, 16),
     Reader("profile's trace", "run/profile/trace.xplane.pb", "watch run --profile", _BYTES_ONLY),
-    Reader("mesh", "mesh.toml", "train tiny.toml --on mesh.toml --run new --data.source text", _TOML),
+    Reader(
+        "mesh", "mesh.toml", "train tiny.toml --on mesh.toml --run new --data.source text", _TOML
+    ),
     Reader("HLO", "step.hlo", "", _BYTES_ONLY, 20),
-)  # fmt: skip
+)
 
 _TINY = """[model]
 family = "llama"
@@ -128,8 +162,10 @@ platform = "cpu"
 [mesh.dcn]
 data = 1
 """
-_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}" \
-            "{% if add_generation_prompt %}<assistant>{% endif %}"  # fmt: skip
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def make_files(folder: Path) -> None:
@@ -149,15 +185,27 @@ def make_files(folder: Path) -> None:
     )
     (folder / "text.txt").write_text("Once upon a time there was a mesh of devices. " * 20)
     plan = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
-    sizes = ModelConfig("llama", vocab_size=300, layers=1, embed=16, heads=2, mlp=32, max_seq_len=64)
-    model, adapted = Model(sizes), Model(replace(sizes, lora=Lora(2)))
-    params, pairs = (jax.jit(one.init, out_shardings=plan.sharding(()))(jax.random.key(0)) for one in (model, adapted))
+    sizes = ModelConfig(
+        "llama", vocab_size=300, layers=1, embed=16, heads=2, mlp=32, max_seq_len=64
+    )
+    model = Model(sizes)
+    adapted = Model(replace(sizes, lora=Lora(2)))
+    params, pairs = (
+        jax.jit(one.init, out_shardings=plan.sharding(()))(jax.random.key(0))
+        for one in (model, adapted)
+    )
     export_hf(params, model, folder / "model")
     export_hf(params, model, folder / "shards", max_shard_bytes=20_000)
     peft.export_adapter(pairs, adapted, folder / "adapter", str(folder / "bare"))
     for name, config in {
-        "bare": sizes, "gemma": ModelConfig("gemma3", 300, layers=6, masks=("window(8)",) * 5 + ("causal",)),
-    }.items():  # fmt: skip
+        "bare": sizes,
+        "gemma": ModelConfig(
+            "gemma3",
+            300,
+            layers=6,
+            masks=("window(8)",) * 5 + ("causal",),
+        ),
+    }.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(hf_config(config)))
     _make_words(folder)
@@ -170,18 +218,34 @@ def _make_words(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(["upon a time"], trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet,
-                             special_tokens=["<|endoftext|>", "<s>"], show_progress=False))  # fmt: skip
+    made.train_from_iterator(
+        ["upon a time"],
+        trainers.BpeTrainer(
+            vocab_size=270,
+            initial_alphabet=alphabet,
+            special_tokens=["<|endoftext|>", "<s>"],
+            show_progress=False,
+        ),
+    )
     (folder / "words").mkdir()
     (folder / "jinja").mkdir()
     (folder / "jinja" / "chat_template.jinja").write_text(_TEMPLATE)
     for name in ("words", "jinja", "model", "bare"):
         made.save(str(folder / name / "tokenizer.json"))
-    special = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<s>", "special": True}, "model_max_length": 64}
+    special = {
+        "eos_token": "<|endoftext|>",
+        "bos_token": {"content": "<s>", "special": True},
+        "model_max_length": 64,
+    }
     named = [{"name": "default", "template": _TEMPLATE}, {"name": "tool_use", "template": "x"}]
-    (folder / "words" / "tokenizer_config.json").write_text(json.dumps({**special, "chat_template": named}))
+    (folder / "words" / "tokenizer_config.json").write_text(
+        json.dumps({**special, "chat_template": named})
+    )
     (folder / "words" / "special_tokens_map.json").write_text(json.dumps(special))
     generation = {"eos_token_id": [0, 1], "bos_token_id": 1, "pad_token_id": None, "max_length": 20}
     (folder / "model" / "generation_config.json").write_text(json.dumps(generation))
@@ -192,16 +256,37 @@ def _make_data(folder: Path) -> None:
     import jax
     import jax.numpy as jnp
 
-    turns = [{"role": "user", "content": "What is a mesh?"}, {"role": "assistant", "content": "Devices."}]
+    turns = [
+        {"role": "user", "content": "What is a mesh?"},
+        {"role": "assistant", "content": "Devices."},
+    ]
     call = {"type": "function", "function": {"name": "count", "arguments": {"of": "devices"}}}
-    tools = [{"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "count", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     with_call = [turns[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    rows = [{"messages": turns}, {"messages": with_call, "tools": tools}, {"prompt": "a", "completion": "b"}]
+    rows = [
+        {"messages": turns},
+        {"messages": with_call, "tools": tools},
+        {"prompt": "a", "completion": "b"},
+    ]
     (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, [{"prompt": "a"}, {"messages": turns[:1]}])) + "\n")
+    (folder / "prompts.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"prompt": "a"}, {"messages": turns[:1]}])) + "\n"
+    )
     (folder / "prompts.txt").write_text("a\nb\n")
     _make("tokenize text.txt text.bin")
-    step = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ x), x))
+    step = jax.jit(
+        lambda x: jax.lax.fori_loop(
+            0,
+            3,
+            lambda i, x: jnp.tanh(x @ x),
+            x,
+        )
+    )
     (folder / "step.hlo").write_text(step.lower(jnp.ones((8, 8))).compile().as_text() or "")
 
 
@@ -211,7 +296,10 @@ def _make_run(folder: Path) -> None:
     import jax.numpy as jnp
 
     _make("convert model run --mesh.data 1 --mesh.platform cpu")
-    rows = [{"step": step, "loss": 5.0 - step, "val_loss": 5.0, "step_seconds": 0.1} for step in (1, 2, 3)]
+    rows = [
+        {"step": step, "loss": 5.0 - step, "val_loss": 5.0, "step_seconds": 0.1}
+        for step in (1, 2, 3)
+    ]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run" / "sinks.json").write_text(json.dumps({"tensorboard": "", "wandb": "abc"}))
     pieces = [["text.txt", 940, "abc"], ["stream", None, "def"]]
@@ -221,9 +309,14 @@ def _make_run(folder: Path) -> None:
         jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(8)))
     shutil.move(next(profile.rglob("*.xplane.pb")), profile / "trace.xplane.pb")
     facts = {
-        "steps": [1, 2], "trace": "trace.xplane.pb", "module": "jit_sin", "device_kind": "cpu", "devices": 1,
-        "traced": 1, "lines": {"sine.1": ["", "", ""]},
-    }  # fmt: skip
+        "steps": [1, 2],
+        "trace": "trace.xplane.pb",
+        "module": "jit_sin",
+        "device_kind": "cpu",
+        "devices": 1,
+        "traced": 1,
+        "lines": {"sine.1": ["", "", ""]},
+    }
     (profile / "steps_1_2.json").write_text(json.dumps(facts))
 
 
@@ -288,7 +381,9 @@ def _at_most(seconds: int) -> Iterator[None]:
 
 
 def attempt(reader: Reader, damaged: bytes) -> Outcome:
-    """Run the command of a reader over a damaged file, in the current folder, and leave the file as it was."""
+    """Run the command of a reader over a damaged file, in the current folder, and leave the file as
+    it was.
+    """
     file = Path(reader.file)
     whole = file.read_bytes()
     file.write_bytes(damaged)
@@ -299,7 +394,9 @@ def attempt(reader: Reader, damaged: bytes) -> Outcome:
         if isinstance(error, KeyboardInterrupt):
             raise
         where = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in where if "/jaxpar/" in frame.filename or "/models/" in frame.filename]
+        ours = [
+            frame for frame in where if "/jaxpar/" in frame.filename or "/models/" in frame.filename
+        ]
         place = ours[-1] if ours else where[-1]
         line = f"{Path(place.filename).name}:{place.lineno} {place.name}"
         return Outcome("traceback", f"{type(error).__name__}: {str(error)[:120]!r} at {line}")
@@ -319,16 +416,30 @@ def _of_line(reader: Reader, said: str) -> Outcome:
     if len(lines) != 1 or "Traceback" in said or not lines[0].isprintable():
         return Outcome("lines", said[:300])
     # A setting is a place too.
-    settings = [f"{field}." for field in vars(Config())] if reader.file.endswith(".toml") else []
+    if reader.file.endswith(".toml"):
+        settings = [f"{field}." for field in vars(Config())]
+    else:
+        settings = []
     *folders, name = Path(reader.file).parts
     # A template of other text is a good one, over which the conversations are at fault.
-    names = (*folders, name.partition(".bin")[0], *settings, *["chat.jsonl"] * name.endswith(".jinja"))
+    names = (
+        *folders,
+        name.partition(".bin")[0],
+        *settings,
+        *["chat.jsonl"] * name.endswith(".jinja"),
+    )
     named = any(one in lines[0] for one in names)
     return Outcome("refused" if named else "place", lines[0])
 
 
-def trials(reader: Reader, count: int, seed: int) -> Iterator[tuple[int, bytes, Outcome]]:
-    """Damage a reader's file `count` times; every trial has a number, from which alone its damage comes."""
+def trials(
+    reader: Reader,
+    count: int,
+    seed: int,
+) -> Iterator[tuple[int, bytes, Outcome]]:
+    """Damage a reader's file `count` times; every trial has a number, from which alone its damage
+    comes.
+    """
     content = Path(reader.file).read_bytes()
     usual = attempt(reader, content)  # taken, or refused for what the command lacks besides
     for number in range(seed, seed + count):
@@ -338,18 +449,35 @@ def trials(reader: Reader, count: int, seed: int) -> Iterator[tuple[int, bytes, 
         yield number, damaged, Outcome("taken") if outcome.said == usual.said else outcome
 
 
-def fuzz(readers: list[Reader], count: int, seed: int, say: Callable[[str], None]) -> int:
-    """Print a table of the trials of each reader, with its faults below it, and return the number of faults."""
+def fuzz(
+    readers: list[Reader],
+    count: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> int:
+    """Print a table of the trials of each reader, with its faults below it, and return the number
+    of faults.
+    """
     faults = 0
     say(f"{'reader':<26} {'trials':>6} {'taken':>6} {'refused':>7} {'faults':>6} {'seconds':>7}")
     for reader in readers:
-        kinds, found, began = Counter[str](), list[str](), time.monotonic()
+        kinds = Counter[str]()
+        found = list[str]()
+        began = time.monotonic()
         for number, damaged, outcome in trials(reader, count, seed):
             kinds[outcome.kind] += 1
             if outcome.kind not in ("taken", "refused"):
-                found.append(f"    {outcome.kind} at --seed {number}: {outcome.said!a}  <- {damaged[:60]!r}")
+                found.append(
+                    f"    {outcome.kind} at --seed {number}: {outcome.said!a}  <- {damaged[:60]!r}"
+                )
         faults += len(found)
-        numbers = (count, kinds["taken"], kinds["refused"], len(found), round(time.monotonic() - began))
+        numbers = (
+            count,
+            kinds["taken"],
+            kinds["refused"],
+            len(found),
+            round(time.monotonic() - began),
+        )
         say("{:<26} {:>6} {:>6} {:>7} {:>6} {:>7}".format(reader.name, *numbers))
         for line in found:
             say(line)
@@ -358,12 +486,16 @@ def fuzz(readers: list[Reader], count: int, seed: int, say: Callable[[str], None
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[], help="readers whose names have one of these words")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="readers whose names have one of these words"
+    )
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first trial")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
-    chosen = [one for one in READERS if not args.only or any(word in one.name for word in args.only)]
+    chosen = [
+        one for one in READERS if not args.only or any(word in one.name for word in args.only)
+    ]
     if args.list:
         print("\n".join(f"{one.name:<26} {one.file:<44} jaxpar {one.words}" for one in chosen))
         return 0

@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-IGNORED = ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "runs"
+IGNORED = (
+    ".git",
+    ".venv*",
+    ".*_cache",
+    ".hypothesis",
+    "__pycache__",
+    "*.egg-info",
+    "build",
+    "dist",
+    "runs",
+)
 QUICK = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
 # pytest, and then which file the tests had the module from.
 RUN = """import sys, pytest
@@ -209,7 +219,7 @@ MUTATIONS = [
              "part * (size - 1) / size / share", "part / share", "tests/rehearse/test_link_costs.py"),
     # Verify.
     Mutation("verify_tolerance", "a tolerance that is 100 times too wide", "jaxpar/verify/of_config/checks.py",
-             "FLOAT32, FLOAT32_LOSS = 1e-5, 3e-6", "FLOAT32, FLOAT32_LOSS = 1e-3, 3e-6",
+             "FLOAT32 = 1e-5", "FLOAT32 = 1e-3",
              "tests/verify/test_losses_and_gradients.py -k tolerance"),
     Mutation("any_loss_tolerance", "any program's gradients may be off by 1e-3", "jaxpar/verify/_gradients.py",
              "max(_LEAST, _NOISE *", "max(_MOST, _NOISE *", "tests/verify/test_gradients.py -k small_error"),
@@ -234,15 +244,33 @@ class Outcome(NamedTuple):
 def copy_of(mutation: Mutation | None, folder: Path) -> Path:
     """The repository in a new folder, the fault planted, laid out so that it is imported before any installation."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED), symlinks=True)
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]
     for package, source in setuptools["package-dir"].items():
-        inside = folder / package.replace(".", "/")  # an editable install finds it by a hook, which comes last
+        inside = folder / package.replace(
+            ".", "/"
+        )  # an editable install finds it by a hook, which comes last
         if not inside.exists():
             inside.symlink_to(folder / source)
     if mutation:
-        path = folder / mutation.file
-        path.write_text(path.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
+        text = planted(mutation)
+        assert text is not None, mutation
+        (folder / mutation.file).write_text(text, encoding="utf-8")
     return folder
+
+
+def planted(mutation: Mutation) -> str | None:
+    """The text of a mutation's file with its fault; None where `old` does not stand there once.
+
+    However the code is broken into lines, and whether a trailing comma follows, it is the same.
+    """
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
+    words = re.findall(r"\w+|[^\w\s]", mutation.old)
+    found = list(re.finditer(r"\s*,?\s*".join(map(re.escape, words)), text))
+    if len(found) != 1:
+        return None
+    return text[: found[0].start()] + mutation.new.strip() + text[found[0].end() :]
 
 
 def pytest(folder: Path, module: str, words: list[str], timeout: float) -> tuple[int | str, str]:
@@ -253,8 +281,16 @@ def pytest(folder: Path, module: str, words: list[str], timeout: float) -> tuple
     """
     env = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "300", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-c", RUN, module, *QUICK, *words]
-    with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          errors="replace", start_new_session=True) as process:  # fmt: skip
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
         try:
             text, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -269,15 +305,20 @@ def pytest(folder: Path, module: str, words: list[str], timeout: float) -> tuple
 
 def judge(mutation: Mutation, work: Path, timeout: float, likely_only: bool) -> tuple[str, str]:
     """The result, and which test gave it."""
-    if (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) != 1:
+    if planted(mutation) is None:
         return "no match", f"{mutation.old!r} does not stand once in {mutation.file}"
     module = mutation.file.removesuffix(".py").replace("/", ".")
     words = shlex.split(mutation.likely)
-    for absent in [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()]:
+    for absent in [
+        word for word in words if word.startswith("tests/") and not (ROOT / word).exists()
+    ]:
         print(f"{mutation.name}: {absent} is absent", flush=True)
         words.remove(absent)
     files = [word for word in words if word.startswith("tests/")]
-    folder, code = copy_of(mutation, work / mutation.name), 5  # what pytest says where no test was chosen
+    folder, code = (
+        copy_of(mutation, work / mutation.name),
+        5,
+    )  # what pytest says where no test was chosen
     for chosen in ([words, files] if files else []) + ([] if likely_only else [[]]):
         if chosen is files and code != 5:
             continue
@@ -287,22 +328,35 @@ def judge(mutation: Mutation, work: Path, timeout: float, likely_only: bool) -> 
             continue
         if "::" not in test and (test or code in (2, 3, 4)):
             return "broken", f"{test or 'the first test'} cannot be collected"
-        how = test or f"{'timeout' if code == 'timeout' else f'crash ({code})'} of {' '.join(stage)}"
+        how = (
+            test or f"{'timeout' if code == 'timeout' else f'crash ({code})'} of {' '.join(stage)}"
+        )
         again = [test, "-n", "0"] if test else stage
         if (clean := pytest(work / "clean", module, again, timeout)[0]) != 0:
             return f"undecided, {clean} without the fault", how
-        if "auto" in stage and pytest(folder, module, again, timeout)[0] == 0:  # the machine's fault, not this one
+        if (
+            "auto" in stage and pytest(folder, module, again, timeout)[0] == 0
+        ):  # the machine's fault, not this one
             return "undecided, passes when run alone", how
         return "killed", how
     return ("survived the likely files" if likely_only else "survived"), " ".join(files)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTATIONS], help="these alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTATIONS], help="these alone"
+    )
     parser.add_argument("--list", action="store_true", help="say what would be planted")
     parser.add_argument("--likely", action="store_true", help="leave the whole suite out")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds a run may take: one that hangs is a kill")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=1800,
+        help="seconds a run may take: one that hangs is a kill",
+    )
     parser.add_argument("--json", type=Path, help="where to write the outcomes, after each")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.only or m.name in options.only]
@@ -316,12 +370,24 @@ def main() -> int:
         for m in chosen:
             began = time.monotonic()
             result, by = judge(m, work, options.timeout, options.likely)
-            outcomes.append(Outcome(m.name, m.file, m.fault, result, by, round(time.monotonic() - began)))
-            print(f"{len(outcomes)}/{len(chosen)} {m.name}: {result} by {by}, {outcomes[-1].seconds} s", flush=True)
+            outcomes.append(
+                Outcome(m.name, m.file, m.fault, result, by, round(time.monotonic() - began))
+            )
+            print(
+                f"{len(outcomes)}/{len(chosen)} {m.name}: {result} by {by}, {outcomes[-1].seconds} s",
+                flush=True,
+            )
             shutil.rmtree(work / m.name, ignore_errors=True)
             if options.json:
-                options.json.write_text(json.dumps([o._asdict() for o in outcomes], indent=2) + "\n")
-    print("\n" + "\n".join(f"{o.name:17} {o.file:31} {o.seconds:5} s  {o.result}: {o.by}" for o in outcomes))
+                options.json.write_text(
+                    json.dumps([o._asdict() for o in outcomes], indent=2) + "\n"
+                )
+    print(
+        "\n"
+        + "\n".join(
+            f"{o.name:17} {o.file:31} {o.seconds:5} s  {o.result}: {o.by}" for o in outcomes
+        )
+    )
     killed = sum(o.result == "killed" for o in outcomes)
     print(f"{killed} of {len(outcomes)} killed")
     return int(killed < len(outcomes))

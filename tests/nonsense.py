@@ -2,9 +2,10 @@
 
     python tests/nonsense.py [--count 500]
 
-Every key of a config meets NaN, infinity, negative and huge numbers, zero, nothing, other scripts and other types. A
-setting is refused in a sentence, or it is accepted, and then three steps of a small model move its parameters to other
-finite numbers. A run that a step ends because it is not finite would be told so, which is all right too.
+Every key of a config meets NaN, infinity, negative and huge numbers, zero, nothing, other scripts
+and other types. A setting is refused in a sentence, or it is accepted, and then three steps of a
+small model move its parameters to other finite numbers. A run that a step ends because it is not
+finite would be told so, which is all right too.
 """
 
 from __future__ import annotations
@@ -32,8 +33,32 @@ from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.train import init_state, make_plan, make_train_step, put_batch
 
-NUMBERS = ("nan", "inf", "-inf", "-1", "-0.5", "0", str(2**70), "1e308", "1e-308", "0x10")
-WORDS = ("", "é", "日本", "true", "None", "[]", "..", "a b", "\u202e", "-", "%s", "{}")
+NUMBERS = (
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "-0.5",
+    "0",
+    str(2**70),
+    "1e308",
+    "1e-308",
+    "0x10",
+)
+WORDS = (
+    "",
+    "é",
+    "日本",
+    "true",
+    "None",
+    "[]",
+    "..",
+    "a b",
+    "\u202e",
+    "-",
+    "%s",
+    "{}",
+)
 SMALL = """
 --mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --model.layers 2 --model.embed 16 --model.heads 2 --model.mlp 16
 --model.max-seq-len 16 --data.seq-len 16 --data.max-bytes 100000 --train.batch 4 --train.steps 4
@@ -58,32 +83,51 @@ def parse(key: str, value: str) -> Config:
 def trains(config: Config) -> str:
     """Whether three steps move the parameters; what is wrong in a word, and empty if nothing is."""
     config = resolve(config, say=lambda line: None)
-    plan, model = make_plan(config, jax.devices()), Model(config.model)
+    plan = make_plan(config, jax.devices())
+    model = Model(config.model)
     load_corpus(config.data, config.model.vocab_size)
     state = init_state(model, config, plan)
     before = jax.tree.map(np.asarray, model.trained(state.params))
     step = make_train_step(model, config, plan)
     rng = np.random.default_rng(0)
     for _ in range(3):
-        ids = rng.integers(0, 256, (config.train.batch, config.data.seq_len + 1), np.int32)
+        ids = rng.integers(
+            0,
+            256,
+            (config.train.batch, config.data.seq_len + 1),
+            np.int32,
+        )
         ids %= config.model.vocab_size
         rows = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
         if config.data.pack:
-            rows |= {"positions": np.arange(config.data.seq_len, dtype=np.int32) + 0 * rows["tokens"]}
+            rows |= {
+                "positions": np.arange(config.data.seq_len, dtype=np.int32) + 0 * rows["tokens"]
+            }
             rows["segments"] = np.zeros_like(rows["tokens"])
         state, metrics = step(state, put_batch(rows, plan))
         numbers = {name: float(value) for name, value in metrics.items()}
         if numbers["overflows"] or not all(map(np.isfinite, numbers.values())):
             return ""  # the run stops, and says why
     after = jax.tree.map(np.asarray, model.trained(state.params))
-    leaves = list(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+    leaves = list(
+        zip(
+            jax.tree.leaves(before),
+            jax.tree.leaves(after),
+            strict=True,
+        )
+    )
     if not all(np.all(np.isfinite(leaf.astype(np.float32))) for _, leaf in leaves):
         return "not finite"
     moved = sum(bool(np.any(old != new)) for old, new in leaves)
-    return "" if moved > len(leaves) // 2 else f"{moved} of {len(leaves)} parameters moved"
+    if moved > len(leaves) // 2:
+        return ""
+    return f"{moved} of {len(leaves)} parameters moved"
 
 
-def outcomes(pairs: list[tuple[str, str]], prove: bool) -> Iterator[tuple[str, str, str]]:
+def outcomes(
+    pairs: list[tuple[str, str]],
+    prove: bool,
+) -> Iterator[tuple[str, str, str]]:
     """Each setting with what became of it: `refused`, `trains`, or what is wrong."""
     proved: dict[Config, str] = {}
     for key, value in pairs:
@@ -94,28 +138,38 @@ def outcomes(pairs: list[tuple[str, str]], prove: bool) -> Iterator[tuple[str, s
             yield key, value, (prove and proved[config]) or "accepted"
         except UserError as error:
             sentence = str(error)
-            yield key, value, "refused" if len(sentence) < 1000 and sentence.strip() else "refused in a long message"
+            yield (
+                key,
+                value,
+                "refused"
+                if len(sentence) < 1000 and sentence.strip()
+                else "refused in a long message",
+            )
         except (Exception, SystemExit):
             yield key, value, "traceback: " + traceback.format_exc().strip().splitlines()[-1][:200]
 
 
 def summary(pairs: list[tuple[str, str]], prove: bool) -> tuple[str, list[str]]:
     """A line with the counts, and a line for each setting that went wrong."""
-    counts, wrong = Counter[str](), list[str]()
+    counts = Counter[str]()
+    wrong = list[str]()
     for key, value, outcome in outcomes(pairs, prove):
         good = outcome in ("refused", "accepted")
         counts[outcome if good else "wrong"] += 1
         if not good:
             wrong.append(f"{key} = {value!r}: {outcome}")
     line = (
-        f"{len(pairs)} nonsense settings: {counts['refused']} refused in a sentence, {counts['accepted']} accepted"
+        f"{len(pairs)} nonsense settings: {counts['refused']} refused in a sentence, "
+        f"{counts['accepted']} accepted"
         f"{' and train' if prove else ''}, {counts['wrong']} wrong"
     )
     return line, wrong
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description="Nonsense settings through the command line's own checks.")
+    arguments = argparse.ArgumentParser(
+        description="Nonsense settings through the command line's own checks."
+    )
     arguments.add_argument("--count", type=int, default=500)
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -1,8 +1,9 @@
 """Runs commands of `jaxpar` one after another in this process, for the tests of the pages.
 
-Each line of standard input is a command, a JSON list of its words without `jaxpar`; the answer is a line too: a JSON
-list of the exit code, and of what the command wrote to standard output and to standard error. Nine in ten commands of a
-page so start neither Python nor JAX, and find compiled what an earlier one compiled.
+Each line of standard input is a command, a JSON list of its words without `jaxpar`; the answer is a
+line too: a JSON list of the exit code, and of what the command wrote to standard output and to
+standard error. Nine in ten commands of a page so start neither Python nor JAX, and find compiled
+what an earlier one compiled.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ def run(words: list[str]) -> tuple[int, str, str]:
 
 
 def exit_code(words: list[str]) -> int:
-    """Give the exit code that the command would have as a process; an exception that leaves it is printed."""
+    """Give the exit code that the command would have as a process; an exception that leaves it is
+    printed.
+    """
     try:
         return main(words)
     except SystemExit as exit:
-        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        if isinstance(exit.code, int):
+            return exit.code
+        return int(exit.code is not None)
     except Exception:
         traceback.print_exc()
         return 1

@@ -1,12 +1,15 @@
-"""Plans drawn at random, each through `jaxpar verify` in a process of its own, or through `jaxpar rehearse`.
+"""Plans drawn at random, each through `jaxpar verify` in a process of its own, or through `jaxpar
+rehearse`.
 
-    python tests/random_plans.py [--count N] [--seed N] [--jobs N] [--target NAME ...] [--timeout SECONDS] [--json FILE]
+    python tests/random_plans.py [--count N] [--seed N] [--jobs N] [--target NAME ...] [--timeout
+    SECONDS] [--json FILE]
 
-A plan is a preset on a mesh of up to eight devices, with a schedule, forms of overlap, remat, offload, dtypes and such;
-one in eight is a pipeline and nothing else. Every outcome is a line: equal, differs, refused (with the reason), crashed
-or hung. The exit code is 1 where one differs, crashed or hung. With `--target` the plans are cut to two layers, spread
-over all chips by the data axis and compiled for these machines in turn, and a finding that the plan has not asked for
-counts like a difference.
+A plan is a preset on a mesh of up to eight devices, with a schedule, forms of overlap, remat,
+offload, dtypes and such; one in eight is a pipeline and nothing else. Every outcome is a line:
+equal, differs, refused (with the reason), crashed or hung. The exit code is 1 where one differs,
+crashed or hung. With `--target` the plans are cut to two layers, spread over all chips by the data
+axis and compiled for these machines in turn, and a finding that the plan has not asked for counts
+like a difference.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from jaxpar.rehearse.report.lint import RULES
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 PRESETS = ("gpt2_124m", "llama32_1b", "llama3_8b", "mixtral_8x7b")
 FORMS = ("xla", "ring", "bidirectional")
-_OF_THE_PLAN = ("large-copy", "replicated-parameter")  # true of some plans, and no fault of the program
+# true of some plans, and no fault of the program
+_OF_THE_PLAN = ("large-copy", "replicated-parameter")
 POLICIES = ("none", "full", "block_inputs", "attention_out", "selective", "dots")
 
 
@@ -51,7 +55,10 @@ def draw(random: random.Random) -> list[str]:
     plan["memory.policy"] = random.choice(POLICIES)
     if mesh["stage"] > 1:
         schedule = random.choice(("gpipe", "1f1b", "interleaved", "looped"))
-        plan |= {"pipeline.schedule": schedule, "pipeline.stash": random.choice(("blocks", "stage"))}
+        plan |= {
+            "pipeline.schedule": schedule,
+            "pipeline.stash": random.choice(("blocks", "stage")),
+        }
         plan["pipeline.microbatches"] = mesh["stage"] * random.choice((1, 2))
         if schedule in ("interleaved", "looped"):
             plan["pipeline.virtual"] = 2
@@ -59,29 +66,67 @@ def draw(random: random.Random) -> list[str]:
         plan["context.strategy"] = random.choice(("ring", "ulysses"))
     if mesh["tensor"] > 1:
         plan |= {"overlap.gather": random.choice(FORMS), "overlap.scatter": random.choice(FORMS)}
-    seldom = {"overlap.domino": "on", "memory.optimizer": "offload", "memory.parameters": "offload",
-              "precision.params": "bfloat16", "precision.gradients": "bfloat16", "data.pack": True}  # fmt: skip
+    seldom = {
+        "overlap.domino": "on",
+        "memory.optimizer": "offload",
+        "memory.parameters": "offload",
+        "precision.params": "bfloat16",
+        "precision.gradients": "bfloat16",
+        "data.pack": True,
+    }
     plan |= {key: value for key, value in seldom.items() if random.random() < 1 / 4}
     if plan["train.accumulation"] == 1:
-        plan.pop("precision.gradients", None)  # refused: nothing is summed, so it would have no effect
-    return [preset, *(word for key, value in plan.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
+        # refused: nothing is summed, so it would have no effect
+        plan.pop("precision.gradients", None)
+    return [
+        preset,
+        *(
+            word
+            for key, value in plan.items()
+            for word in (f"--{key.replace('_', '-')}", str(value))
+        ),
+    ]
 
 
 def small(words: list[str], target: str) -> list[str]:
-    """The words that make a plan fill a target, with one sequence a microbatch and two layers, or one a stage."""
-    plan = dict(zip(words[1::2], words[2::2], strict=True))
+    """The words that make a plan fill a target, with one sequence a microbatch and two layers, or
+    one a stage.
+    """
+    plan = dict(
+        zip(
+            words[1::2],
+            words[2::2],
+            strict=True,
+        )
+    )
     sizes = {axis: int(plan[f"--mesh.{axis}"]) for axis in AXES}
     chips = int(re.findall(r"\d+", target)[-1])
     sizes["data"] *= max(chips // math.prod(sizes.values()), 1)
-    rows = sizes["data"] * sizes["fsdp"] * sizes["expert"] * (2 if "--overlap.domino" in plan else 1)
-    sequences = rows * int(plan["--train.accumulation"]) * int(plan.get("--pipeline.microbatches", 1))
+    rows = (
+        sizes["data"] * sizes["fsdp"] * sizes["expert"] * (2 if "--overlap.domino" in plan else 1)
+    )
+    sequences = (
+        rows * int(plan["--train.accumulation"]) * int(plan.get("--pipeline.microbatches", 1))
+    )
     layers = max(2, sizes["stage"] * int(plan.get("--pipeline.virtual", 1)))
     seq_len = 1024 if words[0].startswith("gpt2") else 2048
-    return ["--mesh.data", str(sizes["data"]), "--train.batch", str(sequences), "--model.layers", str(layers),
-            "--data.seq-len", str(seq_len)]  # fmt: skip
+    return [
+        "--mesh.data",
+        str(sizes["data"]),
+        "--train.batch",
+        str(sequences),
+        "--model.layers",
+        str(layers),
+        "--data.seq-len",
+        str(seq_len),
+    ]
 
 
-def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]:
+def run(
+    words: list[str],
+    target: str,
+    timeout: float,
+) -> tuple[str, str, float]:
     """The outcome, a line that says more, and the seconds it took."""
     command = ["verify"]
     if target:
@@ -90,10 +135,20 @@ def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]
         words = [*words, *small(words, target)]
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar.cli.main", *command[:1], *words, *command[1:]],
-        text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [
+            sys.executable,
+            "-m",
+            "jaxpar.cli.main",
+            *command[:1],
+            *words,
+            *command[1:],
+        ],
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env={**os.environ, "COLUMNS": "400"},
-    )  # fmt: skip
+    )
     try:
         said, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -101,7 +156,10 @@ def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]
         process.wait()
         return "hung", f"after {timeout:.0f} s", timeout
     lines = said.strip().splitlines() or [""]
-    last = next((line for line in reversed(lines) if line.startswith("jaxpar: error:")), lines[-1])
+    last = next(
+        (line for line in reversed(lines) if line.startswith("jaxpar: error:")),
+        lines[-1],
+    )
     outcome = {0: "equal", 1: "differs", 2: "refused"}.get(process.returncode, "crashed")
     if "Traceback (most recent call last)" in said:
         outcome = "crashed"
@@ -109,7 +167,9 @@ def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
@@ -119,19 +179,31 @@ def main() -> int:
     args = parser.parse_args()
     plans = [draw(random.Random(f"{args.seed} {n}")) for n in range(args.count)]
     targets = [args.target[n % len(args.target)] for n in range(args.count)]
-    outcomes, found = collections.Counter[str](), []
+    outcomes = collections.Counter[str]()
+    found = []
     with ThreadPoolExecutor(args.jobs) as pool:
         running = {
             pool.submit(run, plan, target, args.timeout): n
             for n, (plan, target) in enumerate(zip(plans, targets, strict=True))
         }
         for done in as_completed(running):
-            n, (outcome, said, seconds) = running[done], done.result()
+            n = running[done]
+            (outcome, said, seconds) = done.result()
             outcomes[outcome] += 1
             plan = {"plan": plans[n], "target": targets[n]}
-            found.append(plan | {"outcome": outcome, "said": said, "seconds": round(seconds, 1)})
+            found.append(
+                plan
+                | {
+                    "outcome": outcome,
+                    "said": said,
+                    "seconds": round(seconds, 1),
+                }
+            )
             words = " ".join([*plans[n], targets[n]])
-            print(f"{sum(outcomes.values())}/{args.count} {outcome:<8} {seconds:4.0f} s  {words}", flush=True)
+            print(
+                f"{sum(outcomes.values())}/{args.count} {outcome:<8} {seconds:4.0f} s  {words}",
+                flush=True,
+            )
             if outcome != "equal":
                 print(f"    {said}", flush=True)
             if args.json:

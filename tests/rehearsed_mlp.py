@@ -1,4 +1,6 @@
-"""One MLP's training step in several forms: of this library's ops, of plain matmuls left to XLA, and with mistakes."""
+"""One MLP's training step in several forms: of this library's ops, of plain matmuls left to XLA,
+and with mistakes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,21 @@ from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.timeline import TaskTime
 
-BATCH, SEQ, WIDTH, MLP = 16, 24, 512, 1024
+BATCH = 16
+SEQ = 24
+WIDTH = 512
+MLP = 1024
 BYTES = 4 * WIDTH * MLP
 """Of one weight, and of its gradient."""
 
 
 def library(up: Any, down: Any, x: Any, plan: Plan) -> Any:
     with jax.named_scope("block"), jax.named_scope("mlp"):
-        (h,) = Ops(plan).column_linear(x, [up], [("mlp",)])
+        (h,) = Ops(plan).column_linear(
+            x,
+            [up],
+            [("mlp",)],
+        )
         return jnp.sum(jnp.square(Ops(plan).row_linear(jnp.tanh(h), down, ("mlp",))))
 
 
@@ -44,19 +53,29 @@ def gathered(up: Any, down: Any, x: Any, plan: Plan) -> Any:
 def turned(up: Any, down: Any, x: Any, plan: Plan) -> Any:
     """`plain`, but for a weight that is kept for the backward the other way around."""
     with jax.named_scope("block"), jax.named_scope("mlp"):
-        h = jax.lax.optimization_barrier(jnp.swapaxes(jax.lax.optimization_barrier(jnp.tanh(x @ up)), 1, 2))
+        h = jax.lax.optimization_barrier(
+            jnp.swapaxes(jax.lax.optimization_barrier(jnp.tanh(x @ up)), 1, 2)
+        )
         return jnp.sum(jnp.square(jnp.einsum("bfs,fd->bsd", h, down)))
 
 
 @functools.cache
 def tasks_of(form: Callable[..., Any], plan: Plan) -> tuple[list[TaskTime], list[Requested]]:
-    """The step's tasks as compiled for the devices here, a second for each GB, and the collectives it asks for."""
-    weights = [plan.sharding(("embed", "mlp")), plan.sharding(("mlp", "embed"))]
+    """The step's tasks as compiled for the devices here, a second for each GB, and the collectives
+    it asks for.
+    """
+    weights = [
+        plan.sharding(("embed", "mlp")),
+        plan.sharding(("mlp", "embed")),
+    ]
     rows = plan.sharding(("batch", "residual_seq", None))
     shapes = [(WIDTH, MLP), (MLP, WIDTH), (BATCH, SEQ, WIDTH)]
 
     def step(up: Any, down: Any, x: Any) -> Any:
-        return jax.grad(lambda up, down: form(up, down, x, plan), argnums=(0, 1))(up, down)
+        return jax.grad(lambda up, down: form(up, down, x, plan), argnums=(0, 1))(
+            up,
+            down,
+        )
 
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jitted = jax.jit(step, in_shardings=(*weights, rows), out_shardings=tuple(weights))

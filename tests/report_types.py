@@ -1,4 +1,6 @@
-"""Holds a report to what is promised of it: `Rehearsal`'s types, checked on a value, and a trace that is the step."""
+"""Holds a report to what is promised of it: `Rehearsal`'s types, checked on a value, and a trace
+that is the step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import pytest
 
@@ -14,13 +25,18 @@ from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.trace import chrome_trace
 
 
-def problems(value: Any, kind: Any = Rehearsal, where: str = "") -> Iterator[str]:
+def problems(
+    value: Any,
+    kind: Any = Rehearsal,
+    where: str = "",
+) -> Iterator[str]:
     """Where a value departs from the types above; keys that they do not name are let through.
 
     Yields:
       `memory.total: expected int, found 'x'`.
     """
-    origin, inside = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inside = get_args(kind)
     if origin is NotRequired:
         yield from problems(value, inside[0], where)
     elif is_typeddict(kind):
@@ -38,7 +54,10 @@ def problems(value: Any, kind: Any = Rehearsal, where: str = "") -> Iterator[str
         for key, item in value.items():
             yield from problems(item, inside[1], f"{where}.{key}" if where else key)
     elif kind is not Any:
-        accepted = (int, float) if kind is float else origin or kind
+        if kind is float:
+            accepted = (int, float)
+        else:
+            accepted = origin or kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             yield _wrong(where, _name(kind), value)
 
@@ -57,12 +76,17 @@ def _dict_problems(value: Any, kind: Any, where: str) -> Iterator[str]:
 
 
 def _name(kind: Any) -> str:
-    return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
+    if kind is type(None):
+        return "None"
+    return getattr(kind, "__name__", str(kind))
 
 
 def _wrong(where: str, expected: str, value: Any) -> str:
     found = repr(value)
-    return f"{where or 'the report'}: expected {expected}, found {found if len(found) < 60 else found[:56] + ' ...'}"
+    return (
+        f"{where or 'the report'}: expected {expected}, found "
+        f"{found if len(found) < 60 else found[:56] + ' ...'}"
+    )
 
 
 def assert_the_trace_is_the_step(report: Rehearsal) -> None:
@@ -70,9 +94,20 @@ def assert_the_trace_is_the_step(report: Rehearsal) -> None:
     lanes = defaultdict(list)
     for event in chrome_trace(report)["traceEvents"]:
         if event["ph"] == "X":
-            lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            lanes[event["tid"]].append(
+                (
+                    event["ts"],
+                    event["ts"] + event["dur"],
+                )
+            )
     for bars in lanes.values():
         bars.sort()
-        assert all(start >= end - 0.002 for (_, end), (start, _) in pairwise(bars)), "a nanosecond is rounding"
+        assert all(start >= end - 0.002 for (_, end), (start, _) in pairwise(bars)), (
+            "a nanosecond is rounding"
+        )
     end = max(end for bars in lanes.values() for _, end in bars)
-    assert end == pytest.approx(1e6 * report["time"]["step"], rel=1e-6, abs=0.01)
+    assert end == pytest.approx(
+        1e6 * report["time"]["step"],
+        rel=1e-6,
+        abs=0.01,
+    )

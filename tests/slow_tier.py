@@ -1,9 +1,11 @@
-"""The order and the deadline of the slow tier, for a machine that cannot run all of it in the time there is.
+"""The order and the deadline of the slow tier, for a machine that cannot run all of it in the time
+there is.
 
-With `--deadline MINUTES` the tests of what the last commits changed come first, the others after them in an order drawn
-from the commit's hash, so that each has its turn over some commits. No test is begun after the deadline, and the names
-of those that were not run are printed. What shares a fixture of a module stays in one process; all else is dealt out
-test by test, so that the processes end together (`--dist loadgroup --no-loadscope-reorder`).
+With `--deadline MINUTES` the tests of what the last commits changed come first, the others after
+them in an order drawn from the commit's hash, so that each has its turn over some commits. No test
+is begun after the deadline, and the names of those that were not run are printed. What shares a
+fixture of a module stays in one process; all else is dealt out test by test, so that the processes
+end together (`--dist loadgroup --no-loadscope-reorder`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ NOT_BEGUN = "not begun: the deadline has passed"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--deadline", type=float, metavar="MINUTES", help="begin no test after this many minutes, and name the others"
+        "--deadline",
+        type=float,
+        metavar="MINUTES",
+        help="begin no test after this many minutes, and name the others",
     )
 
 
@@ -46,14 +51,20 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the items into the order of a tier with a deadline, and say which of them stay together."""
+    """Put the items into the order of a tier with a deadline, and say which of them stay
+    together.
+    """
     if config.getoption("--deadline") is None:
         return
-    commit, changed = _git("rev-parse", "HEAD").strip(), changed_files()
+    commit = _git("rev-parse", "HEAD").strip()
+    changed = changed_files()
     shared = {item.path for item in items if _shares_a_fixture(item)}
 
     def place(item: pytest.Item) -> tuple[bool, str]:
-        group = str(item.path) if item.path in shared else item.nodeid
+        if item.path in shared:
+            group = str(item.path)
+        else:
+            group = item.nodeid
         drawn = hashlib.sha256(f"{commit} {group}".encode()).hexdigest()
         return not covers(item, changed), drawn
 
@@ -73,7 +84,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.getreports("skipped")
-    names = [report.nodeid.partition("@")[0] for report in skipped if NOT_BEGUN in str(report.longrepr)]
+    names = [
+        report.nodeid.partition("@")[0] for report in skipped if NOT_BEGUN in str(report.longrepr)
+    ]
     if names:
         terminalreporter.section(f"{len(names)} tests were not begun before the deadline")
         for name in sorted(names):
@@ -91,9 +104,14 @@ def changed_files() -> frozenset[Path]:
 
 
 def covers(item: pytest.Item, changed: frozenset[Path]) -> bool:
-    """Whether a test is of a changed file: it stands in one, imports one, or has one as its parameter."""
+    """Whether a test is of a changed file: it stands in one, imports one, or has one as its
+    parameter.
+    """
     callspec = getattr(item, "callspec", None)
-    paths = [value for value in callspec.params.values() if isinstance(value, Path)] if callspec else []
+    if callspec:
+        paths = [value for value in callspec.params.values() if isinstance(value, Path)]
+    else:
+        paths = []
     if paths:
         return not changed.isdisjoint(paths)
     return not changed.isdisjoint({item.path} | _imported(item.path))
@@ -116,13 +134,17 @@ def _imported(test: Path) -> frozenset[Path]:
 
 
 def _files_of(module: str) -> frozenset[Path]:
-    """Give the files of a module: those of a package's folder, since what it re-exports comes from any of them, and
-    those of a folder inside only where it is imported itself. A name inside a module has none."""
+    """Give the files of a module: those of a package's folder, since what it re-exports comes from
+    any of them, and those of a folder inside only where it is imported itself. A name inside a
+    module has none."""
     top, *inner = module.split(".")
     if top != "jaxpar" or not inner:
         return frozenset()
     wing, *rest = inner
-    folder = ROOT / PACKAGES[wing] if wing in PACKAGES else ROOT / "jaxpar" / wing
+    if wing in PACKAGES:
+        folder = ROOT / PACKAGES[wing]
+    else:
+        folder = ROOT / "jaxpar" / wing
     path = folder.joinpath(*rest)
     if path.is_dir():
         return frozenset(path.glob("*.py"))
@@ -138,5 +160,11 @@ def _shares_a_fixture(item: pytest.Item) -> bool:
 
 
 def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *words],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout if done.returncode == 0 else ""

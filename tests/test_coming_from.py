@@ -1,4 +1,6 @@
-"""Every setting that docs/coming_from.md names as ours exists, and takes the value that stands beside it."""
+"""Every setting that docs/coming_from.md names as ours exists, and takes the value that stands
+beside it.
+"""
 
 import re
 import tomllib
@@ -15,9 +17,13 @@ PAGE = Path(__file__).parent.parent / "docs" / "coming_from.md"
 
 
 def test_every_setting_of_ours_exists() -> None:
-    known, found = flatten(Config()), 0
+    known = flatten(Config())
+    found = 0
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| ") else []
+        if line.startswith("| "):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+        else:
+            cells = []
         for setting in re.findall(r"`([^`]+)`", cells[1] if len(cells) > 1 else ""):
             key, equals, value = setting.partition(" = ")
             assert key in known, f"{setting}, beside {cells[0]}"

@@ -1,10 +1,11 @@
 """What README and docs/ tell a user to type, run as it stands there.
 
-A page's lines run one after another in one folder and in one process (`page_process.py`): a later line finds the run of
-an earlier one. What starts processes itself, and what needs more devices than that process has, is run in one of its
-own, and so is a page's Python. What the tests add comes before a line's own flags, which so count. A block of `text`
-below a block is what that prints, each line of it; one with a title is an excerpt, or another program's. Quick: every
-line parses, and its config is one.
+A page's lines run one after another in one folder and in one process (`page_process.py`): a later
+line finds the run of an earlier one. What starts processes itself, and what needs more devices than
+that process has, is run in one of its own, and so is a page's Python. What the tests add comes
+before a line's own flags, which so count. A block of `text` below a block is what that prints, each
+line of it; one with a title is an excerpt, or another program's. Quick: every line parses, and its
+config is one.
 """
 
 import json
@@ -35,29 +36,47 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SCHEMAS = {
-    "train": commands.TrainArgs, "verify": commands.VerifyArgs, "show": commands.ShowArgs,
-    "rehearse": rehearse.RehearseArgs, "sweep": launch.SweepArgs, "watch": lambda _: commands.WatchArgs(),
-}  # fmt: skip
+    "train": commands.TrainArgs,
+    "verify": commands.VerifyArgs,
+    "show": commands.ShowArgs,
+    "rehearse": rehearse.RehearseArgs,
+    "sweep": launch.SweepArgs,
+    "watch": lambda _: commands.WatchArgs(),
+}
 SMALL = """
 --model.embed 32 --model.mlp 64 --train.steps 20 --train.warmup-steps 2
 --train.eval-every 10 --train.eval-batches 1 --train.final-eval-batches 1 --checkpoint.every 5
 """
-SMALLER = f"{SMALL} --model.layers 1 --data.seq-len 32 --train.batch 8 --train.steps 6 --checkpoint.every 3"
+SMALLER = (
+    f"{SMALL} --model.layers 1 --data.seq-len 32 --train.batch 8 --train.steps 6 "
+    "--checkpoint.every 3"
+)
 SMALL_GPT2 = """
 --mesh.platform cpu --model.vocab-size 256 --model.layers 1 --model.embed 32 --model.heads 2 --model.mlp 64
 --data.seq-len 32
 --train.batch 8 --train.accumulation 1 --train.stop-at 2 --train.eval-batches 1 --train.final-eval-batches 1
 """
-SMALL_IMPORT = "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
+SMALL_IMPORT = (
+    "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
+)
 QUICKLY_COMPILED = "--compiler.options xla_tpu_scoped_vmem_limit_kib=16384"
 ADDED = {
-    "train tiny": SMALL, "train my_experiment.toml": f"{SMALL} --train.batch 8",
-    "launch ray": SMALLER, "sweep tiny": SMALLER, "train gpt2_124m": SMALL_GPT2,
+    "train tiny": SMALL,
+    "train my_experiment.toml": f"{SMALL} --train.batch 8",
+    "launch ray": SMALLER,
+    "sweep tiny": SMALLER,
+    "train gpt2_124m": SMALL_GPT2,
     "convert path/to/hf_folder": SMALL_IMPORT,
     "convert exported": "--mesh.platform cpu --train.batch 8",
     "rehearse llama3_8b": f"--model.layers 2 {QUICKLY_COMPILED}",
-}  # fmt: skip
-DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md", "launch": "launch.md", "sweep": "launch.md"}
+}
+DEAR = {
+    "bench": "",
+    "rehearse": "rehearse.md",
+    "verify": "verify.md",
+    "launch": "launch.md",
+    "sweep": "launch.md",
+}
 """What takes long, whatever is added: it runs on its own page, and elsewhere only parses."""
 ERROR = "jaxpar: error: "
 TIMEOUT = 900
@@ -74,7 +93,9 @@ PYTHON = {
 
 
 class Block(NamedTuple):
-    """A fenced block: the number of its first line, its language and title, its text, and the output below it."""
+    """A fenced block: the number of its first line, its language and title, its text, and the
+    output below it.
+    """
 
     line: int
     language: str
@@ -87,20 +108,36 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     fences = re.finditer(r"^```(\w*) *(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
     found = [Block(text.count("\n", 0, m.start()) + 2, m[1], m[2], m[3]) for m in fences]
-    below = {block.line: block.text.strip() for block in found if block.language == "text" and not block.title}
-    return [block._replace(prints=below.get(block.line + block.text.count("\n") + 3, "")) for block in found]
+    below = {
+        block.line: block.text.strip()
+        for block in found
+        if block.language == "text" and not block.title
+    }
+    return [
+        block._replace(
+            prints=below.get(
+                block.line + block.text.count("\n") + 3,
+                "",
+            )
+        )
+        for block in found
+    ]
 
 
 def lines(block: Block) -> list[list[str]]:
-    """The words of each command of a block of shell, without variables that are set for it alone, and the file that
-    its output goes to."""
+    """The words of each command of a block of shell, without variables that are set for it alone,
+    and the file that its output goes to."""
     joined = block.text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line.partition(" > ")[0], comments=True) for line in joined]
     return [words for line in split if (words := [word for word in line if not SET.match(word)])]
 
 
 def shell_lines(page: Path) -> list[list[str]]:
-    right = (block for block in blocks(page) if block.language == "sh" and not block.prints.startswith(ERROR))
+    right = (
+        block
+        for block in blocks(page)
+        if block.language == "sh" and not block.prints.startswith(ERROR)
+    )
     return [words for block in right for words in lines(block)]
 
 
@@ -113,10 +150,14 @@ def test_every_line_parses(page: Path) -> None:
             assert command in cli.COMMANDS, words
             if command == "launch":
                 assert rest[0] in launch.KINDS, rest
-                schema = launch.RayArgs if rest[0] == "ray" else launch.ScriptArgs
+                if rest[0] == "ray":
+                    schema = launch.RayArgs
+                else:
+                    schema = launch.ScriptArgs
                 config_args("jaxpar", schema, rest[1:])
             elif command in SCHEMAS:
-                rest = launch.split_over(rest)[1] if command == "sweep" else rest
+                if command == "sweep":
+                    rest = launch.split_over(rest)[1]
                 if rest[0] in presets("jaxpar.configs"):
                     check(config_args("jaxpar", SCHEMAS[command], rest)[1].config)
                 else:
@@ -124,8 +165,13 @@ def test_every_line_parses(page: Path) -> None:
         elif program == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
         elif program == "pip":
-            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-            assert words[:2] == ["install", "-e"] or re.fullmatch(r"jaxpar\[(\w+)\]", words[1])[1] in extras
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+            assert (
+                words[:2] == ["install", "-e"]
+                or re.fullmatch(r"jaxpar\[(\w+)\]", words[1])[1] in extras
+            )
         else:
             assert [program, *words[:2]] == ["python", "-m", "pytest"], words
             assert any((ROOT / word).is_file() for word in words)
@@ -145,11 +191,17 @@ def test_every_table_of_a_config_parses(page: Path) -> None:
 def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
     found = blocks(page)
     outputs = sum(bool(block.prints) for block in found if block.language in ("sh", "python"))
-    assert outputs == sum(block.language == "text" and not block.title for block in found), "text below no command"
+    assert outputs == sum(block.language == "text" and not block.title for block in found), (
+        "text below no command"
+    )
     for block in found:
         if block.language == "json":
             assert all(json.loads(line) for line in block.text.splitlines())
-        assert block.language in ("sh", "python", "toml", "text", "json") or block.title or page.name == "README.md"
+        assert (
+            block.language in ("sh", "python", "toml", "text", "json")
+            or block.title
+            or page.name == "README.md"
+        )
 
 
 OWN_PROCESS = ("launch", "sweep")
@@ -160,8 +212,8 @@ TOO_FEW_DEVICES = "simulated CPU devices are needed and JAX has started with"
 class Shell:
     """Runs what a page has a user type, in a folder, as on a user's machine.
 
-    Of this test run's settings only those that make XLA compile fast are handed on. `compiled` is a folder of compiled
-    programs that all pages share: several train the same small model.
+    Of this test run's settings only those that make XLA compile fast are handed on. `compiled` is a
+    folder of compiled programs that all pages share: several train the same small model.
     """
 
     def __init__(self, folder: Path, compiled: Path):
@@ -183,9 +235,14 @@ class Shell:
             return self.python(["-m", "jaxpar.cli.main", *words])
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, ROOT / "tests" / "page_process.py"], cwd=self._folder, env=self._environment,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
+                [sys.executable, ROOT / "tests" / "page_process.py"],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         assert self._process.stdin and self._process.stdout and self._process.stderr
         limit = threading.Timer(TIMEOUT, self._process.kill)
         limit.start()
@@ -204,9 +261,14 @@ class Shell:
     def python(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         """Run Python with these words, in a process of its own."""
         return subprocess.run(
-            [sys.executable, *words], cwd=self._folder, env=self._environment, check=False, capture_output=True,
-            text=True, timeout=TIMEOUT,
-        )  # fmt: skip
+            [sys.executable, *words],
+            cwd=self._folder,
+            env=self._environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
 
     def close(self) -> None:
         if self._process is not None:
@@ -216,7 +278,11 @@ class Shell:
 @pytest.fixture
 def shell(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # all processes of this run have this parent
+    # all processes of this run have this parent
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = base.parent
+    else:
+        shared = base
     opened = Shell(folder, shared / "compiled")
     yield opened
     opened.close()
@@ -224,10 +290,14 @@ def shell(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a user types: texts, documents, conversations, a tokenizer, a Hugging Face folder, and the docs."""
+    """Where a user types: texts, documents, conversations, a tokenizer, a Hugging Face folder, and
+    the docs.
+    """
     for name in ("my_texts", "held_out"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "fox.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+        (tmp_path / name / "fox.txt").write_text(
+            "the quick brown fox jumps over the lazy dog\n" * 200
+        )
     (tmp_path / "my_documents").mkdir()
     for i in range(3):
         lines = [json.dumps({"text": f"{i} the quick brown fox\n" * 99}) + "\n" for _ in range(9)]
@@ -236,8 +306,16 @@ def folder(tmp_path: Path) -> Path:
     talk = json.dumps({"prompt": "Which animal jumps? ", "completion": "The quick brown fox."})
     (tmp_path / "talks.jsonl").write_text(f"{talk}\n" * 20)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
-    model = Model(ModelConfig(family="llama", layers=2, embed=32, heads=4, kv_heads=4, mlp=64, max_seq_len=128))
-    export_hf(jax.jit(model.init)(jax.random.key(0)), model, tmp_path / "path" / "to" / "hf_folder")
+    model = Model(
+        ModelConfig(
+            family="llama", layers=2, embed=32, heads=4, kv_heads=4, mlp=64, max_seq_len=128
+        )
+    )
+    export_hf(
+        jax.jit(model.init)(jax.random.key(0)),
+        model,
+        tmp_path / "path" / "to" / "hf_folder",
+    )
     tokenizer = json.dumps({"tokenizer": "bytes"})
     (tmp_path / "path" / "to" / "hf_folder" / "tokenizer.json").write_text(tokenizer)
     return tmp_path
@@ -247,7 +325,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_line_runs(page: Path, folder: Path, shell: Shell) -> None:
     found = blocks(page)
-    experiment = next((block.text for block in found if block.language == "toml" and "[train]" in block.text), "")
+    experiment = next(
+        (block.text for block in found if block.language == "toml" and "[train]" in block.text), ""
+    )
     (folder / "my_experiment.toml").write_text(experiment)
     for block in found:
         if block.language != "sh":
@@ -265,21 +345,48 @@ def test_every_line_runs(page: Path, folder: Path, shell: Shell) -> None:
             if " ".join(words).startswith("train llama3_8b"):
                 words[0] = "show"  # the chips that it would train on are not here
             added = ADDED.get(" ".join(words[:2]), "").split()
-            if "tiny" in words[:3] and words[0] in ("train", "launch", "sweep") and "--data.source" not in words:
+            if (
+                "tiny" in words[:3]
+                and words[0] in ("train", "launch", "sweep")
+                and "--data.source" not in words
+            ):
                 added += ["--data.max-bytes", "200000"]
-            place = 3 if words[0] in ("convert", "launch") else 2
-            done = shell.jaxpar([*words[:place], *added, *words[place:]])
+            if words[0] in ("convert", "launch"):
+                place = 3
+            else:
+                place = 2
+            done = shell.jaxpar(
+                [
+                    *words[:place],
+                    *added,
+                    *words[place:],
+                ]
+            )
             where = f"{page.name}:{block.line} {' '.join(words)}\n{done.stdout}\n{done.stderr}"
             assert done.returncode == (2 if block.prints.startswith(ERROR) else 0), where
             assert not missing(block, done), where
     if python := [block for block in found if block.language == "python"]:
-        done = shell.python(["-c", "\n".join([PYTHON.get(page.name, ""), *(block.text for block in python)])])
+        done = shell.python(
+            [
+                "-c",
+                "\n".join(
+                    [
+                        PYTHON.get(page.name, ""),
+                        *(block.text for block in python),
+                    ]
+                ),
+            ]
+        )
         absent = [line for block in python for line in missing(block, done)]
-        assert done.returncode == 0 and not absent, f"{page.name}: {absent}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0 and not absent, (
+            f"{page.name}: {absent}\n{done.stdout}\n{done.stderr}"
+        )
 
 
 def missing(block: Block, done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines below a block that it did not print; how wide a column is does not count, and `...` stands for any."""
+    """The lines below a block that it did not print; how wide a column is does not count, and `...`
+    stands for any.
+    """
     printed = {" ".join(line.split()) for line in (done.stderr + done.stdout).splitlines()}
     return [
         line

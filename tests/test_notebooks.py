@@ -1,4 +1,6 @@
-"""Every notebook in colab/ defines nothing, is committed without outputs, and runs in a fresh kernel of this Python."""
+"""Every notebook in colab/ defines nothing, is committed without outputs, and runs in a fresh
+kernel of this Python.
+"""
 
 import ast
 import re
@@ -20,11 +22,15 @@ TRAINING = [path for path in NOTEBOOKS if path.name.startswith(("02_", "07_"))]
 
 
 class ThisPython(AsyncKernelManager):
-    """A kernel of the interpreter that runs the tests, whatever kernels are registered on this machine."""
+    """A kernel of the interpreter that runs the tests, whatever kernels are registered on this
+    machine.
+    """
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+        return KernelSpec(
+            argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        )
 
 
 def read(path: Path) -> NotebookNode:
@@ -50,7 +56,12 @@ def shown(notebook: NotebookNode, cell_id: str) -> str:
 
 def pictures(notebook: NotebookNode) -> set[str]:
     """The ids of the cells that show a PNG."""
-    return {cell.id for cell in code(notebook) for output in cell.outputs if "image/png" in output.get("data", {})}
+    return {
+        cell.id
+        for cell in code(notebook)
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    }
 
 
 def numbers(text: str, pattern: str) -> list[float]:
@@ -67,7 +78,10 @@ def mesh_and_rules(notebook: NotebookNode) -> None:
     split, whole = numbers(printed(notebook, "rules"), r"([\d,]+) bytes")
     assert whole == 2 * split  # every parameter of LLaMA has an embed dim
     losses = numbers(printed(notebook, "same"), r"loss ([\d.]+)")
-    assert len(losses) == 3 and losses == pytest.approx(losses[:1] * 3, abs=2e-6)
+    assert len(losses) == 3 and losses == pytest.approx(
+        losses[:1] * 3,
+        abs=2e-6,
+    )
     assert "mesh axis fsdp=2 is used twice" in printed(notebook, "wrong")
     assert numbers(printed(notebook, "large"), r"([\d.]+) GiB") == [89.7, 11.2, 11.2, 11.2]
     assert pictures(notebook) == {"array-picture", "picture", "rules"}
@@ -80,7 +94,8 @@ def train_gpt2(notebook: NotebookNode) -> None:
     assert whole / 4 < held < whole / 3.5 and moved < 0.55 * held  # vectors are split less
     losses = numbers(printed(notebook, "train"), r"loss ([\d.]+)")
     (entropy,) = numbers(printed(notebook, "data"), r"entropy ([\d.]+)")
-    assert losses[0] == pytest.approx(5.5, abs=0.5)  # log 256, and a tied head guesses the last byte once more
+    # log 256, and a tied head guesses the last byte once more
+    assert losses[0] == pytest.approx(5.5, abs=0.5)
     assert losses[-1] < entropy - 0.3
     assert numbers(printed(notebook, "compare"), "most (.*) apart")[0] < 1e-5
     assert pictures(notebook) == {"rest"}
@@ -96,7 +111,8 @@ def overlap(notebook: NotebookNode) -> None:
     assert "(0, 7) (1, 6) (2, 5) (3, 4)" in printed(notebook, "zigzag")
     if find_spec("libtpu"):
         waits = numbers(printed(notebook, "tpu"), r"([\d.]+) waiting")
-        assert waits[0] > 4 * waits[1] and waits[1] > 2 * waits[2]  # what a ring hides, and one both ways
+        # what a ring hides, and one both ways
+        assert waits[0] > 4 * waits[1] and waits[1] > 2 * waits[2]
         assert pictures(notebook) == {"tpu", "zigzag", "long"}
     else:
         assert "no picture: target v5e-8 needs" in printed(notebook, "tpu")
@@ -107,7 +123,9 @@ def pipeline(notebook: NotebookNode) -> None:
     assert len(rows) == 12 and all(formula == simulated for formula, simulated, _ in rows)
     assert [int(kept) for *_, kept in rows[2::3]] == [32, 7, 11, 64]
     assert "data=8 and stage=4 x data=2" in printed(notebook, "run")
-    steps = [[float(x) for x in line.split()] for line in printed(notebook, "same").splitlines()[1:]]
+    steps = [
+        [float(x) for x in line.split()] for line in printed(notebook, "same").splitlines()[1:]
+    ]
     assert len(steps) == 5 and steps[-1][1] < steps[0][1] - 0.3
     for _, loss, staged_loss, norm, staged_norm in steps:
         assert (staged_loss, staged_norm) == pytest.approx((loss, norm), rel=2e-6)
@@ -116,11 +134,16 @@ def pipeline(notebook: NotebookNode) -> None:
 
 
 def memory_budget(notebook: NotebookNode) -> None:
-    assert printed(notebook, "config") == "1.24 billion parameters: 2.30 GiB of state on each of 8 devices\n"
+    assert (
+        printed(notebook, "config")
+        == "1.24 billion parameters: 2.30 GiB of state on each of 8 devices\n"
+    )
     sizes = numbers(printed(notebook, "policies"), r"([\d.]+) GiB")
     assert len(sizes) == 6 and sizes == sorted(sizes, reverse=True) and sizes[0] > 5 * sizes[-1]
     if not find_spec("jax_cuda12_plugin"):
-        assert "target h100x8 needs" in printed(notebook, "target") and pictures(notebook) == {"policies"}
+        assert "target h100x8 needs" in printed(notebook, "target") and pictures(notebook) == {
+            "policies"
+        }
         return
     chosen = re.findall(r"memory\.budget (\w+): (.*)", printed(notebook, "budget"))
     assert [budget for budget, _ in chosen] == ["auto", "16GiB", "6GiB", "5GiB"]
@@ -131,7 +154,9 @@ def memory_budget(notebook: NotebookNode) -> None:
     assert away.startswith("offload block_input")
     compiled = numbers(printed(notebook, "budget"), r"compiled ([\d.]+) GiB")
     assert compiled[-1] <= 5 and compiled[-2] <= 6
-    assert re.search(r"mlp_hidden +save +recompute +recompute +recompute", printed(notebook, "decisions"))
+    assert re.search(
+        r"mlp_hidden +save +recompute +recompute +recompute", printed(notebook, "decisions")
+    )
     assert pictures(notebook) == {"policies", "solved"}
 
 
@@ -143,11 +168,18 @@ def rehearse_a_pod(notebook: NotebookNode) -> None:
     assert [one for *one, there in fits if there == "False"] == [["none", "128"]] and len(fits) == 6
     said = printed(notebook, "rehearse")
     assert "fits: True" in said and 3 < numbers(said, r"([\d.]+) of 95 GiB")[0] < 7
-    assert 400 < numbers(said, r"(\d+) ms a step")[0] < 600 and 45 < numbers(said, r"MFU ([\d.]+)")[0] < 60
+    assert (
+        400 < numbers(said, r"(\d+) ms a step")[0] < 600
+        and 45 < numbers(said, r"MFU ([\d.]+)")[0] < 60
+    )
     assert "collectives: none unplanned" in shown(notebook, "tables")
     assert printed(notebook, "exposed").count("ms exposed  block/") == 5
     node = printed(notebook, "gpu")
-    assert re.search(r"none: 1\d\d of 79 GiB on a GPU, fits: False\ntry memory\.budget=auto, memory\.policy=full", node)
+    assert re.search(
+        r"none: 1\d\d of 79 GiB on a GPU, fits: False\ntry memory\.budget=auto, "
+        r"memory\.policy=full",
+        node,
+    )
     assert re.search(r"full: \d\d of 79 GiB on a GPU, fits: True", node)
     assert pictures(notebook) == {"fits", "timeline", "node"}
 
@@ -172,9 +204,16 @@ def your_own_model(notebook: NotebookNode) -> None:
     assert printed(notebook, "verify").startswith("EQUAL: loss and 13 gradients")
     right, wrong = printed(notebook, "wrong").splitlines()
     assert right.startswith("forget=False: EQUAL")
-    assert "DIFFERS: 1 of 13" in wrong and "first tokens" in wrong and "sum missing" in wrong and "along data" in wrong
+    assert (
+        "DIFFERS: 1 of 13" in wrong
+        and "first tokens" in wrong
+        and "sum missing" in wrong
+        and "along data" in wrong
+    )
     if find_spec("jax_cuda12_plugin"):
-        assert "target       h100x8" in shown(notebook, "rehearse") and "my_model.py:" in shown(notebook, "rehearse")
+        assert "target       h100x8" in shown(notebook, "rehearse") and "my_model.py:" in shown(
+            notebook, "rehearse"
+        )
         assert pictures(notebook) == {"picture", "train", "timeline"}
 
 
@@ -189,11 +228,16 @@ CHECKS: dict[str, Callable[[NotebookNode], None]] = {
     "07_finetune.ipynb": finetune,
     "08_your_own_model.ipynb": your_own_model,
 }
-COMMON = ("install-text", "install", "devices-text", "chips", "devices")  # `least_chips` alone may differ
+# `least_chips` alone may differ
+COMMON = ("install-text", "install", "devices-text", "chips", "devices")
 
 
 def common(cells: list[NotebookNode]) -> list[str]:
-    return [re.sub(r"^least_chips = [18] .*$", "", cell.source, flags=re.M) for cell in cells if cell.id in COMMON]
+    return [
+        re.sub(r"^least_chips = [18] .*$", "", cell.source, flags=re.M)
+        for cell in cells
+        if cell.id in COMMON
+    ]
 
 
 def test_every_notebook_has_a_check():
@@ -211,23 +255,31 @@ def test_notebook_is_valid_and_stripped(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_defines_nothing(path):
     for cell in code(read(path)):
-        if cell.source.startswith("%%writefile my_"):  # a user's own file, which the notebook then imports
+        # a user's own file, which the notebook then imports
+        if cell.source.startswith("%%writefile my_"):
             continue
         source = re.sub(r"^( *)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
         defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-        found = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, defined)]
+        found = [
+            ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, defined)
+        ]
         assert not found, f"cell {cell.id} of {path.name} defines {found}: put it into jaxpar"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_opens_in_colab_and_begins_as_all_do(path):
-    first, cells = read(NOTEBOOKS[0]).cells, read(path).cells
-    assert f"colab.research.google.com/github/jaxpar/jaxpar/blob/main/colab/{path.name})" in cells[0].source
+    first = read(NOTEBOOKS[0]).cells
+    cells = read(path).cells
+    assert (
+        f"colab.research.google.com/github/jaxpar/jaxpar/blob/main/colab/{path.name})"
+        in cells[0].source
+    )
     assert common(cells) == common(first)
 
 
 def execute(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))  # no start-up files of this machine's user
+    # no start-up files of this machine's user
+    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     where = {"metadata": {"path": str(folder)}}
     client = NotebookClient(notebook, kernel_manager_class=ThisPython, timeout=300, resources=where)

@@ -54,18 +54,30 @@ def test_the_types_are_public():
 @pytest.mark.parametrize("module", ["models", "models.transformer"])
 def test_models_cannot_be_imported_a_second_time_from_the_repository(module):
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", f"import {module}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: imported as 'models': that makes a second copy of the models; use `import jaxpar.models`"
+        "ImportError: imported as 'models': that makes a second copy of the models; use `import "
+        "jaxpar.models`"
     )
 
 
 def test_the_version_is_one():
     stated = PYPROJECT["project"]["version"]
-    assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == stated
-    (newest, *_) = re.findall(r"^## \[(.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert (
+        re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+        == stated
+    )
+    (newest, *_) = re.findall(
+        r"^## \[(.+)",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
     assert stated in newest
     assert jaxpar.__version__ == stated == metadata("jaxpar")["Version"]
 
@@ -79,18 +91,32 @@ def test_jax_is_not_pinned_so_that_a_notebook_keeps_its_own():
 
 
 def test_a_wheel_holds_the_presets_and_no_other_top_level_package(tmp_path):
-    if importlib.util.find_spec("setuptools") is None or int(metadata("setuptools")["Version"].split(".")[0]) < 77:
+    if (
+        importlib.util.find_spec("setuptools") is None
+        or int(metadata("setuptools")["Version"].split(".")[0]) < 77
+    ):
         pytest.skip("building a wheel needs setuptools 77 or later: pip install 'jaxpar[dev]'")
     for folder in ("jaxpar", *INSIDE):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for file in ROOT.iterdir():
         if file.suffix in (".toml", ".md") or file.name == "LICENSE":
             shutil.copy(file, tmp_path)
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, check=True)
+    subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jaxpar"}
-    data = {f"jaxpar/{file.relative_to(ROOT)}" for folder in INSIDE for file in (ROOT / folder).rglob("*.toml")}
+    data = {
+        f"jaxpar/{file.relative_to(ROOT)}"
+        for folder in INSIDE
+        for file in (ROOT / folder).rglob("*.toml")
+    }
     data |= {f"{file.relative_to(ROOT)}" for file in (ROOT / "jaxpar/launch/templates").iterdir()}
     assert {"jaxpar/py.typed", "jaxpar/models/transformer.py", *data} <= set(names)

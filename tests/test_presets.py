@@ -1,4 +1,6 @@
-"""The experiments of `jaxpar.configs`: they parse, they are what their names promise, and their batches divide."""
+"""The experiments of `jaxpar.configs`: they parse, they are what their names promise, and their
+batches divide.
+"""
 
 import tomllib
 
@@ -34,7 +36,11 @@ every_config = pytest.mark.parametrize("name", CONFIGS)
 
 def parameters(model: ModelConfig) -> int:
     """Parameters of the published model, by arithmetic alone: the vocabulary is not padded."""
-    V, L, D, F, H = model.vocab_size, model.layers, model.embed, model.mlp, model.heads
+    V = model.vocab_size
+    L = model.layers
+    D = model.embed
+    F = model.mlp
+    H = model.heads
     h = model.head_dim or D // H
     K = model.kv_heads or H
     matrices = 2 * D * H * h + 2 * D * K * h  # q and out, k and v
@@ -43,8 +49,12 @@ def parameters(model: ModelConfig) -> int:
         block = matrices + 2 * D * F + biases + 4 * D  # two LayerNorms, scale and bias
         outside = model.max_seq_len * D + 2 * D
     else:
-        E, family = model.experts, model.family
-        norms = (4 if "gemma" in family else 2) * D + (2 * h if family in ("qwen3", "gemma3") else 0)  # scale only
+        E = model.experts
+        family = model.family
+        # scale only
+        norms = (4 if "gemma" in family else 2) * D + (
+            2 * h if family in ("qwen3", "gemma3") else 0
+        )
         biases = (H + 2 * K) * h if family == "qwen2" else 0
         block = matrices + 3 * D * F * max(E, 1) + D * E + norms + biases  # the router is [D, E]
         outside = D
@@ -102,6 +112,7 @@ def test_the_experts_divide_over_the_expert_axis(name):
 @every_config
 def test_the_model_divides_over_the_tensor_axis(name):
     config = load_config(name)
-    model, tensor = config.model, config.mesh.tensor
+    model = config.model
+    tensor = config.mesh.tensor
     for size in (model.heads, model.kv_heads or model.heads, model.mlp, config.data.seq_len):
         assert size % tensor == 0

@@ -1,4 +1,6 @@
-"""docs/ as a site: it builds without a warning, no link of it is dead, and it needs no other host."""
+"""docs/ as a site: it builds without a warning, no link of it is dead, and it needs no other
+host.
+"""
 
 import os
 import re
@@ -26,7 +28,11 @@ class Page(HTMLParser):
         self.loads: list[str] = []
         self.feed(path.read_text(encoding="utf-8"))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(
+        self,
+        tag: str,
+        attrs: list[tuple[str, str | None]],
+    ) -> None:
         found = {key: value or "" for key, value in attrs}
         self.ids |= {found[key] for key in ("id", "name") if key in found}
         if tag == "a" and "href" in found:
@@ -42,10 +48,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="the extra `docs` is not installed")
     pytest.importorskip("mkdocstrings_handlers.python", reason="the extra `docs` is not installed")
     folder = tmp_path_factory.mktemp("site").resolve()
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]  # --quiet hides warnings
+    # --quiet hides warnings
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(build, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO")]
+    done = subprocess.run(
+        build, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    said = [
+        line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO")
+    ]
     assert (done.returncode, said) == (0, [])
     return folder
 
@@ -54,19 +65,30 @@ def dead(link: str, page: Path, pages: dict[Path, Page]) -> str:
     """Why a link of a page leads nowhere, or nothing."""
     parts = urlsplit(link)
     if ours := OURS.fullmatch(link):
-        return "" if (ROOT / ours[1].partition("#")[0]).exists() else "is not in the repository"
+        if (ROOT / ours[1].partition("#")[0]).exists():
+            return ""
+        return "is not in the repository"
     if parts.scheme or parts.netloc:
-        return "" if parts.scheme == "https" and re.fullmatch(r"[\w.-]+\.\w+", parts.netloc) else "is no https address"
-    file = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+        if parts.scheme == "https" and re.fullmatch(r"[\w.-]+\.\w+", parts.netloc):
+            return ""
+        return "is no https address"
+    if parts.path:
+        file = (page.parent / unquote(parts.path)).resolve()
+    else:
+        file = page
     if not file.is_file():
         return "is no file"
-    return "" if not parts.fragment or unquote(parts.fragment) in pages[file].ids else "has no such anchor"
+    if not parts.fragment or unquote(parts.fragment) in pages[file].ids:
+        return ""
+    return "has no such anchor"
 
 
 def test_no_link_is_dead(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
     links = [(page, link) for page, found in pages.items() for link in (*found.links, *found.loads)]
-    wrong = [f"{page.name}: {link} {why}" for page, link in links if (why := dead(link, page, pages))]
+    wrong = [
+        f"{page.name}: {link} {why}" for page, link in links if (why := dead(link, page, pages))
+    ]
     assert not wrong
     readme = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     for link in readme:

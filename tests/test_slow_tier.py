@@ -14,7 +14,9 @@ def test_after_the_deadline_no_test_is_begun_and_each_is_named(pytester: pytest.
     pytester.makepyfile("def test_a(): pass\ndef test_b(): pass")
     result = pytester.runpytest_inprocess("-p", "slow_tier", "--deadline", "0")
     result.assert_outcomes(skipped=2)
-    result.stdout.fnmatch_lines(["*2 tests were not begun before the deadline*", "*::test_a", "*::test_b"])
+    result.stdout.fnmatch_lines(
+        ["*2 tests were not begun before the deadline*", "*::test_a", "*::test_b"]
+    )
 
 
 def test_before_the_deadline_all_are_run(pytester: pytest.Pytester) -> None:
@@ -35,22 +37,34 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("changed", [*IMPORTS, "tests/base/test_x.py"])
-def test_what_changed_comes_first(changed: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changed_comes_first(
+    changed: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a wing or a package re-exports comes from any file of its folder."""
     test = IMPORTS.get(changed, "") + "\ndef test_of_it(): pass"
     others = {f"test_{letter}": "def test_other(): pass" for letter in "abcdefgh"}
     path = pytester.makepyfile(test_x=test, **others)
-    monkeypatch.setattr(slow_tier, "changed_files", lambda: frozenset([path if "test_x" in changed else file(changed)]))
-    result = pytester.runpytest_inprocess("-p", "slow_tier", "--deadline", "5", "--collect-only", "-q")
+    monkeypatch.setattr(
+        slow_tier,
+        "changed_files",
+        lambda: frozenset([path if "test_x" in changed else file(changed)]),
+    )
+    result = pytester.runpytest_inprocess(
+        "-p", "slow_tier", "--deadline", "5", "--collect-only", "-q"
+    )
     assert result.outlines[0] == "test_x.py::test_of_it"
-    assert sorted(result.outlines[1:9]) != result.outlines[1:9], "the others are in an order that is drawn"
+    assert sorted(result.outlines[1:9]) != result.outlines[1:9], (
+        "the others are in an order that is drawn"
+    )
 
 
 def file(name: str) -> Path:
     return slow_tier.ROOT / name
 
 
-def test_tests_of_one_page_cover_that_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_of_one_page_cover_that_page(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytester.makepyfile("""
         import pathlib, pytest
         @pytest.mark.parametrize("page", [pathlib.Path("/a.md"), pathlib.Path("/b.md")], ids=str)
@@ -58,5 +72,7 @@ def test_tests_of_one_page_cover_that_page(pytester: pytest.Pytester, monkeypatc
     """)
     for page in ("/a.md", "/b.md"):
         monkeypatch.setattr(slow_tier, "changed_files", lambda page=page: frozenset([Path(page)]))
-        result = pytester.runpytest_inprocess("-p", "slow_tier", "--deadline", "5", "--collect-only", "-q")
+        result = pytester.runpytest_inprocess(
+            "-p", "slow_tier", "--deadline", "5", "--collect-only", "-q"
+        )
         assert page in result.outlines[0]

@@ -12,8 +12,12 @@ from jaxpar.verify.of_config import Verification
 def print_table(
     head: list[str], plans: Iterable[tuple[list[str], Verification]], capsys: pytest.CaptureFixture
 ) -> list[str]:
-    """Print each plan's cells, its errors and whether it is equal, as soon as it is there; return what is not."""
-    different, worst, count = [], 0.0, 0
+    """Print each plan's cells, its errors and whether it is equal, as soon as it is there; return
+    what is not.
+    """
+    different = []
+    worst = 0.0
+    count = 0
 
     def say(cells: list[str]) -> None:
         with capsys.disabled():
@@ -30,7 +34,13 @@ def print_table(
         worst = max(worst, largest.error)
         shares = [row.error / row.tolerance for one in rounded for row in one.rows]
         errors = [f"{check.loss_error:.1e}", f"{largest.error:.1e} {largest.name}"]
-        say([*cells, *errors, (f"{max(shares):.2f}" if shares else "") if found.equal else "DIFFERS"])
+        say(
+            [
+                *cells,
+                *errors,
+                (f"{max(shares):.2f}" if shares else "") if found.equal else "DIFFERS",
+            ]
+        )
         different += [] if found.equal else [str(found)]
     with capsys.disabled():
         print(f"\n{count} plans, {len(different)} different; worst gradient {worst:.1e}")

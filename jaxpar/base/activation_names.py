@@ -1,7 +1,8 @@
-"""The activations of a block that can be kept, offloaded to host memory, or recomputed in the backward.
+"""The activations of a block that can be kept, offloaded to host memory, or recomputed in the
+backward.
 
-A model names each of them once (`jaxpar.parallel.remat.named`). A policy says which are kept, and `memory.keep` may say
-otherwise for single ones.
+A model names each of them once (`jaxpar.parallel.remat.named`). A policy says which are kept, and
+`memory.keep` may say otherwise for single ones.
 """
 
 from __future__ import annotations
@@ -18,22 +19,26 @@ Policy = Literal["none", "full", "block_inputs", "attention_out", "selective", "
 
 @dataclass(frozen=True)
 class Keep:
-    """What becomes of each named activation: `save` keeps it on the device, `offload` keeps it in host memory,
-    `recompute` computes it again in the backward, and `policy` does what memory.policy says. `jaxpar show` lists the
-    activations of a model with their bytes."""
+    """What becomes of each named activation: `save` keeps it on the device, `offload` keeps it in
+    host memory, `recompute` computes it again in the backward, and `policy` does what memory.policy
+    says. `jaxpar show` lists the activations of a model with their bytes."""
 
     block_input: Choice = "policy"
-    """The input of a block. A recomputation starts from it, so it can be saved or offloaded only."""
+    """The input of a block. A recomputation starts from it, so it can be saved or offloaded
+    only.
+    """
     attention_norm: Choice = "policy"
     q: Choice = "policy"
-    """Queries; like keys, after the rotation where positions are rotary, but before a norm of their own."""
+    """Queries; like keys, after the rotation where positions are rotary, but before a norm of their
+    own.
+    """
     k: Choice = "policy"
     v: Choice = "policy"
     attention_out: Choice = "policy"
     """The weighted values before the output projection."""
     attention_lse: Choice = "policy"
-    """The log-sum-exp of the scores. With it and `attention_out`, attention is not run again. Splash and cuDNN keep it
-    with `attention_out`."""
+    """The log-sum-exp of the scores. With it and `attention_out`, attention is not run again.
+    Splash and cuDNN keep it with `attention_out`."""
     attention_proj: Choice = "policy"
     """The output projection of attention, where a norm follows it."""
     mlp_input: Choice = "policy"
@@ -80,10 +85,15 @@ NAMES: dict[str, Named] = {
     "mlp_out": Named("output of the MLP", _STREAM),
     "expert_out": Named("answers of the experts", ("batch", "residual_seq", None, None)),
 }
-"""They stand in the order in which a block makes them. With experts, gate, up and mlp_hidden are [..., rows, mlp]."""
+"""They stand in the order in which a block makes them. With experts, gate, up and mlp_hidden are
+[..., rows, mlp].
+"""
 
 _ATTENTION = frozenset({"attention_out", "attention_lse"})
-_MATMULS = frozenset({"q", "k", "v", "attention_proj", "mlp_input", "gate", "up", "mlp_out", "expert_out"}) | _ATTENTION
+_MATMULS = (
+    frozenset({"q", "k", "v", "attention_proj", "mlp_input", "gate", "up", "mlp_out", "expert_out"})
+    | _ATTENTION
+)
 PRESETS: dict[Policy, frozenset[str]] = {
     "none": frozenset(NAMES),
     "full": frozenset({"block_input"}),
@@ -94,14 +104,17 @@ PRESETS: dict[Policy, frozenset[str]] = {
 }
 """What each policy saves; the rest is computed again.
 
-`full` is Chen et al. 2016 (arXiv:1604.06174). `selective` computes attention again, and nothing that a large matmul
-makes (Korthikanti et al. 2022, arXiv:2205.05198, section 5). `block_inputs` keeps the inputs of both halves of a block,
-so that they are computed again one at a time. `dots` keeps the outputs of matmuls, those of attention among them, and
-computes norms and activation functions again. `none` keeps everything, also what has no name.
+`full` is Chen et al. 2016 (arXiv:1604.06174). `selective` computes attention again, and nothing
+that a large matmul makes (Korthikanti et al. 2022, arXiv:2205.05198, section 5). `block_inputs`
+keeps the inputs of both halves of a block, so that they are computed again one at a time. `dots`
+keeps the outputs of matmuls, those of attention among them, and computes norms and activation
+functions again. `none` keeps everything, also what has no name.
 """
 
 
 def actions(policy: Policy, keep: Keep) -> dict[str, Action]:
     """What becomes of every named activation."""
-    found: dict[str, Action] = {name: "save" if name in PRESETS[policy] else "recompute" for name in NAMES}
+    found: dict[str, Action] = {
+        name: "save" if name in PRESETS[policy] else "recompute" for name in NAMES
+    }
     return found | {name: choice for name, choice in vars(keep).items() if choice != "policy"}

@@ -1,4 +1,6 @@
-"""Numbers that a caller gives a function, checked before anything is traced: what is wrong is a sentence."""
+"""Numbers that a caller gives a function, checked before anything is traced: what is wrong is a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import numpy as np
 from jaxpar.base.errors import UserError, short
 
 
-def require_whole(what: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
+def require_whole(
+    what: str, name: str, value: Any, least: int | None = None, most: int | None = None
+) -> None:
     """Refuse an argument that is not a whole number.
 
     Args:
@@ -37,9 +41,14 @@ def require_whole(what: str, name: str, value: Any, least: int | None = None, mo
 
 
 def require_number(
-    what: str, name: str, value: Any, *, least: float | None = None, above: float | None = None,
+    what: str,
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
     below: float | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse an argument that is not a finite number which is known while tracing.
 
     Args:
@@ -54,7 +63,10 @@ def require_number(
       UserError: the value is no number, is not finite, or is out of its range.
     """
     try:
-        number = math.nan if isinstance(value, str | bytes | bool) else float(value)
+        if isinstance(value, str | bytes | bool):
+            number = math.nan
+        else:
+            number = float(value)
     except (TypeError, ValueError, OverflowError):  # a list, a traced number, one past any float
         number = math.nan
     too_small = (least is not None and number < least) or (above is not None and number <= above)

@@ -1,7 +1,8 @@
 """The device that a function is compiled for, where it is not one of those that JAX has here.
 
-A rehearsal traces a function for an absent chip. What chooses by the chip and is told no mesh, such as attention
-without a layout, asks `place_of_compilation`, and not JAX's default backend, which is the laptop's.
+A rehearsal traces a function for an absent chip. What chooses by the chip and is told no mesh, such
+as attention without a layout, asks `place_of_compilation`, and not JAX's default backend, which is
+the laptop's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Place(NamedTuple):
     """The device's `device_kind`: `TPU v5p`, `NVIDIA H100 80GB HBM3`."""
 
 
-# JAX keeps traced functions; those traced under another value of such a context are not taken for this one's.
+# JAX keeps traced functions; those traced under another value of such a context are not taken for
+# this one's.
 _ABSENT = jax.make_user_context(None)
 
 
@@ -33,10 +35,15 @@ def compiling_for(device: jax.Device) -> AbstractContextManager[object]:
 
 
 def place_of_compilation() -> Place:
-    """The device that a function without a mesh is traced for: that of `compiling_for`, or else JAX's own first one."""
+    """The device that a function without a mesh is traced for: that of `compiling_for`, or else
+    JAX's own first one.
+    """
     return cast(Place | None, _ABSENT.value) or _place_of(jax.devices()[0])
 
 
 def _place_of(device: jax.Device) -> Place:
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    if device.platform in ("cuda", "rocm"):
+        platform = "gpu"
+    else:
+        platform = device.platform
     return Place(platform, str(getattr(device, "compute_capability", "")), device.device_kind)

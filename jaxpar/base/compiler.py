@@ -1,7 +1,7 @@
 """Options of a compilation: the library's own for the chips of a mesh, and a user's, which win.
 
-A user's are words of `compiler.options` in a config, `name=value`. The names of the library's stand in
-`base/jax_compat.py`, and the figures of a chip in its file of `meshes/chips`.
+A user's are words of `compiler.options` in a config, `name=value`. The names of the library's stand
+in `base/jax_compat.py`, and the figures of a chip in its file of `meshes/chips`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from jaxpar.base.jax_compat import (
 def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
     """The options for a training step on a mesh, for `jax.jit(..., compiler_options=...)`.
 
-    Beside those of `jax_compat.compiler_options` they have what is worth a longer compilation: on TPUs the vector
-    memory that one fusion may use. A user's own win.
+    Beside those of `jax_compat.compiler_options` they have what is worth a longer compilation: on
+    TPUs the vector memory that one fusion may use. A user's own win.
 
     Args:
       mesh: the mesh of the step, whose devices may be absent.
-      words: a config's `compiler.options`. Those that only another platform's compiler has are left out:
-        `option_notes` says which.
+      words: a config's `compiler.options`. Those that only another platform's compiler has are left
+        out: `option_notes` says which.
 
     Raises:
-      UserError: a word is no `name=value`, or the compiler does not know the name or take the value.
+      UserError: a word is no `name=value`, or the compiler does not know the name or take the
+        value.
     """
-    found, own = compiler_options(mesh), read_options(words)
+    found = compiler_options(mesh)
+    own = read_options(words)
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if chip is not None and chip.tpu_compiler.scoped_vmem_kib:
         found[SCOPED_VMEM] = chip.tpu_compiler.scoped_vmem_kib
@@ -60,11 +62,14 @@ def option_notes(mesh: Mesh, words: Iterable[str]) -> list[str]:
     A config for TPUs is shown and verified on CPUs, whose compiler does not have the TPU's options.
     """
     foreign = _foreign(read_options(words), mesh)
-    return [f"compiler.options: {', '.join(foreign)} left out, only TPUs' compiler has it"] if foreign else []
+    if foreign:
+        return [f"compiler.options: {', '.join(foreign)} left out, only TPUs' compiler has it"]
+    return []
 
 
 def read_options(words: Iterable[str]) -> Options:
-    """Read `name=value` words: true and false are booleans, digits are numbers, and anything else is text.
+    """Read `name=value` words: true and false are booleans, digits are numbers, and anything else
+    is text.
 
     Raises:
       UserError: a word is not of this form, or a name stands there twice.
@@ -72,9 +77,12 @@ def read_options(words: Iterable[str]) -> Options:
     found: Options = {}
     for word in words:
         if not isinstance(word, str):
-            raise UserError(f'compiler options are words, such as "xla_a=true", and {short(word)} was given')
+            raise UserError(
+                f'compiler options are words, such as "xla_a=true", and {short(word)} was given'
+            )
         name, equals, value = word.partition("=")
-        name, value = name.strip().removeprefix("--"), value.strip()
+        name = name.strip().removeprefix("--")
+        value = value.strip()
         if not equals or not name.isidentifier():
             raise UserError(
                 f"compiler.options: {word!r} is no option with its value: write "
@@ -91,13 +99,16 @@ def options_text(options: Mapping[str, Option]) -> str:
     return ", ".join(f"{name}={_word(value)}" for name, value in options.items())
 
 
-# Python also reads `1_0` and digits of other scripts as numbers, which XLA and TOML's writer did not mean.
+# Python also reads `1_0` and digits of other scripts as numbers, which XLA and TOML's writer did
+# not mean.
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def _value(text: str) -> Option:
-    """The value that a word stands for. XLA takes booleans and numbers as such, and refuses their text."""
+    """The value that a word stands for. XLA takes booleans and numbers as such, and refuses their
+    text.
+    """
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if _WHOLE.fullmatch(text):
@@ -106,7 +117,9 @@ def _value(text: str) -> Option:
 
 
 def _word(value: Option) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _platform(mesh: Mesh) -> str:
@@ -129,7 +142,10 @@ def _require_known(own: tuple[tuple[str, Option], ...], mesh: Mesh) -> None:
     Raises:
       UserError: the compiler refuses an option.
     """
-    lowered_for = "cuda" if _platform(mesh) == "gpu" else _platform(mesh)
+    if _platform(mesh) == "gpu":
+        lowered_for = "cuda"
+    else:
+        lowered_for = _platform(mesh)
     nothing = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     jitted = jax.jit(lambda x: x, compiler_options=dict(own))
     try:
@@ -137,5 +153,8 @@ def _require_known(own: tuple[tuple[str, Option], ...], mesh: Mesh) -> None:
     except jax.errors.JaxRuntimeError as error:
         said = option_message(str(error)) or compiler_message(str(error))
         refused = next((name for name, _ in own if name in said), "")
-        hint = suggest(refused, KNOWN_OPTIONS) if is_unknown_option(str(error)) else ""
+        if is_unknown_option(str(error)):
+            hint = suggest(refused, KNOWN_OPTIONS)
+        else:
+            hint = ""
         raise UserError(f"compiler.options: {said}{hint}") from error

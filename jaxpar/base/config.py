@@ -1,4 +1,6 @@
-"""The schema of an experiment as frozen dataclasses, which are loaded from TOML, checked, saved and compared."""
+"""The schema of an experiment as frozen dataclasses, which are loaded from TOML, checked, saved and
+compared.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
 from jaxpar.base.training_rules import only_training, outdated_keys, training_rules
 
-_FLOOR = "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must not climb to it"
+_FLOOR = (
+    "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must "
+    "not climb to it"
+)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv:2106.09685): all that is trained are two small matrices beside
-    each matrix W that is named. The model computes x W + (alpha / rank) (x A) B: see docs/finetune.md."""
+    """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv:2106.09685): all that is trained are two
+    small matrices beside each matrix W that is named. The model computes x W + (alpha / rank) (x A)
+    B: see docs/finetune.md."""
 
     rank: Annotated[int, Range(0, 65_536)] = 0
     """Columns of A and rows of B; 0 = no LoRA, all parameters are trained."""
@@ -37,13 +43,17 @@ class Lora:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model. A family refuses a setting that it has no use for, such as RoPE in GPT-2."""
+    """The sizes of a model. A family refuses a setting that it has no use for, such as RoPE in
+    GPT-2.
+    """
 
     family: str = "gpt2"
     """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2 or gemma3."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 256
     vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
-    """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is the same."""
+    """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is
+    the same.
+    """
     layers: Annotated[int, Range(1, 10_000)] = 4
     embed: Annotated[int, Range(1, 2**20)] = 128
     heads: Annotated[int, Range(1, 65_536)] = 4
@@ -54,16 +64,22 @@ class ModelConfig:
     mlp: Annotated[int, Range(1, 2**24)] = 512
     """Hidden size of the MLP, or of one expert."""
     experts: Annotated[int, Range(0, 65_536)] = 0
-    """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every token."""
+    """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every
+    token.
+    """
     experts_per_token: Annotated[int, Range(1, 65_536)] = 2
-    """How many experts a token is sent to. Their weights add up to 1; that of a single one is its probability."""
+    """How many experts a token is sent to. Their weights add up to 1; that of a single one is its
+    probability.
+    """
     max_seq_len: Annotated[int, Range(1, 2**30)] = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: tuple[str, ...] = ("causal",)
-    """What the tokens of each layer see: layer i takes word i % len(masks) of causal, window(4096), longformer(...) and
-    bigbird(...). See docs/attention.md."""
+    """What the tokens of each layer see: layer i takes word i % len(masks) of causal, window(4096),
+    longformer(...) and bigbird(...). See docs/attention.md."""
     attention_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
-    """Scores of attention become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
+    """Scores of attention become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2);
+    0 = no cap.
+    """
     logit_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
     """The same cap for the scores of the vocabulary."""
     query_scale: Annotated[float, Range(1e-6, 1e3, also=(0,))] = 0.0
@@ -75,16 +91,22 @@ class ModelConfig:
     init_std: Annotated[float, Range(1e-6, 10.0)] = 0.02
     rope_theta: Annotated[float, Range(1.0, 1e15)] = 10000.0
     rope_local_theta: Annotated[float, Range(1.0, 1e15, also=(0,))] = 0.0
-    """The base of RoPE in layers with a window, which are not scaled (Gemma 3, arXiv:2503.19786); 0 = as in others."""
+    """The base of RoPE in layers with a window, which are not scaled (Gemma 3, arXiv:2503.19786); 0
+    = as in others.
+    """
     rope_factor: Annotated[float, Range(1e-3, 1e6)] = 1.0
     """Context extension of RoPE; 1 = no scaling."""
     rope_scaling: Literal["llama3", "linear"] = "llama3"
-    """How RoPE is extended: llama3 divides low frequencies by the factor, linear divides all (arXiv:2306.15595)."""
+    """How RoPE is extended: llama3 divides low frequencies by the factor, linear divides all
+    (arXiv:2306.15595).
+    """
     rope_low_freq_factor: Annotated[float, Range(1e-3, 1e6)] = 1.0
     rope_high_freq_factor: Annotated[float, Range(1e-3, 1e6)] = 4.0
     rope_original_seq_len: Annotated[int, Range(1, 2**30)] = 8192
     scan_layers: bool = True
-    """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on CPU)."""
+    """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on
+    CPU).
+    """
     lora: Lora = Lora()
 
     @property
@@ -112,40 +134,54 @@ class DataConfig:
     """Where tokens come from, and how they become sequences."""
 
     source: Literal["stdlib", "text", "tokens", "hf", "parquet", "arrayrecord", "chat"] = "stdlib"
-    """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a .bin file; hf = a
-    data set of Hugging Face; parquet, arrayrecord = files of documents; chat = JSONL of conversations."""
+    """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a
+    .bin file; hf = a data set of Hugging Face; parquet, arrayrecord = files of documents; chat =
+    JSONL of conversations."""
     path: str = ""
-    """File, folder, or pattern of files. For hf: `path`, `path:split` or `path:config:split`, where path is a name on
-    the hub, a folder or a file, and the split is train if it is not given."""
+    """File, folder, or pattern of files. For hf: `path`, `path:split` or `path:config:split`, where
+    path is a name on the hub, a folder or a file, and the split is train if it is not given."""
     mixture: tuple[str, ...] = ()
-    """Paths of one source in place of `path`, each with its share of the sequences: `["a.bin 0.7", "b.bin 0.3"]`."""
+    """Paths of one source in place of `path`, each with its share of the sequences: `["a.bin 0.7",
+    "b.bin 0.3"]`.
+    """
     val_path: str = ""
     """Validation data, of the same source; empty = the last `val_fraction` of `path`."""
     val_fraction: Annotated[float, Range(0.0, 0.99)] = 0.1
-    """Of text, tokens and chat. Documents (hf, parquet, arrayrecord) and mixtures are validated on `val_path` only."""
+    """Of text, tokens and chat. Documents (hf, parquet, arrayrecord) and mixtures are validated on
+    `val_path` only.
+    """
     column: str = "text"
     """The column of hf and parquet that holds a document."""
     streaming: bool = False
     """Read hf as a stream, in order, without a copy on this machine."""
     shuffle_window: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Shuffle a stream (parquet, or hf with `streaming`) within runs of this many documents; 0 = read it in order."""
+    """Shuffle a stream (parquet, or hf with `streaming`) within runs of this many documents; 0 =
+    read it in order.
+    """
     loss_on: Literal["completions", "all"] = "completions"
     """Which tokens of a chat count: those that the assistant writes, or all."""
     template_args: tuple[str, ...] = ()
-    """Names that the chat template reads, each with its value, as JSON or text: `["enable_thinking=false"]`."""
+    """Names that the chat template reads, each with its value, as JSON or text:
+    `["enable_thinking=false"]`.
+    """
     template_date: str = ""
-    """The date that a chat template writes as today's, such as 2026-01-31; empty = that of the run's first start."""
+    """The date that a chat template writes as today's, such as 2026-01-31; empty = that of the
+    run's first start.
+    """
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
     bos: Bos = "auto"
-    """Whether documents, prompts and windows begin with the tokenizer's begin of text; auto = where it says so, by
-    `add_bos_token` in tokenizer_config.json, or else by what it puts before a text."""
+    """Whether documents, prompts and windows begin with the tokenizer's begin of text; auto = where
+    it says so, by `add_bos_token` in tokenizer_config.json, or else by what it puts before a text.
+    """
     seq_len: Annotated[int, Range(1, 2**30)] = 256
     pack: bool = False
-    """Keep documents apart with segment ids and positions that restart, instead of plain windows; for chat, put as many
-    examples into a sequence as fit, instead of one."""
+    """Keep documents apart with segment ids and positions that restart, instead of plain windows;
+    for chat, put as many examples into a sequence as fit, instead of one."""
     stride: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Distance between the starts of training windows; 0 = seq_len (no overlap), 1 = every position, as nanoGPT."""
+    """Distance between the starts of training windows; 0 = seq_len (no overlap), 1 = every
+    position, as nanoGPT.
+    """
     max_bytes: Annotated[int, Range(1, 2**40)] = 8_000_000
     """Size cap of the stdlib corpus."""
     seed: Annotated[int, Range(0, MOST_SEED)] = 0
@@ -163,12 +199,18 @@ class TrainConfig:
     stop_at: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Stop (and save) after this step without changing the schedule; 0 = run to `steps`."""
     batch: Annotated[int, Range(1, 2**20)] = 32
-    """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x expert)."""
+    """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x
+    expert).
+    """
     accumulation: Annotated[int, Range(1, 2**20)] = 1
     init: str = ""
-    """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer; empty = from `seed`."""
+    """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer;
+    empty = from `seed`.
+    """
     allow_nonfinite: bool = False
-    """Take weights that have NaN or infinite entries, of `train.init` or a folder that is converted, all the same."""
+    """Take weights that have NaN or infinite entries, of `train.init` or a folder that is
+    converted, all the same.
+    """
     seed: Annotated[int, Range(0, MOST_SEED)] = 0
     learning_rate: Annotated[float, Range(1e-8, 1e3)] = 1e-3
     """The highest rate, which the warm-up ends at."""
@@ -177,8 +219,9 @@ class TrainConfig:
     warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 100
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     decay_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps of the decay. wsd decays over the last of them; 0 = a fifth of `steps`, or what the warm-up leaves. cosine
-    decays over the first after the warm-up and stays at its end; 0 = all that the warm-up leaves."""
+    """Steps of the decay. wsd decays over the last of them; 0 = a fifth of `steps`, or what the
+    warm-up leaves. cosine decays over the first after the warm-up and stays at its end; 0 = all
+    that the warm-up leaves."""
     beta1: Annotated[float, Range(0.0, 0.99999)] = 0.9
     beta2: Annotated[float, Range(0.0, 0.99999)] = 0.95
     eps: Annotated[float, Range(1e-30, 1.0)] = 1e-8
@@ -189,17 +232,19 @@ class TrainConfig:
     z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
     """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
     balance_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
-    """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), as a
-    mean over all tokens but padding, whether their labels count or not."""
+    """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437,
+    section 2.1.2), as a mean over all tokens but padding, whether their labels count or not."""
     router_z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
-    """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3), a mean likewise."""
+    """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3), a mean
+    likewise.
+    """
     eval_every: Annotated[int, Range(0, MOST_STEPS)] = 250
     eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 20
-    """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
-    0 = all of it."""
+    """Validation batches of an evaluation while training, spread evenly over the validation set,
+    the same each time; 0 = all of it."""
     final_eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """The same as `eval_batches` for the evaluation after the last step, which takes no more batches than the run has
-    steps (or `eval_batches`), and for `jaxpar eval`."""
+    """The same as `eval_batches` for the evaluation after the last step, which takes no more
+    batches than the run has steps (or `eval_batches`), and for `jaxpar eval`."""
 
 
 @dataclass(frozen=True)
@@ -207,46 +252,65 @@ class MemoryConfig:
     """What the backward pass keeps, where, and what it computes again: see docs/memory.md."""
 
     policy: Policy = "none"
-    """What each block keeps: none (everything, nothing is computed again), full (its input), block_inputs,
-    attention_out, selective, dots."""
+    """What each block keeps: none (everything, nothing is computed again), full (its input),
+    block_inputs, attention_out, selective, dots."""
     keep: Keep = field(default_factory=Keep)
-    """What to do with single activations whatever the policy says: save, offload (to host memory) or recompute."""
+    """What to do with single activations whatever the policy says: save, offload (to host memory)
+    or recompute.
+    """
     optimizer: Literal["device", "offload"] = "device"
-    """offload: the optimizer's state lies in host memory, and passes the device layer by layer in the update."""
+    """offload: the optimizer's state lies in host memory, and passes the device layer by layer in
+    the update.
+    """
     parameters: Literal["device", "offload"] = "device"
-    """offload: the layers' parameters lie in host memory, and pass the device layer by layer, forward and backward."""
+    """offload: the layers' parameters lie in host memory, and pass the device layer by layer,
+    forward and backward.
+    """
     budget: str = ""
-    """Bytes of a device, such as 14GiB, or auto (what it has, less 5 %). What to keep, offload and recompute is then
-    found for the fastest step that fits, in place of `policy` and `keep`. Empty = as these say."""
-    may: tuple[Literal["optimizer", "parameters", "accumulation"], ...] = ("optimizer", "parameters")
-    """What a budget may decide as well: to offload the optimizer or the parameters, or to accumulate."""
+    """Bytes of a device, such as 14GiB, or auto (what it has, less 5 %). What to keep, offload and
+    recompute is then found for the fastest step that fits, in place of `policy` and `keep`. Empty =
+    as these say."""
+    may: tuple[Literal["optimizer", "parameters", "accumulation"], ...] = (
+        "optimizer",
+        "parameters",
+    )
+    """What a budget may decide as well: to offload the optimizer or the parameters, or to
+    accumulate.
+    """
     offload_anyway: bool = False
     """Offload even on versions and devices that are known to give wrong gradients."""
     loss_mib: Annotated[int, Range(1, 2**24)] = 4096
-    """MiB of a device that the loss may hold: the scores of some tokens, and the gathered vocabulary matrix with its
-    gradient. Where this is not enough, or slower, the loss takes slices of the vocabulary and computes scores twice."""
+    """MiB of a device that the loss may hold: the scores of some tokens, and the gathered
+    vocabulary matrix with its gradient. Where this is not enough, or slower, the loss takes slices
+    of the vocabulary and computes scores twice."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes. Norms, softmax, the loss, gradients' sums over devices and the optimizer are always in float32."""
+    """The dtypes. Norms, softmax, the loss, gradients' sums over devices and the optimizer are
+    always in float32.
+    """
 
     compute: Literal["float32", "bfloat16"] = "float32"
     """The dtype of matmuls and activations, and of the sums of activations over devices."""
     params: Literal["float32", "bfloat16"] = "float32"
-    """The dtype that matrices are stored in. In bfloat16 an update below a 256th of a parameter is rounded away, and a
-    microbatch's gradients are bfloat16 too."""
+    """The dtype that matrices are stored in. In bfloat16 an update below a 256th of a parameter is
+    rounded away, and a microbatch's gradients are bfloat16 too."""
     gradients: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the sums of gradients over microbatches."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the first moments of matrices. Second moments are float32: a bfloat16 could not follow them."""
+    """The dtype of the first moments of matrices. Second moments are float32: a bfloat16 could not
+    follow them.
+    """
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
     """Which kernels compute; `auto` takes the first that can serve on the devices."""
 
-    attention: Literal["auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"] = "auto"
+    attention: Literal[
+        "auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
+    ] = "auto"
     """See docs/attention.md."""
 
 
@@ -255,8 +319,8 @@ class CompilerConfig:
     """What XLA is told when it compiles the training step: see docs/config.md."""
 
     options: tuple[str, ...] = field(default=(), metadata=TABLE)
-    """Options of XLA beside the library's own, which they win over: a table of names and values in a file, words
-    `name=value` elsewhere."""
+    """Options of XLA beside the library's own, which they win over: a table of names and values in
+    a file, words `name=value` elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -277,18 +341,25 @@ class MetricsConfig:
 
     log_every: Annotated[int, Range(1, MOST_STEPS)] = 10
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """Where each row of metrics.jsonl goes besides; each needs the extra of its name. See docs/metrics.md."""
+    """Where each row of metrics.jsonl goes besides; each needs the extra of its name. See
+    docs/metrics.md.
+    """
     profile: str = ""
     """Steps that are traced for XProf: `20:25` is steps 20 to 25. See docs/metrics.md."""
 
     @property
     def profiled(self) -> range:
-        """The steps of `profile`, both ends among them; a UserError where it is not two steps in order."""
+        """The steps of `profile`, both ends among them; a UserError where it is not two steps in
+        order.
+        """
         first, _, last = self.profile.partition(":")
         if not self.profile:
             return range(0)
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise UserError(f"metrics.profile={self.profile} is not two steps in order: try metrics.profile=20:25")
+            raise UserError(
+                f"metrics.profile={self.profile} is not two steps in order: try "
+                "metrics.profile=20:25"
+            )
         return range(int(first), int(last) + 1)
 
 
@@ -315,12 +386,30 @@ class Config:
 RESOLVED = "The resolved config of this run."
 """The first line of a run folder's config.toml."""
 
-# A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
-# reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler", "checkpoint",
-             "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
-             "train.final_eval_batches", "train.accumulation", "train.allow_nonfinite", "data.prefetch",
-             "data.accept_changed", "model.scan_layers")  # fmt: skip
+# A run may be resumed with these changed: the layout never changes the answer, and the rest only
+# says what is reported and kept. Any other difference is another experiment.
+RESUMABLE = (
+    "mesh",
+    "rules",
+    "overlap",
+    "context",
+    "pipeline",
+    "memory",
+    "kernels",
+    "compiler",
+    "checkpoint",
+    "metrics",
+    "train.steps",
+    "train.stop_at",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.final_eval_batches",
+    "train.accumulation",
+    "train.allow_nonfinite",
+    "data.prefetch",
+    "data.accept_changed",
+    "model.scan_layers",
+)
 _PATHS = ("train.init", "data.tokenizer")
 """Keys whose value names one file or folder, which may be written in several ways."""
 
@@ -334,7 +423,8 @@ def load_config(name: str) -> Config:
     """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
 
     Raises:
-      UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of the wrong type.
+      UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of
+        the wrong type.
     """
     return parse(*find_toml(name, "jaxpar.configs"))
 
@@ -342,7 +432,8 @@ def load_config(name: str) -> Config:
 def parse(text: str, origin: str = "config") -> Config:
     """A config from TOML text; `origin` names it in messages.
 
-    The config.toml of a run has every key. One that it lacks was not known when the run was made, and is as it was.
+    The config.toml of a run has every key. One that it lacks was not known when the run was made,
+    and is as it was.
     """
     tables = renew_tables(read_tables(text, origin), TrainConfig.learning_rate, origin)
     config = from_dict(Config, tables, origin)
@@ -379,10 +470,17 @@ def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def incompatible_changes(old: Config, new: Config) -> list[str]:
-    """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64", ...]`."""
-    before, after = flatten(old), flatten(new)
+    """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64",
+    ...]`.
+    """
+    before = flatten(old)
+    after = flatten(new)
     changed = [key for key in after if before[key] != after[key]]
-    fixed = [key for key in changed if not any(key == free or key.startswith(free + ".") for free in RESUMABLE)]
+    fixed = [
+        key
+        for key in changed
+        if not any(key == free or key.startswith(free + ".") for free in RESUMABLE)
+    ]
     return [
         f"{key}: {before[key]!r} -> {after[key]!r}"
         for key in fixed
@@ -405,40 +503,67 @@ def check(config: Config, training: bool = True) -> Config:
 
     Args:
       config: the config.
-      training: whether it is to be trained. Otherwise what only training reads may have any value of its type, as a run
-        of an earlier version may.
+      training: whether it is to be trained. Otherwise what only training reads may have any value
+        of its type, as a run of an earlier version may.
 
     Raises:
-      UserError: a value has the wrong type, a number is not in its range, or settings contradict each other.
+      UserError: a value has the wrong type, a number is not in its range, or settings contradict
+        each other.
     """
     _require_types(config)
     values = flatten(config)
-    require_ranges(Config, {key: value for key, value in values.items() if training or not only_training(key)})
+    require_ranges(
+        Config, {key: value for key, value in values.items() if training or not only_training(key)}
+    )
     _require_size(config)
-    model, train, data = config.model, config.train, config.data
+    model = config.model
+    train = config.train
+    data = config.data
     require_local(train.init)
     require_local_data(data)
     rules: list[tuple[bool, str]] = [
-        (model.rope_factor != 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor,
-         f"model.rope_low_freq_factor={model.rope_low_freq_factor:g} is not below model.rope_high_freq_factor="
-         f"{model.rope_high_freq_factor:g}: between the two RoPE goes from scaled to not scaled"),
-        (model.head_dim == 0 and model.embed % model.heads != 0,
-         f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
-        (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
-         f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
-        (not model.masks, "model.masks is empty: masks = [\"causal\"] is the usual one"),
-        (model.lora.rank > 0 and not model.lora.targets, "model.lora.targets=[] adapts nothing: name a matrix"),
-        (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
-         f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
-        (config.overlap.domino == "on" and model.dropout > 0,
-         f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "
-         "whole, leave one of them out"),
-        (data.seq_len > model.max_seq_len,
-         f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
-        (train.batch % train.accumulation != 0,
-         f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
-         f"try train.batch={-(-train.batch // train.accumulation) * train.accumulation}"),
-    ]  # fmt: skip
+        (
+            model.rope_factor != 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor,
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor:g} is not below "
+            "model.rope_high_freq_factor="
+            f"{model.rope_high_freq_factor:g}: between the two RoPE goes from scaled to not scaled",
+        ),
+        (
+            model.head_dim == 0 and model.embed % model.heads != 0,
+            f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set "
+            "model.head_dim",
+        ),
+        (
+            model.kv_heads > 0 and model.heads % model.kv_heads != 0,
+            f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}",
+        ),
+        (not model.masks, 'model.masks is empty: masks = ["causal"] is the usual one'),
+        (
+            model.lora.rank > 0 and not model.lora.targets,
+            "model.lora.targets=[] adapts nothing: name a matrix",
+        ),
+        (
+            model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
+            f"model.experts_per_token={model.experts_per_token} is not in "
+            f"1..model.experts={model.experts}",
+        ),
+        (
+            config.overlap.domino == "on" and model.dropout > 0,
+            f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop "
+            "other entries than the "
+            "whole, leave one of them out",
+        ),
+        (
+            data.seq_len > model.max_seq_len,
+            f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}",
+        ),
+        (
+            train.batch % train.accumulation != 0,
+            f"train.batch={train.batch} does not split into "
+            f"train.accumulation={train.accumulation} microbatches: "
+            f"try train.batch={-(-train.batch // train.accumulation) * train.accumulation}",
+        ),
+    ]
     if training:
         rules += [(rule.broken, rule.message) for rule in training_rules(config)]
     for broken, message in rules:
@@ -448,7 +573,9 @@ def check(config: Config, training: bool = True) -> Config:
 
 
 def outdated(config: Config) -> set[str]:
-    """The dotted keys of what only training reads, of which a config has values that `check` refuses."""
+    """The dotted keys of what only training reads, of which a config has values that `check`
+    refuses.
+    """
     return outdated_keys(config, flatten(config), ranges(Config))
 
 
@@ -459,14 +586,23 @@ def _require_types(config: Config) -> None:
     for key, value in values.items():
         if isinstance(typed[key], tuple) and not isinstance(value, tuple):
             raise UserError(f"config: {key} is a tuple, found {value!r}: write {typed[key]!r}")
-        texts = [text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
+        texts = [
+            text
+            for text in (value if isinstance(value, tuple) else (value,))
+            if isinstance(text, str)
+        ]
         if any(_SURROGATE.search(text) for text in texts):
-            raise UserError(f"{key} is no text that can be written as UTF-8, found {short(value)}: rename the file")
+            raise UserError(
+                f"{key} is no text that can be written as UTF-8, found {short(value)}: rename "
+                "the file"
+            )
 
 
 def _require_size(config: Config) -> None:
     """Refuse a model or a batch that no machine has room for, by its sizes alone."""
-    model, train, data = config.model, config.train, config.data
+    model = config.model
+    train = config.train
+    data = config.data
     heads = model.heads + model.kv_head_count
     attention = 2 * model.embed * model.head_size * heads
     mlp = 2 * model.embed * model.mlp * max(model.experts, 1)
@@ -474,29 +610,35 @@ def _require_size(config: Config) -> None:
     parameters = tables + model.layers * (attention + mlp)
     if parameters > _MOST_PARAMETERS:
         raise UserError(
-            f"model.layers={model.layers:,}, embed={model.embed:,}, mlp={model.mlp:,}, heads={model.heads:,}, experts="
-            f"{model.experts:,}, vocab_size={model.vocab_size:,} and max_seq_len={model.max_seq_len:,} are a model of "
+            f"model.layers={model.layers:,}, embed={model.embed:,}, mlp={model.mlp:,}, "
+            f"heads={model.heads:,}, experts="
+            f"{model.experts:,}, vocab_size={model.vocab_size:,} and "
+            f"max_seq_len={model.max_seq_len:,} are a model of "
             f"{parameters:.1e} parameters or more: at most {_MOST_PARAMETERS:.0e} are taken"
         )
     tokens = train.batch * data.seq_len
     if tokens > _MOST_TOKENS:
         raise UserError(
-            f"train.batch={train.batch:,} sequences of data.seq_len={data.seq_len:,} are {tokens:,} tokens a step: at "
+            f"train.batch={train.batch:,} sequences of data.seq_len={data.seq_len:,} are "
+            f"{tokens:,} tokens a step: at "
             f"most {_MOST_TOKENS:,} are taken"
         )
 
 
 def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
-    """Return the config with the warm-up and the decay shortened where `train.steps` alone was made smaller.
+    """Return the config with the warm-up and the decay shortened where `train.steps` alone was made
+    smaller.
 
     Args:
       config: the config with the settings that were given.
-      given: their dotted keys. A warm-up or a decay among them stays as it is; `check` refuses one that is too long.
+      given: their dotted keys. A warm-up or a decay among them stays as it is; `check` refuses one
+        that is too long.
 
     Returns:
       The config, and what was changed in a line; empty = nothing.
     """
-    train, changes = config.train, dict[str, int]()
+    train = config.train
+    changes = dict[str, int]()
     if "train.steps" not in given or train.steps < 1:
         return config, ""
     if train.warmup_steps >= train.steps and "train.warmup_steps" not in given:
@@ -508,18 +650,29 @@ def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
         return config, ""
     before = flatten(config)
     said = ", ".join(f"{key} {before[key]} -> {value}" for key, value in changes.items())
-    return override(config, changes), f"train.steps={train.steps} is shorter than the schedule was: {said}"
+    return override(
+        config, changes
+    ), f"train.steps={train.steps} is shorter than the schedule was: {said}"
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
-    """The rules of a config's plan on a mesh of these sizes, changed where there are more devices than heads."""
+    """The rules of a config's plan on a mesh of these sizes, changed where there are more devices
+    than heads.
+    """
     model = config.model
     return fit_rules(config.rules, model.heads, model.kv_head_count, sizes)[0]
 
 
 def require_settled(config: Config) -> None:
-    """Raise a UserError where `overlap` is `auto` or `memory.budget` is set, which `jaxpar.plan.resolve` settles."""
-    overlap = [f"overlap.{key} = auto" for key, value in vars(config.overlap).items() if value == "auto"]
-    budget = [f"memory.budget = {config.memory.budget}"] if config.memory.budget else []
+    """Raise a UserError where `overlap` is `auto` or `memory.budget` is set, which
+    `jaxpar.plan.resolve` settles.
+    """
+    overlap = [
+        f"overlap.{key} = auto" for key, value in vars(config.overlap).items() if value == "auto"
+    ]
+    if config.memory.budget:
+        budget = [f"memory.budget = {config.memory.budget}"]
+    else:
+        budget = []
     if still := [*overlap, *budget]:
         raise UserError(f"{', '.join(still)}: still to be settled, by jaxpar.plan.resolve(config)")

@@ -1,4 +1,6 @@
-"""What a person sees of a run: its first lines, progress and numbers. Tables and pictures are in `jaxpar.show`."""
+"""What a person sees of a run: its first lines, progress and numbers. Tables and pictures are in
+`jaxpar.show`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 class PlainConsole(Console):
-    """A rich console that takes every text as it is: names have no markup, and what a terminal would obey is shown."""
+    """A rich console that takes every text as it is: names have no markup, and what a terminal
+    would obey is shown.
+    """
 
     def __init__(self, **options: Any):
-        super().__init__(highlight=False, markup=False, emoji=False, **options)  # a path may be `data:train:test`
+        # a path may be `data:train:test`
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
@@ -41,7 +48,9 @@ def console() -> Console:
 
 
 def check_folders(*files: str | Path) -> None:
-    """Raise a UserError, before minutes of work, if the folder of an output file is not there; empty = no file."""
+    """Raise a UserError, before minutes of work, if the folder of an output file is not there;
+    empty = no file.
+    """
     require_local(*files)
     for file in files:
         if file and not Path(file).parent.is_dir():
@@ -51,17 +60,28 @@ def check_folders(*files: str | Path) -> None:
 def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
     """The first lines of a run: versions, devices, mesh, and the given facts."""
     devices = list(plan.mesh.devices.ravel())
-    platform, name = devices[0].platform, devices[0].device_kind
-    kind = platform if name == platform else f"{platform} ({name})"
+    platform = devices[0].platform
+    name = devices[0].device_kind
+    if name == platform:
+        kind = platform
+    else:
+        kind = f"{platform} ({name})"
     processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
-    simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
+    if devices[0].platform == "cpu" and len(devices) > 1:
+        simulated = ", simulated"
+    else:
+        simulated = ""
     in_float32 = plan.compute == "bfloat16" and not has_bfloat16(devices[0])
-    slow = " (multiplied in float32: this GPU has no bfloat16)" if in_float32 else ""
+    if in_float32:
+        slow = " (multiplied in float32: this GPU has no bfloat16)"
+    else:
+        slow = ""
     lines = {
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jaxpar", *PACKAGES)),
         "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
         "mesh": describe(dict(plan.mesh.shape)),
-        "precision": f"{plan.compute} compute{slow}, {plan.params} parameters, {plan.moments_text} moments, float32 "
+        "precision": f"{plan.compute} compute{slow}, {plan.params} parameters, "
+        f"{plan.moments_text} moments, float32 "
         "reductions",
         **facts,
     }
@@ -69,18 +89,35 @@ def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
 
 
 class ProgressLine:
-    """Progress of a run: a bar with the latest numbers on a terminal, and lines elsewhere. It is a context manager."""
+    """Progress of a run: a bar with the latest numbers on a terminal, and lines elsewhere. It is a
+    context manager.
+    """
 
     def __init__(self, total: int, done: int, active: bool = True):
         self._console = console() if active else Console(quiet=True)
         # On a narrow terminal the bar is left out, and the numbers go on in more lines.
         numbers = TextColumn("{task.fields[numbers]}", table_column=Column(overflow="fold"))
-        bar = [BarColumn(bar_width=24)] if self._console.width >= 110 else []
+        if self._console.width >= 110:
+            bar = [BarColumn(bar_width=24)]
+        else:
+            bar = []
         self._bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), *bar, TextColumn("ETA {task.fields[eta]} "), numbers,
-            console=self._console, transient=True, disable=not (active and self._console.is_terminal),
-        )  # fmt: skip
-        self._task = self._bar.add_task("step", total=total, completed=done, numbers="", eta="-")
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            *bar,
+            TextColumn("ETA {task.fields[eta]} "),
+            numbers,
+            console=self._console,
+            transient=True,
+            disable=not (active and self._console.is_terminal),
+        )
+        self._task = self._bar.add_task(
+            "step",
+            total=total,
+            completed=done,
+            numbers="",
+            eta="-",
+        )
         self._total = total
 
     def __enter__(self) -> ProgressLine:
@@ -90,13 +127,22 @@ class ProgressLine:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def step(self, step: int, numbers: Mapping[str, float | None], eta_seconds: float) -> None:
+    def step(
+        self,
+        step: int,
+        numbers: Mapping[str, float | None],
+        eta_seconds: float,
+    ) -> None:
         """Show the numbers of a step."""
         text = numbers_text(numbers)
         if self._bar.disable:
-            self._console.print(f"step {step}/{self._total}  {text}  ETA {duration_text(eta_seconds)}")
+            self._console.print(
+                f"step {step}/{self._total}  {text}  ETA {duration_text(eta_seconds)}"
+            )
         else:
-            self._bar.update(self._task, completed=step, numbers=text, eta=duration_text(eta_seconds))
+            self._bar.update(
+                self._task, completed=step, numbers=text, eta=duration_text(eta_seconds)
+            )
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
@@ -104,7 +150,9 @@ class ProgressLine:
 
 
 def numbers_text(numbers: Mapping[str, float | None]) -> str:
-    """The numbers of a step that are known, in a fixed order: `loss 2.345  grad 0.81  lr 1.0e-03  12.3K tok/s`."""
+    """The numbers of a step that are known, in a fixed order: `loss 2.345  grad 0.81  lr 1.0e-03
+    12.3K tok/s`.
+    """
     forms = {
         "loss": lambda x: f"loss {x:.4f}",
         "grad_norm": lambda x: f"grad {x:.3g}",
@@ -124,14 +172,18 @@ def duration_text(seconds: float) -> str:
     """A duration as `1:02:03` or `2:03`."""
     minutes, seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def bytes_text(count: float) -> str:
     """A size as `1.41 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+            if unit == "B":
+                return f"{count:.0f} {unit}"
+            return f"{count:.2f} {unit}"
         count /= 1024
     return f"{count:.2f} TiB"
 

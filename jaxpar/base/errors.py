@@ -1,8 +1,9 @@
-"""Mistakes of the user: the exception that the CLI prints as a line before it exits with 2, and how files are read.
+"""Mistakes of the user: the exception that the CLI prints as a line before it exits with 2, and how
+files are read.
 
-Every file that comes from elsewhere comes in by this door: `reading` for what the system says, `read_json` and
-`parse_json` for what stands in it. What is damaged, too deep or of another shape is refused in one line that names the
-file and the place in it.
+Every file that comes from elsewhere comes in by this door: `reading` for what the system says,
+`read_json` and `parse_json` for what stands in it. What is damaged, too deep or of another shape is
+refused in one line that names the file and the place in it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ from pathlib import Path
 from typing import Any
 
 UTF8 = "utf-8-sig"
-"""The encoding of every text that is read: UTF-8, with or without the byte order mark that Windows puts in front."""
+"""The encoding of every text that is read: UTF-8, with or without the byte order mark that Windows
+puts in front.
+"""
 BYTE_ORDER_MARK = "\ufeff"
 """That mark as a character, in a text that another library has read."""
-# Control characters but line ends and tabs, marks that turn the direction of a line around, and halves of characters.
+# Control characters but line ends and tabs, marks that turn the direction of a line around, and
+# halves of characters.
 _OBEYED = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
 )
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+_KINDS = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 _MOST_INT = 2**63 - 1
 
 
 class UserError(Exception):
-    """A mistake in a config, a file, or a request, in one sentence: what was wrong, what was found, what to try."""
+    """A mistake in a config, a file, or a request, in one sentence: what was wrong, what was found,
+    what to try.
+    """
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
@@ -44,34 +56,41 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def require_local(*paths: str | Path) -> None:
-    """Refuse a URL where a path of this machine is wanted: `Path("s3://bucket/run")` is a local folder named `s3:`.
+    """Refuse a URL where a path of this machine is wanted: `Path("s3://bucket/run")` is a local
+    folder named `s3:`.
 
     Args:
       paths: files and folders that are about to be read or written; an empty one is none.
 
     Raises:
-      UserError: one of them begins with a scheme, such as `gs://`, `s3://`, `az://`, `hf://` or `https://`.
+      UserError: one of them begins with a scheme, such as `gs://`, `s3://`, `az://`, `hf://` or
+        `https://`.
     """
     for path in paths:
         if _URL.match(str(path)):
             scheme, _, rest = str(path).partition(":/")
             raise UserError(
-                f"{scheme}://{rest.lstrip('/')} is a URL, and only paths of this machine are read and written: copy "
-                "the files here, or mount the bucket as a folder (gcsfuse, s3fs, blobfuse2) and give that"
+                f"{scheme}://{rest.lstrip('/')} is a URL, and only paths of this machine are "
+                "read and written: copy "
+                "the files here, or mount the bucket as a folder (gcsfuse, s3fs, blobfuse2) and "
+                "give that"
             )
 
 
 def visible(text: str) -> str:
-    r"""The text with everything that a terminal would obey and not show written out: an escape becomes `\\x1b`.
+    r"""The text with everything that a terminal would obey and not show written out: an escape
+    becomes `\\x1b`.
 
-    A name in a file, or a path, may hold colours, moves of the cursor or marks that write from right to left. Line ends
-    and tabs stay.
+    A name in a file, or a path, may hold colours, moves of the cursor or marks that write from
+    right to left. Line ends and tabs stay.
     """
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def json_line(value: object) -> str:
-    """A value as one line of JSON, of which a terminal obeys nothing either: what it would obey is escaped."""
+    """A value as one line of JSON, of which a terminal obeys nothing either: what it would obey is
+    escaped.
+    """
     text = json.dumps(value, ensure_ascii=False)
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -79,15 +98,21 @@ def json_line(value: object) -> str:
 def short(value: object) -> str:
     """A value as Python writes it, for a message, cut off where it is long."""
     try:
-        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    except (ValueError, RecursionError):  # a number with more digits than Python writes; a list in a list in a list
+        if isinstance(value, str) and not value.isprintable():
+            text = ascii(value)
+        else:
+            text = repr(value)
+    # a number with more digits than Python writes; a list in a list in a list
+    except (ValueError, RecursionError):
         text = f"a {type(value).__name__} that is too large to show"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 @contextmanager
 def reading(file: str | Path) -> Iterator[None]:
-    """Turn an error of the system inside, or of a text that is none, into a UserError that names the file."""
+    """Turn an error of the system inside, or of a text that is none, into a UserError that names
+    the file.
+    """
     require_local(file)
     try:
         yield
@@ -98,17 +123,20 @@ def reading(file: str | Path) -> Iterator[None]:
         raise UserError(f"cannot read {file}: {why}: download it again, or convert it") from error
 
 
-def read_json(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_json(
+    file: Path,
+    kinds: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
       file: the file.
-      kinds: what some of its values must be, by key: `{"weight_map": dict[str, str], "r": int, "bias": str | None}`. A
-        key may be absent. Values of other keys may be anything.
+      kinds: what some of its values must be, by key: `{"weight_map": dict[str, str], "r": int,
+        "bias": str | None}`. A key may be absent. Values of other keys may be anything.
 
     Raises:
-      UserError: the file cannot be read, is no JSON or holds no object, has one key twice with different values, or a
-        value is of another kind.
+      UserError: the file cannot be read, is no JSON or holds no object, has one key twice with
+        different values, or a value is of another kind.
     """
     with reading(file):
         content = file.read_bytes()
@@ -116,18 +144,29 @@ def read_json(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def parse_json(text: str | bytes, origin: str) -> Any:
-    """The value of a JSON text; a UserError, which calls it `origin`, where it is none, or too deep to be read."""
+    """The value of a JSON text; a UserError, which calls it `origin`, where it is none, or too deep
+    to be read.
+    """
     try:
-        text = text.decode(UTF8) if isinstance(text, bytes) else text
+        if isinstance(text, bytes):
+            text = text.decode(UTF8)
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
-        raise UserError(f"{origin} is not valid JSON: its lists and objects are too deep") from error
+        raise UserError(
+            f"{origin} is not valid JSON: its lists and objects are too deep"
+        ) from error
     except ValueError as error:
         raise UserError(f"{origin} is not valid JSON: {error}") from error
 
 
-def require_kinds(value: Any, kinds: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return an object of JSON whose values are of these kinds (see `read_json`); a UserError where it is not."""
+def require_kinds(
+    value: Any,
+    kinds: Mapping[str, Any],
+    origin: str,
+) -> dict[str, Any]:
+    """Return an object of JSON whose values are of these kinds (see `read_json`); a UserError where
+    it is not.
+    """
     if not isinstance(value, dict):
         raise UserError(f"{origin} is not a JSON object, found {short(value)}")
     for key, kind in kinds.items():
@@ -137,13 +176,15 @@ def require_kinds(value: Any, kinds: Mapping[str, Any], origin: str) -> dict[str
 
 
 def is_kind(value: object, kind: Any) -> bool:
-    """Whether a value of JSON is of a kind: a type, `list[int]`, `dict[str, str]`, or one of several, `int | None`.
+    """Whether a value of JSON is of a kind: a type, `list[int]`, `dict[str, str]`, or one of
+    several, `int | None`.
 
     A whole number is one of 64 bits and no boolean; every number is finite.
     """
     if kind is Any:
         return True
-    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    outer = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if outer in (types.UnionType, typing.Union):
         return any(is_kind(value, one) for one in inner)
     if outer is list:
@@ -160,7 +201,9 @@ def is_kind(value: object, kind: Any) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. JSON does not say which of two values of one key counts, so they must be equal."""
+    """The object of these pairs. JSON does not say which of two values of one key counts, so they
+    must be equal.
+    """
     table = dict(pairs)
     if len(table) < len(pairs):
         for key, value in pairs:
@@ -170,10 +213,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind_text(kind: Any) -> str:
-    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    outer = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if outer in (types.UnionType, typing.Union):
         return " or ".join(map(_kind_text, inner))
     if outer is None:
         return _KINDS.get(kind, "anything")
     what = _kind_text(inner[-1])
-    return f"a list, each item {what}" if outer is list else f"an object, each value {what}"
+    if outer is list:
+        return f"a list, each item {what}"
+    return f"an object, each value {what}"

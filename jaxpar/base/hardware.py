@@ -1,4 +1,6 @@
-"""What a chip, its links and its network can do: the figures behind MFU and the cost model, from `jaxpar.meshes`."""
+"""What a chip, its links and its network can do: the figures behind MFU and the cost model, from
+`jaxpar.meshes`.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,30 @@ CHIPS = "jaxpar.meshes.chips"
 
 
 GPU_POOL = 0.9
-"""The share of a GPU's memory that JAX's pool may take in a run of ours (`runtime.start`): the rest is for the driver,
-NCCL and the libraries. JAX's own default is 0.75, beyond which jaxlib 0.10.2 allocates nothing."""
+"""The share of a GPU's memory that JAX's pool may take in a run of ours (`runtime.start`): the rest
+is for the driver, NCCL and the libraries. JAX's own default is 0.75, beyond which jaxlib 0.10.2
+allocates nothing."""
 
 
 def usable_bytes(hbm_bytes: int, platform: str) -> int:
-    """The bytes of a device's memory that programs may take: on a GPU (`gpu` or `cuda`) those of JAX's pool."""
-    return int(GPU_POOL * hbm_bytes) if platform in ("gpu", "cuda") else hbm_bytes
+    """The bytes of a device's memory that programs may take: on a GPU (`gpu` or `cuda`) those of
+    JAX's pool.
+    """
+    if platform in ("gpu", "cuda"):
+        return int(GPU_POOL * hbm_bytes)
+    return hbm_bytes
 
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Dense matmul FLOP/s of one device by dtype, without structured sparsity; 0 = not in hardware, or no figure."""
+    """Dense matmul FLOP/s of one device by dtype, without structured sparsity; 0 = not in hardware,
+    or no figure.
+    """
 
     float32: float = 0.0
-    """On GPUs this is the figure of TF32, which XLA uses for float32 matmuls unless told otherwise."""
+    """On GPUs this is the figure of TF32, which XLA uses for float32 matmuls unless told
+    otherwise.
+    """
     bfloat16: float = 0.0
     float8: float = 0.0
     int8: float = 0.0
@@ -41,11 +52,15 @@ class Interconnect:
     """The fast network between chips: ICI inside a TPU slice, NVLink inside a GPU node."""
 
     kind: Literal["none", "torus", "switch"] = "none"
-    """In a torus chips have links to their neighbours only; through a switch each reaches every other at full rate."""
+    """In a torus chips have links to their neighbours only; through a switch each reaches every
+    other at full rate.
+    """
     shape: tuple[int, ...] = ()
     """Chips along each physical axis: (4, 4, 4) for a v5p cube, (8,) for a GPU node."""
     wraps: tuple[bool, ...] = ()
-    """Whether each axis closes into a ring. One that does not has half the bandwidth for an all-gather."""
+    """Whether each axis closes into a ring. One that does not has half the bandwidth for an
+    all-gather.
+    """
     links: int = 0
     """The number of links of one chip: two an axis in a torus."""
     link_bandwidth: float = 0.0
@@ -55,7 +70,9 @@ class Interconnect:
 
     @property
     def axis_bandwidth(self) -> float:
-        """Bytes/s that one chip sends along one physical axis with all links of that axis busy, if the axis wraps."""
+        """Bytes/s that one chip sends along one physical axis with all links of that axis busy, if
+        the axis wraps.
+        """
         return self.link_bandwidth * (2 if self.kind == "torus" else self.links)
 
 
@@ -67,7 +84,9 @@ class Protocol:
     start: float = 0.0
     """Seconds before the first byte moves."""
     hop: float = 0.0
-    """Seconds that a step over one link takes at the least: a hop in a torus, a step through a switch."""
+    """Seconds that a step over one link takes at the least: a hop in a torus, a step through a
+    switch.
+    """
     dcn_hop: float = 0.0
     """The same for a step over the data-centre network."""
     share: float = 1.0
@@ -76,7 +95,8 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A system of equal chips. Figures are for one JAX device: a chip, or a half of a chip that JAX sees as two.
+    """A system of equal chips. Figures are for one JAX device: a chip, or a half of a chip that JAX
+    sees as two.
 
     Bandwidths are for one direction; 0 = no figure.
     """
@@ -86,7 +106,9 @@ class Hardware:
     """What `jax.Device.device_kind` says on this chip."""
     chips: int = 0
     chips_per_host: int = 0
-    """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may have fewer."""
+    """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may
+    have fewer.
+    """
     devices_per_chip: int = 1
     """JAX devices of one chip."""
     clock_hz: float = 0.0
@@ -102,7 +124,9 @@ class Hardware:
     host_link_latency: float = 0.0
     """Seconds before a copy to or from the host moves its first byte."""
     launch_overhead: float = 0.0
-    """Seconds between the kernels of one stream; 0 where a program runs without launches, as on TPUs."""
+    """Seconds between the kernels of one stream; 0 where a program runs without launches, as on
+    TPUs.
+    """
     peak_flops: PeakFlops = field(default_factory=PeakFlops)
     ici: Interconnect = field(default_factory=Interconnect)
     protocols: tuple[Protocol, ...] = ()
@@ -115,7 +139,9 @@ class Slices:
     name: str = ""
     """As in `get_topology_desc(topology_name="v5p:4x4x4")`."""
     shapes: tuple[str, ...] = ()
-    """Every slice (`2x2x1`), or where there are larger ones by `cube`, those smaller than a cube."""
+    """Every slice (`2x2x1`), or where there are larger ones by `cube`, those smaller than a
+    cube.
+    """
     cube: int = 0
     """Larger slices have sides that are multiples of this; 0 = there are none."""
     most_chips: int = 0
@@ -153,8 +179,8 @@ class TpuCompiler:
     """What XLA's TPU compiler is told when it compiles a training step for a chip."""
 
     scoped_vmem_kib: int = 0
-    """KiB of vector memory (VMEM) that one fusion or kernel may use; 0 = the compiler's own default. With more of it
-    matmuls are faster, and compilations take longer."""
+    """KiB of vector memory (VMEM) that one fusion or kernel may use; 0 = the compiler's own
+    default. With more of it matmuls are faster, and compilations take longer."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +213,9 @@ class _MeshPreset:
 
 
 def load_chip(name: str) -> Chip:
-    """The chip of this name, from its file in `jaxpar.meshes.chips`; a UserError where there is none."""
+    """The chip of this name, from its file in `jaxpar.meshes.chips`; a UserError where there is
+    none.
+    """
     known = presets(CHIPS)
     if name not in known:
         raise UserError(f"no chip {name!r}{suggest(name, known)}: there are {', '.join(known)}")
@@ -195,7 +223,8 @@ def load_chip(name: str) -> Chip:
 
 
 def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
-    """A mesh and its chip, from a preset of `jaxpar.meshes` or a TOML file; no figures where that names no `chip`.
+    """A mesh and its chip, from a preset of `jaxpar.meshes` or a TOML file; no figures where that
+    names no `chip`.
 
     Raises:
       UserError: there is no such preset, chip or file, or the file is malformed.
@@ -220,15 +249,19 @@ def hardware_of(device_kind: str) -> Hardware | None:
 
 
 def has_bfloat16(device: object) -> bool:
-    """Whether a device multiplies in bfloat16. A GPU of a compute capability below 8.0, such as a T4, does not: XLA
-    keeps arrays in bfloat16 there, and turns them into float32 for every product."""
+    """Whether a device multiplies in bfloat16. A GPU of a compute capability below 8.0, such as a
+    T4, does not: XLA keeps arrays in bfloat16 there, and turns them into float32 for every product.
+    """
     return re.fullmatch(r"[1-7]\.\d", str(getattr(device, "compute_capability", ""))) is None
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU, another dtype.
+    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU,
+    another dtype.
 
     `dtype` is a field of `PeakFlops`: float32, bfloat16, float8 or int8.
     """
     hardware = hardware_of(device_kind)
-    return getattr(hardware.peak_flops, dtype, None) or None if hardware else None
+    if hardware:
+        return getattr(hardware.peak_flops, dtype, None) or None
+    return None

@@ -1,7 +1,8 @@
-"""What the library uses of JAX and XLA that is not public, and that a new version may move or rename.
+"""What the library uses of JAX and XLA that is not public, and that a new version may move or
+rename.
 
-These are private imports, names of primitives, and flags and messages of the compilers, all seen on jax 0.10.2. On
-another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
+These are private imports, names of primitives, and flags and messages of the compilers, all seen on
+jax 0.10.2. On another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-# jax 0.12.0.1 has one type of traced functions, `Jaxpr`, and `ClosedJaxpr` as an unexported name of it.
+# jax 0.12.0.1 has one type of traced functions, `Jaxpr`, and `ClosedJaxpr` as an unexported name of
+# it.
 ClosedJaxpr: TypeAlias = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-# Private modules. Each import stands in a function, so that one that is gone breaks only what needs it.
+# Private modules. Each import stands in a function, so that one that is gone breaks only what needs
+# it.
 
 
 def cudnn_version() -> int:
-    """The version of cuDNN, which compiling for absent GPUs needs too; 0 = none, or jax has moved the answer."""
+    """The version of cuDNN, which compiling for absent GPUs needs too; 0 = none, or jax has moved
+    the answer.
+    """
     try:
         from jax._src.lib import cuda_versions  # None without the plugin
 
-        return cuda_versions.cudnn_get_version() if cuda_versions is not None else 0
+        if cuda_versions is not None:
+            return cuda_versions.cudnn_get_version()
+        return 0
     except (ImportError, RuntimeError):
         return 0
 
@@ -38,9 +45,10 @@ _CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 def register_gpu_compiler() -> bool:
     """Register jax's CUDA plugin anew, and return whether there is one.
 
-    JAX registers its plugins once, when it starts. Where it starts on a machine without the libraries that only running
-    needs, and was told no platform, it leaves the plugin out, compiler and all: `jax.devices()` in a user's script does
-    that. This is called inside `runtime.without_chips`, where the plugin does without them.
+    JAX registers its plugins once, when it starts. Where it starts on a machine without the
+    libraries that only running needs, and was told no platform, it leaves the plugin out, compiler
+    and all: `jax.devices()` in a user's script does that. This is called inside
+    `runtime.without_chips`, where the plugin does without them.
     """
     for name in _CUDA_PLUGINS:
         if find_spec(name.partition(".")[0]) and find_spec(name):
@@ -50,46 +58,67 @@ def register_gpu_compiler() -> bool:
 
 
 def options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
-    """The compiler options that `jax.jit(function, compiler_options=...)` was given; none where jax has moved them."""
+    """The compiler options that `jax.jit(function, compiler_options=...)` was given; none where jax
+    has moved them.
+    """
     lowering = getattr(lowered, "_lowering", None)
     return dict(getattr(lowering, "_compiler_options_kvs", ()))
 
 
 # Names of primitives, in traced functions.
 
-COLLECTIVES: dict[str, Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]] = {
-    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
-    "reduce_scatter": "reduce-scatter", "unreduced_reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "unreduced_psum": "all-reduce",
-    "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
-}  # fmt: skip
+COLLECTIVES: dict[
+    str, Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]
+] = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "unreduced_psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "ppermute",
+}
 STILL = ("axis_index", "pvary", "pcast", "preduced", "vary_unreduced_cast")
 """The beginnings of the names of primitives that name mesh axes and send nothing."""
-SCAN, WHILE, COND, SHARD_MAP = "scan", "while", "cond", "shard_map"
+SCAN = "scan"
+WHILE = "while"
+COND = "cond"
+SHARD_MAP = "shard_map"
 NAME = "name"
 """The primitive of `checkpoint_name`."""
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-# Compiler options, each with its measured effect. They are options of one compilation, not environment variables:
-# nothing depends on what was imported first, and `rehearse` compiles with those that `train` uses. Values are Python's
-# booleans and numbers: XLA refuses the text "true" for an option of a GPU. `docs/benchmarks.md` has the commands and
-# the figures. Seen with jax 0.10.2, libtpu 0.0.42.1 and jax-cuda12-plugin 0.10.2.
+# Compiler options, each with its measured effect. They are options of one compilation, not
+# environment variables: nothing depends on what was imported first, and `rehearse` compiles with
+# those that `train` uses. Values are Python's booleans and numbers: XLA refuses the text "true" for
+# an option of a GPU. `docs/benchmarks.md` has the commands and the figures. Seen with jax 0.10.2,
+# libtpu 0.0.42.1 and jax-cuda12-plugin 0.10.2.
 
 Option = bool | int | float | str
 Options = dict[str, Option]
 
 NO_CUDA_GRAPHS = "xla_gpu_enable_command_buffer"
-"""An option that is set to nothing, so that there are no CUDA graphs: their kernels bear no instruction's name."""
+"""An option that is set to nothing, so that there are no CUDA graphs: their kernels bear no
+instruction's name.
+"""
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""KiB of a TPU's vector memory that one fusion or kernel may use; a chip's file in `meshes/chips` has the value."""
+"""KiB of a TPU's vector memory that one fusion or kernel may use; a chip's file in `meshes/chips`
+has the value.
+"""
 
-# Values that are only ever read as bfloat16 are rewritten to be bfloat16, and this reaches back through the loop over
-# layers to the float32 parameters: a bfloat16 copy of them all for the whole step. Without it LLaMA-3 8B below takes
-# 0.16 GiB less, and its step 0.1 % less time.
+# Values that are only ever read as bfloat16 are rewritten to be bfloat16, and this reaches back
+# through the loop over layers to the float32 parameters: a bfloat16 copy of them all for the whole
+# step. Without it LLaMA-3 8B below takes 0.16 GiB less, and its step 0.1 % less time.
 _TPU: Options = {"xla_jf_bf16_propagation": False}
 
-# LLaMA-3 8B, fsdp=16 x tensor=4, 64 v5p, 8k tokens (rehearsed, not run): all-gathers run beside matmuls, synchronous
-# communication 140 -> 99 ms a step, compute 351 -> 355 ms, temporaries 3.35 -> 3.63 GiB.
+# LLaMA-3 8B, fsdp=16 x tensor=4, 64 v5p, 8k tokens (rehearsed, not run): all-gathers run beside
+# matmuls, synchronous communication 140 -> 99 ms a step, compute 351 -> 355 ms, temporaries 3.35 ->
+# 3.63 GiB.
 _TPU_OVERLAP: Options = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion": True,
@@ -98,12 +127,14 @@ _TPU_OVERLAP: Options = {
     "xla_tpu_overlap_compute_collective_tc": True,
 }
 
-# Without these a data-parallel sum is started and waited for at once. They put collectives beside compute, take the
-# sums of a layer into the next turn of the loop over layers, and let turns alternate between two sets of buffers,
-# which saves copies. LLaMA-3 8B over fsdp=8 on 8 H100 then waits 36 ms a step for collectives in place of 50 and takes
-# 675 ms in place of 702; GPT-2 124M over data=8 waits 0.8 in place of 2.6 and takes 28.8 in place of 30.7 (rehearsed,
-# not run). Smaller thresholds of combining are no better beside these. To pipeline the all-gathers too holds another
-# layer's weights: 666 ms here, but XLA then computes more again where memory is nearly full.
+# Without these a data-parallel sum is started and waited for at once. They put collectives beside
+# compute, take the sums of a layer into the next turn of the loop over layers, and let turns
+# alternate between two sets of buffers, which saves copies. LLaMA-3 8B over fsdp=8 on 8 H100 then
+# waits 36 ms a step for collectives in place of 50 and takes 675 ms in place of 702; GPT-2 124M
+# over data=8 waits 0.8 in place of 2.6 and takes 28.8 in place of 30.7 (rehearsed, not run).
+# Smaller thresholds of combining are no better beside these. To pipeline the all-gathers too holds
+# another layer's weights: 666 ms here, but XLA then computes more again where memory is nearly
+# full.
 _GPU_OVERLAP: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
@@ -116,8 +147,11 @@ KNOWN_OPTIONS = (*_TPU, *_TPU_OVERLAP, *_GPU_OVERLAP, SCOPED_VMEM)
 
 
 def compiler_options(mesh: Mesh) -> Options:
-    """Options for `jax.jit(..., compiler_options=...)` of a program, by the platform and the size of its mesh."""
-    platform, several = mesh.devices.flat[0].platform, mesh.size > 1
+    """Options for `jax.jit(..., compiler_options=...)` of a program, by the platform and the size
+    of its mesh.
+    """
+    platform = mesh.devices.flat[0].platform
+    several = mesh.size > 1
     if platform == "tpu":
         return {**_TPU, **(_TPU_OVERLAP if several else {})}
     if platform in ("gpu", "cuda") and several:
@@ -126,26 +160,39 @@ def compiler_options(mesh: Mesh) -> Options:
 
 
 def once_options(mesh: Mesh) -> Options:
-    """Options of a program that runs once, such as the initializers: on CPU, less of LLVM's optimisation.
+    """Options of a program that runs once, such as the initializers: on CPU, less of LLVM's
+    optimisation.
 
-    The initializers of the Shakespeare recipe then take 1.7 s of processor time in place of 5.6, to the same bits.
+    The initializers of the Shakespeare recipe then take 1.7 s of processor time in place of 5.6, to
+    the same bits.
     """
-    return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else {}
+    if mesh.devices.flat[0].platform == "cpu":
+        return {"xla_backend_optimization_level": 1}
+    return {}
 
 
 TPU_FLAGS = (
-    "xla_tpu_", "xla_jf_", "xla_sc_", "xla_mosaic_", "xla_enable_async_", "xla_latency_hiding_scheduler_", "xla_lhs_",
-    "xla_should_", "xla_max_concurrent_",
-)  # fmt: skip
-"""The beginnings of the names of options that the TPU's compiler has alone. The others know each other's options:
-XLA:CPU takes `xla_gpu_...`, and none takes a name that is no option."""
+    "xla_tpu_",
+    "xla_jf_",
+    "xla_sc_",
+    "xla_mosaic_",
+    "xla_enable_async_",
+    "xla_latency_hiding_scheduler_",
+    "xla_lhs_",
+    "xla_should_",
+    "xla_max_concurrent_",
+)
+"""The beginnings of the names of options that the TPU's compiler has alone. The others know each
+other's options: XLA:CPU takes `xla_gpu_...`, and none takes a name that is no option."""
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w*)'")
 _WRONG_VALUE = re.compile(r"While setting option (\w+), '(.*)' is not a valid (\w+) value")
 _UNREADABLE = re.compile(r"Failed to parse '(.*)' into flag (\w+)")
 
 
 def option_message(message: str) -> str:
-    """What a compiler's message says about an option that it refuses; the empty string for any other message."""
+    """What a compiler's message says about an option that it refuses; the empty string for any
+    other message.
+    """
     if found := _UNKNOWN_OPTION.search(message):
         return f"XLA knows no option {found[1]}"
     if found := _WRONG_VALUE.search(message):
@@ -162,8 +209,8 @@ def is_unknown_option(message: str) -> bool:
 
 # What compilers say.
 
-# XLA:TPU where a kernel's own memory is too small, on v5e and on v4. It says "RESOURCE_EXHAUSTED" of both, as of a
-# device that is full.
+# XLA:TPU where a kernel's own memory is too small, on v5e and on v4. It says "RESOURCE_EXHAUSTED"
+# of both, as of a device that is full.
 _KERNELS_MEMORY = (
     r"memory space (?P<space>[vs]mem) while allocating on stack for %(?P<kernel>[\w.-]+)"
     r".*?Scoped allocation with size (?P<needs>[\d.]+\w?) and limit (?P<has>[\d.]+\w?)",
@@ -173,12 +220,13 @@ _KERNELS_MEMORY = (
 
 
 def kernel_memory_message(message: str) -> str:
-    """What a compiler's message says about a kernel whose memory is too small: which kernel, what it asks for, what it
-    may have, and what to try. The empty string for any other message."""
+    """What a compiler's message says about a kernel whose memory is too small: which kernel, what
+    it asks for, what it may have, and what to try. The empty string for any other message."""
     for pattern in _KERNELS_MEMORY:
         if found := re.search(pattern, message, re.DOTALL):
             return (
-                f"the kernel {found['kernel']} asks for {found['needs']} of {found['space']} and may have "
+                f"the kernel {found['kernel']} asks for {found['needs']} of {found['space']} "
+                "and may have "
                 f"{found['has']}; for attention, kernels.attention=chunked needs none"
             )
     return ""
@@ -187,7 +235,8 @@ def kernel_memory_message(message: str) -> str:
 def compiler_message(message: str) -> str:
     """A message of a compiler or a runtime in one line of at most 300 characters.
 
-    It is what `kernel_memory_message` says, or else the first line with those that a heading announces.
+    It is what `kernel_memory_message` says, or else the first line with those that a heading
+    announces.
     """
     if found := kernel_memory_message(message):
         return found[:300]

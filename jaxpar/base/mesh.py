@@ -1,4 +1,6 @@
-"""Mesh axes, and a `jax.sharding.Mesh` from their sizes, in an order that follows the hardware's topology."""
+"""Mesh axes, and a `jax.sharding.Mesh` from their sizes, in an order that follows the hardware's
+topology.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,24 @@ from jaxpar.base.ranges import Range
 
 MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
 
-Size = Annotated[int, Range(1, 65_536, also=(-1,), why="an axis has at least 1 device, or is -1 = what is left")]
+Size = Annotated[
+    int, Range(1, 65_536, also=(-1,), why="an axis has at least 1 device, or is -1 = what is left")
+]
 """The number of devices along a mesh axis inside a slice."""
 Slices = Annotated[int, Range(1, 4_096)]
 """The number of slices that a mesh axis spans."""
 
-# Outermost first. The last axes land on neighbouring devices, so those that talk most often (tensor: twice a layer)
-# come last and those that talk least (stage: one activation a tick) come first, as in Megatron-LM.
+# Outermost first. The last axes land on neighbouring devices, so those that talk most often
+# (tensor: twice a layer) come last and those that talk least (stage: one activation a tick) come
+# first, as in Megatron-LM.
 MESH_AXES: tuple[MeshAxis, ...] = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
 
 @dataclass(frozen=True)
 class DcnSpec:
-    """How many slices (or GPU nodes) each mesh axis spans over the data-centre network; 1 = stays inside a slice."""
+    """How many slices (or GPU nodes) each mesh axis spans over the data-centre network; 1 = stays
+    inside a slice.
+    """
 
     stage: Slices = 1
     data: Slices = 1
@@ -42,8 +49,8 @@ class DcnSpec:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """The number of devices along each mesh axis inside a slice. One may be -1, which takes what is left. The sizes in
-    `dcn` multiply these."""
+    """The number of devices along each mesh axis inside a slice. One may be -1, which takes what is
+    left. The sizes in `dcn` multiply these."""
 
     stage: Size = 1
     data: Size = 1
@@ -53,15 +60,22 @@ class MeshSpec:
     tensor: Size = 1
     dcn: DcnSpec = field(default_factory=DcnSpec)
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    """`cpu` simulates as many CPU devices as the mesh needs. `tpu` and `gpu` refuse to run on anything else."""
+    """`cpu` simulates as many CPU devices as the mesh needs. `tpu` and `gpu` refuse to run on
+    anything else.
+    """
     distributed: bool = False
-    """Join a multi-process run with `jax.distributed.initialize()` before the first device is touched."""
+    """Join a multi-process run with `jax.distributed.initialize()` before the first device is
+    touched.
+    """
 
 
 def require_mesh_axis(name: object, otherwise: str) -> None:
     """Raise a UserError that begins with `otherwise` if this is not the name of a mesh axis."""
     if not isinstance(name, str) or name not in MESH_AXES:
-        hint = suggest(name, MESH_AXES) if isinstance(name, str) else ""
+        if isinstance(name, str):
+            hint = suggest(name, MESH_AXES)
+        else:
+            hint = ""
         raise UserError(f"{otherwise} {short(name)}{hint}: mesh axes are {', '.join(MESH_AXES)}")
 
 
@@ -85,7 +99,11 @@ def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
     return {axis: max(size, 1) * getattr(mesh.dcn, axis) for axis, size in axis_sizes(mesh).items()}
 
 
-def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[MeshAxis, int]:
+def resolve(
+    spec: MeshSpec,
+    device_count: int,
+    available: str = "",
+) -> dict[MeshAxis, int]:
     """The size of each axis inside a slice, with -1 filled in.
 
     Args:
@@ -94,39 +112,61 @@ def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[Mesh
       available: how a message calls these devices; empty means `64 are here`.
 
     Raises:
-      UserError: an axis whose size is no whole number, 0 or below -1, two axes of -1, or a product that is not
-        `device_count`.
+      UserError: an axis whose size is no whole number, 0 or below -1, two axes of -1, or a product
+        that is not `device_count`.
     """
     sizes = axis_sizes(spec)
-    for name, size in [*sizes.items(), *((f"dcn.{axis}", n) for axis, n in asdict(spec.dcn).items())]:
+    for name, size in [
+        *sizes.items(),
+        *((f"dcn.{axis}", n) for axis, n in asdict(spec.dcn).items()),
+    ]:
         require_whole("a mesh", f"mesh.{name}", size)
         if size < 1 and (size != -1 or name.startswith("dcn.")):
-            raise UserError(f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)")
+            raise UserError(
+                f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)"
+            )
     free: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         both = " and ".join(free)
-        raise UserError(f"mesh has {both} = -1: only one axis can take what is left, give the others a size")
+        raise UserError(
+            f"mesh has {both} = -1: only one axis can take what is left, give the others a size"
+        )
     slices = math.prod(asdict(spec.dcn).values())
     fixed = math.prod(size for size in sizes.values() if size != -1) * slices
     if fixed == device_count or (free and device_count % fixed == 0):
         return sizes | dict.fromkeys(free, device_count // fixed)
     here = available or f"{device_count} {'is' if device_count == 1 else 'are'} here"
     given = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
-    shape = (describe(given) if given else "of 1 device") + (f" over {slices} slices" if slices > 1 else "")
-    needs = f"a multiple of {fixed} devices" if free else f"{fixed} device{'s' if fixed > 1 else ''}"
-    raise UserError(f"mesh {shape} needs {needs}, {here}: {_suggestion(sizes, device_count, slices)}")
+    shape = (describe(given) if given else "of 1 device") + (
+        f" over {slices} slices" if slices > 1 else ""
+    )
+    if free:
+        needs = f"a multiple of {fixed} devices"
+    else:
+        needs = f"{fixed} device{'s' if fixed > 1 else ''}"
+    raise UserError(
+        f"mesh {shape} needs {needs}, {here}: {_suggestion(sizes, device_count, slices)}"
+    )
 
 
 def _suggestion(sizes: dict[MeshAxis, int], device_count: int, slices: int) -> str:
-    """Advice to change one axis so that the mesh fits: the largest axis for which that is possible."""
+    """Advice to change one axis so that the mesh fits: the largest axis for which that is
+    possible.
+    """
     per_slice, rest = divmod(device_count, slices)
     if rest:
         return f"{slices} slices do not divide them, so change the sizes of mesh.dcn"
-    for axis, size in sorted(sizes.items(), key=lambda item: -item[1]):
+    for axis, size in sorted(
+        sizes.items(),
+        key=lambda item: -item[1],
+    ):
         others = math.prod(n for a, n in sizes.items() if a != axis and n != -1)
         if size > 1 and per_slice % others == 0:
             left = per_slice // others
-            fits = left if -1 not in sizes.values() else largest_divisor(left, size)
+            if -1 not in sizes.values():
+                fits = left
+            else:
+                fits = largest_divisor(left, size)
             return f"try mesh.{axis}={fits}"
     if all(size == 1 for size in sizes.values()):
         return f"try mesh.data={per_slice}"
@@ -138,12 +178,15 @@ def largest_divisor(number: int, most: int) -> int:
     return next(n for n in range(most, 0, -1) if number % n == 0)
 
 
-def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+def make_mesh(
+    spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None, **sizes: int
+) -> Mesh:
     """A mesh with all six axes (most of size 1), devices placed by topology.
 
-    On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the slices, or on GPU the
-    processes, form the outer blocks (`create_hybrid_device_mesh`); simulated slices are consecutive devices. Axis types
-    are always Auto, because `with_sharding_constraint` raises under Explicit, which is jax's default.
+    On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the
+    slices, or on GPU the processes, form the outer blocks (`create_hybrid_device_mesh`); simulated
+    slices are consecutive devices. Axis types are always Auto, because `with_sharding_constraint`
+    raises under Explicit, which is jax's default.
 
     Args:
       spec: the sizes by axis.
@@ -151,19 +194,29 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
       sizes: in place of a spec: `make_mesh(data=2, fsdp=-1)`. An axis of -1 takes what is left.
 
     Raises:
-      UserError: a name is not a mesh axis, an argument is of another type, or the sizes do not match the devices.
+      UserError: a name is not a mesh axis, an argument is of another type, or the sizes do not
+        match the devices.
     """
     for axis in sizes:
         require_mesh_axis(axis, "make_mesh: no mesh axis")
     if spec is not None and not isinstance(spec, MeshSpec):
-        raise UserError(f"make_mesh takes a MeshSpec, or sizes by name, and was given {short(spec)}: {_by_name(spec)}")
+        raise UserError(
+            f"make_mesh takes a MeshSpec, or sizes by name, and was given {short(spec)}: "
+            f"{_by_name(spec)}"
+        )
     if spec is not None and sizes:
-        raise UserError(f"make_mesh takes a MeshSpec or sizes, and was given both: {describe(sizes)}")
+        raise UserError(
+            f"make_mesh takes a MeshSpec or sizes, and was given both: {describe(sizes)}"
+        )
     spec = spec or MeshSpec(**sizes)  # pyright: ignore[reportArgumentType]
     devices = _list_devices(devices)
     ici = tuple(resolve(spec, len(devices)).values())
     dcn = tuple(getattr(spec.dcn, axis) for axis in MESH_AXES)
-    if math.prod(dcn) > 1 and devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
+    if (
+        math.prod(dcn) > 1
+        and devices[0].platform == "cpu"
+        and len({device.process_index for device in devices}) == 1
+    ):
         grid = _simulate_slices(devices, ici, dcn)
     elif math.prod(dcn) > 1:
         one_slice = len({getattr(device, "slice_index", 0) for device in devices}) == 1
@@ -171,7 +224,9 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
         try:
             grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **more)
         except ValueError as error:
-            raise UserError(f"mesh.dcn {asdict(spec.dcn)} does not fit the slices here: {error}") from error
+            raise UserError(
+                f"mesh.dcn {asdict(spec.dcn)} does not fit the slices here: {error}"
+            ) from error
     else:
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -179,7 +234,10 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
 
 def _by_name(spec: object) -> str:
     """What to write in place of what is no MeshSpec."""
-    sizes = spec if isinstance(spec, Mapping) and all(axis in MESH_AXES for axis in spec) else {"data": -1}
+    if isinstance(spec, Mapping) and all(axis in MESH_AXES for axis in spec):
+        sizes = spec
+    else:
+        sizes = {"data": -1}
     return f"write make_mesh({', '.join(f'{axis}={size!r}' for axis, size in sizes.items())})"
 
 
@@ -190,14 +248,21 @@ def _list_devices(devices: object) -> list[jax.Device]:
     found: list[Any] = list(devices) if isinstance(devices, Iterable) else []
     if not found or not all(hasattr(device, "platform") for device in found):
         raise UserError(
-            f"make_mesh takes devices as a list of jax's devices, and was given {short(devices)}: write "
+            "make_mesh takes devices as a list of jax's devices, and was given "
+            f"{short(devices)}: write "
             "devices=jax.devices()[:4], for one"
         )
     return found
 
 
-def _simulate_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
-    """The grid that `create_hybrid_device_mesh` would make if consecutive devices formed the slices."""
+def _simulate_slices(
+    devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]
+) -> np.ndarray:
+    """The grid that `create_hybrid_device_mesh` would make if consecutive devices formed the
+    slices.
+    """
     blocks = mesh_utils.create_device_mesh((*dcn, *ici), devices)
     outer_inner = [place for axis in range(len(ici)) for place in (axis, len(ici) + axis)]
-    return blocks.transpose(outer_inner).reshape([outer * inner for outer, inner in zip(dcn, ici, strict=True)])
+    return blocks.transpose(outer_inner).reshape(
+        [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
+    )

@@ -1,7 +1,9 @@
-"""Keys of earlier versions that files, run folders, programs and command lines may still have, as what they mean now.
+"""Keys of earlier versions that files, run folders, programs and command lines may still have, as
+what they mean now.
 
-`train.min_learning_rate` was the rate at which the schedule ended. It stayed where it was when `train.learning_rate`
-was lowered, and then the rate rose to it. `train.min_learning_rate_ratio` is a share of `train.learning_rate` instead.
+`train.min_learning_rate` was the rate at which the schedule ended. It stayed where it was when
+`train.learning_rate` was lowered, and then the rate rose to it. `train.min_learning_rate_ratio` is
+a share of `train.learning_rate` instead.
 """
 
 from __future__ import annotations
@@ -31,17 +33,25 @@ def floor_ratio(floor: Any, peak: Any, origin: str) -> float:
     if isinstance(floor, bool) or not isinstance(floor, int | float):
         raise UserError(f"{origin}: {OLD_FLOOR} is a number, found {floor!r}")
     if not 0 <= floor <= sys.float_info.max:
-        raise UserError(f"{origin}: {OLD_FLOOR} is a finite number of 0 or more, found {short(floor)}")
+        raise UserError(
+            f"{origin}: {OLD_FLOOR} is a finite number of 0 or more, found {short(floor)}"
+        )
     if isinstance(peak, bool) or not isinstance(peak, int | float) or peak == 0:
         return 0.0  # the learning rate is what is refused
     try:
         ratio = floor / peak
     except OverflowError as error:  # of whole numbers
-        raise UserError(f"{origin}: {OLD_FLOOR} and train.learning_rate are too large: found {short(floor)}") from error
+        raise UserError(
+            f"{origin}: {OLD_FLOOR} and train.learning_rate are too large: found {short(floor)}"
+        ) from error
     return float(f"{ratio:.{_DIGITS}g}")
 
 
-def renew_tables(tables: Mapping[str, Any], default_peak: float, origin: str) -> Mapping[str, Any]:
+def renew_tables(
+    tables: Mapping[str, Any],
+    default_peak: float,
+    origin: str,
+) -> Mapping[str, Any]:
     """Return the tables of a TOML file with the keys of today.
 
     Args:
@@ -53,7 +63,8 @@ def renew_tables(tables: Mapping[str, Any], default_peak: float, origin: str) ->
       UserError: the file has the old key and the new one, or the old one is not a number.
     """
     train = tables.get("train")
-    old, new = OLD_FLOOR.partition(".")[2], FLOOR.partition(".")[2]
+    old = OLD_FLOOR.partition(".")[2]
+    new = FLOOR.partition(".")[2]
     if not isinstance(train, Mapping) or old not in train:
         return tables
     if new in train:
@@ -65,7 +76,11 @@ def renew_tables(tables: Mapping[str, Any], default_peak: float, origin: str) ->
     return {**tables, "train": {**kept, new: ratio}}
 
 
-def renew_changes(changes: Mapping[str, Any], peak: float, origin: str) -> Mapping[str, Any]:
+def renew_changes(
+    changes: Mapping[str, Any],
+    peak: float,
+    origin: str,
+) -> Mapping[str, Any]:
     """Do the same for dotted keys, such as `{"train.min_learning_rate": 1e-5}`.
 
     Args:
@@ -81,4 +96,7 @@ def renew_changes(changes: Mapping[str, Any], peak: float, origin: str) -> Mappi
     if FLOOR in changes:
         raise UserError(f"{origin}: {OLD_FLOOR} and {FLOOR} say the same thing: keep {FLOOR}")
     ratio = floor_ratio(changes[OLD_FLOOR], changes.get("train.learning_rate", peak), origin)
-    return {**{key: value for key, value in changes.items() if key != OLD_FLOOR}, FLOOR: ratio}
+    return {
+        **{key: value for key, value in changes.items() if key != OLD_FLOOR},
+        FLOOR: ratio,
+    }

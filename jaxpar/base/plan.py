@@ -1,4 +1,6 @@
-"""How a model runs on devices: a layout, the forms of its collectives, its schedule, what it keeps, its dtypes."""
+"""How a model runs on devices: a layout, the forms of its collectives, its schedule, what it keeps,
+its dtypes.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +26,41 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
 class Overlap:
     """How the linears gather and scatter the sequence.
 
-    `xla` is a collective before or after the matmul. `ring` sends parts from neighbour to neighbour beside parts of the
-    matmul, and `bidirectional` sends half of them each way. `auto` takes the fastest of the three at each site: see
-    `jaxpar.plan.choose_overlap`.
+    `xla` is a collective before or after the matmul. `ring` sends parts from neighbour to neighbour
+    beside parts of the matmul, and `bidirectional` sends half of them each way. `auto` takes the
+    fastest of the three at each site: see `jaxpar.plan.choose_overlap`.
     """
 
     gather: Literal[Form, "auto"] = "xla"
     """How the input is gathered before the matmul, and the output's gradient in the backward."""
     scatter: Literal[Form, "auto"] = "xla"
-    """How the output is summed and scattered after the matmul, and the input's gradient in the backward."""
+    """How the output is summed and scattered after the matmul, and the input's gradient in the
+    backward.
+    """
     heads_gather: Literal[Form, "same"] = "same"
-    """The form of `gather` for q, k, v and the attention's output alone; `same` is that of `gather`."""
+    """The form of `gather` for q, k, v and the attention's output alone; `same` is that of
+    `gather`.
+    """
     heads_scatter: Literal[Form, "same"] = "same"
     mlp_gather: Literal[Form, "same"] = "same"
     """The form of `gather` for the linears of the MLP alone."""
     mlp_scatter: Literal[Form, "same"] = "same"
     domino: Literal["off", "on", "auto"] = "off"
-    """Whether each block runs on two halves of a device's sequences, so that one half's collectives may hide behind the
-    other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
+    """Whether each block runs on two halves of a device's sequences, so that one half's collectives
+    may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
 
     def form(self, move: Move, site: LogicalAxis | None) -> Form:
-        """The form of a move at the linears whose hidden dim is `site`; a UserError where it is still `auto`."""
+        """The form of a move at the linears whose hidden dim is `site`; a UserError where it is
+        still `auto`.
+        """
         form = getattr(self, f"{site}_{move}", "same")
-        form = getattr(self, move) if form == "same" else form
+        if form == "same":
+            form = getattr(self, move)
         if form == "auto":
-            raise UserError(f"overlap.{move} is auto, which train and rehearse choose: here, try overlap.{move}=xla")
+            raise UserError(
+                f"overlap.{move} is auto, which train and rehearse choose: here, try "
+                f"overlap.{move}=xla"
+            )
         return cast(Form, form)
 
     def forms(self, site: LogicalAxis | None) -> tuple[Form, Form]:
@@ -57,9 +69,14 @@ class Overlap:
 
     @property
     def parts(self) -> int:
-        """The number of parts that a block's batch is cut into; a UserError where `domino` is still `auto`."""
+        """The number of parts that a block's batch is cut into; a UserError where `domino` is still
+        `auto`.
+        """
         if self.domino == "auto":
-            raise UserError("overlap.domino is auto, which train and rehearse choose: here, try overlap.domino=off")
+            raise UserError(
+                "overlap.domino is auto, which train and rehearse choose: here, try "
+                "overlap.domino=off"
+            )
         return 2 if self.domino == "on" else 1
 
 
@@ -67,7 +84,8 @@ class Overlap:
 class Context:
     """How attention sees a sequence that is split over devices (`attention_seq`).
 
-    `ring` sends keys and values round, and `ulysses` splits the heads instead. See `jaxpar.parallel.context`.
+    `ring` sends keys and values round, and `ulysses` splits the heads instead. See
+    `jaxpar.parallel.context`.
     """
 
     strategy: Strategy = "ring"
@@ -75,30 +93,36 @@ class Context:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How microbatches go through the stages of a mesh with `stage` above 1: see `jaxpar.parallel.pipeline`."""
+    """How microbatches go through the stages of a mesh with `stage` above 1: see
+    `jaxpar.parallel.pipeline`.
+    """
 
     schedule: Schedule = "1f1b"
-    """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See `parallel.pipeline.schedules`."""
+    """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See
+    `parallel.pipeline.schedules`.
+    """
     microbatches: Annotated[int, Range(0, 65_536)] = 0
-    """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts of the batch; 0 =
-    as many as the batch allows, and at most four a stage."""
+    """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts
+    of the batch; 0 = as many as the batch allows, and at most four a stage."""
     virtual: Annotated[int, Range(1, 1_024)] = 1
     """The number of chunks of layers that each stage has. The bubble is so many times smaller."""
     layers: tuple[Annotated[int, Range(0, 10_000)], ...] = ()
-    """The number of layers of each virtual stage, first to last; empty = as even as can be, with the fewest in the
-    first and the last."""
+    """The number of layers of each virtual stage, first to last; empty = as even as can be, with
+    the fewest in the first and the last."""
     stash: Literal["blocks", "stage"] = "blocks"
-    """What is kept between forward and backward where blocks are recomputed: `blocks` keeps what memory.policy keeps of
-    each block, `stage` keeps the input of the stage alone and runs its forward once more."""
+    """What is kept between forward and backward where blocks are recomputed: `blocks` keeps what
+    memory.policy keeps of each block, `stage` keeps the input of the stage alone and runs its
+    forward once more."""
 
 
 @dataclass(frozen=True)
 class Plan(Layout):
-    """How a model runs on devices, and nothing about what it computes: a layout, and how its ops are done.
+    """How a model runs on devices, and nothing about what it computes: a layout, and how its ops
+    are done.
 
-    It is hashable, so it may be a static argument. Its fields beside the layout's are settings of a config, which says
-    more of each (`base.config`): those of `memory` that concern the step, where `policy` is called `remat` here, those
-    of `precision`, and `kernels.attention`.
+    It is hashable, so it may be a static argument. Its fields beside the layout's are settings of a
+    config, which says more of each (`base.config`): those of `memory` that concern the step, where
+    `policy` is called `remat` here, those of `precision`, and `kernels.attention`.
     """
 
     remat: Policy = "none"
@@ -108,9 +132,13 @@ class Plan(Layout):
     context: Context = Context()
     """How attention sees a sequence that is split."""
     loss_mib: int = 4096
-    """MiB of a device that the loss may hold: some tokens' scores, the gathered vocabulary matrix and its gradient."""
+    """MiB of a device that the loss may hold: some tokens' scores, the gathered vocabulary matrix
+    and its gradient.
+    """
     attention: str = "auto"
-    """One of `kernels.attention.dispatch.Implementation`, or `auto`: the first of them that serves."""
+    """One of `kernels.attention.dispatch.Implementation`, or `auto`: the first of them that
+    serves.
+    """
     pipeline: Pipeline = Pipeline()
     """How microbatches go through stages."""
     keep: Keep = field(default_factory=Keep)
@@ -129,12 +157,18 @@ class Plan(Layout):
     @property
     def moments_text(self) -> str:
         """The dtypes of the optimizer's moments of matrices, as a table says it."""
-        return "float32" if self.moments == "float32" else f"{self.moments} and float32"
+        if self.moments == "float32":
+            return "float32"
+        return f"{self.moments} and float32"
 
     @property
     def recomputes(self) -> bool:
-        """Whether a block computes or fetches anything again in its backward, or keeps anything in host memory."""
-        keeps_all = self.remat == "none" and set(actions(self.remat, self.keep).values()) == {"save"}
+        """Whether a block computes or fetches anything again in its backward, or keeps anything in
+        host memory.
+        """
+        keeps_all = self.remat == "none" and set(actions(self.remat, self.keep).values()) == {
+            "save"
+        }
         return self.parameters == "offload" or not keeps_all
 
     @property
@@ -149,12 +183,18 @@ class Plan(Layout):
     @property
     def offloads(self) -> tuple[str, ...]:
         """The activations that are kept in host memory."""
-        return tuple(name for name, action in actions(self.remat, self.keep).items() if action == "offload")
+        return tuple(
+            name for name, action in actions(self.remat, self.keep).items() if action == "offload"
+        )
 
 
 def is_matrix(axes: Axes) -> bool:
-    """Whether a parameter with these logical axes maps from or to the embed dim or a low rank: no norm, no bias."""
-    return ("embed" in axes or "rank" in axes) and len([axis for axis in axes if axis != "layers"]) > 1
+    """Whether a parameter with these logical axes maps from or to the embed dim or a low rank: no
+    norm, no bias.
+    """
+    return ("embed" in axes or "rank" in axes) and len(
+        [axis for axis in axes if axis != "layers"]
+    ) > 1
 
 
 def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
@@ -163,24 +203,36 @@ def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
 
 
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
-    """The dtype of the sums of a parameter's gradients over microbatches; those of vectors are always float32."""
+    """The dtype of the sums of a parameter's gradients over microbatches; those of vectors are
+    always float32.
+    """
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
 
 
 def late_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
-    """The mesh axes over which gradients are summed once a step, after the last microbatch, rather than for each one.
+    """The mesh axes over which gradients are summed once a step, after the last microbatch, rather
+    than for each one.
 
-    These are the outermost axes that split the batch and nothing else, so that each device can hold sums of its own.
-    There are none under ZeRO-1, where the state is split over them too: a device would hold the whole gradient. Nor are
-    there any where a result depends on the whole microbatch, as with dropout and the balance of experts.
+    These are the outermost axes that split the batch and nothing else, so that each device can hold
+    sums of its own. There are none under ZeRO-1, where the state is split over them too: a device
+    would hold the whole gradient. Nor are there any where a result depends on the whole microbatch,
+    as with dropout and the balance of experts.
     """
     if accumulation == 1 or whole or plan.size("stage") > 1:
         return ()
     axes: list[LogicalAxis] = [axis for axis in get_args(LogicalAxis) if axis != "batch"]
     others = {mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis)}
-    return next(first for first in first_axes(plan.mesh_axes("batch")) if not others.intersection(first))
+    return next(
+        first for first in first_axes(plan.mesh_axes("batch")) if not others.intersection(first)
+    )
 
 
 def plan_of_one_place(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
     """The plan of the devices that share one place along mesh axes that split the batch alone."""
-    return replace(plan, rules=replace(plan.rules, batch=drop_axes(plan.rules.batch, tuple(mesh_axes))))
+    return replace(
+        plan,
+        rules=replace(
+            plan.rules,
+            batch=drop_axes(plan.rules.batch, tuple(mesh_axes)),
+        ),
+    )

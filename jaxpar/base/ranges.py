@@ -1,4 +1,5 @@
-"""The range of every number of a schema, which stands beside its type: `Annotated[int, Range(1, 4096)]`.
+"""The range of every number of a schema, which stands beside its type: `Annotated[int, Range(1,
+4096)]`.
 
 NaN and infinity are in no range.
 """
@@ -54,7 +55,8 @@ def number_text(value: float) -> str:
 
 @functools.cache
 def ranges(schema: type) -> dict[str, Range]:
-    """The range of each number of a dataclass by its dotted key, `{"train.steps": Range(1, ...), ...}`.
+    """The range of each number of a dataclass by its dotted key, `{"train.steps": Range(1, ...),
+    ...}`.
 
     A tuple's range is that of its items.
     """
@@ -78,7 +80,11 @@ def _ranges_of(hint: Any, key: str) -> Iterator[tuple[str, Range]]:
         yield from _ranges(hint, f"{key}.")
 
 
-def require_ranges(schema: type, values: typing.Mapping[str, Any], inside: str = "") -> None:
+def require_ranges(
+    schema: type,
+    values: typing.Mapping[str, Any],
+    inside: str = "",
+) -> None:
     """Refuse a number that is not in its range.
 
     Args:
@@ -101,8 +107,13 @@ def require_ranges(schema: type, values: typing.Mapping[str, Any], inside: str =
 
 
 def range_rows(schema: type, defaults: typing.Mapping[str, Any]) -> list[str]:
-    """The rows of a table in Markdown with the key, the default and the range of each number of a schema."""
-    return [f"| `{key}` | {_default_text(defaults[key])} | {allowed} |" for key, allowed in ranges(schema).items()]
+    """The rows of a table in Markdown with the key, the default and the range of each number of a
+    schema.
+    """
+    return [
+        f"| `{key}` | {_default_text(defaults[key])} | {allowed} |"
+        for key, allowed in ranges(schema).items()
+    ]
 
 
 def _default_text(value: Any) -> str:
@@ -112,9 +123,15 @@ def _default_text(value: Any) -> str:
 def out_of_range(key: str, value: float, allowed: Range) -> str:
     """The sentence about a number that is not in its range."""
     huge = isinstance(value, int) and value.bit_length() > 64
-    said = f"(a number of {int(value).bit_length()} bits)" if huge else value
+    if huge:
+        said = f"(a number of {int(value).bit_length()} bits)"
+    else:
+        said = value
     why = f": {allowed.why}" if allowed.why else ""
     if isinstance(value, int) and value < allowed.least and not allowed.also:
         return f"{key}={said} is below {allowed.least}, which is the least that it can be{why}"
     alone = "".join(f", nor {number_text(other)}" for other in allowed.also)
-    return f"{key}={said} is not in [{number_text(allowed.least)}, {number_text(allowed.most)}]{alone}{why}"
+    return (
+        f"{key}={said} is not in [{number_text(allowed.least)}, "
+        f"{number_text(allowed.most)}]{alone}{why}"
+    )

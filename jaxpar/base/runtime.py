@@ -1,4 +1,6 @@
-"""The start of JAX, before which its platform must be set, what is cached, and the processes of a run."""
+"""The start of JAX, before which its platform must be set, what is cached, and the processes of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +30,33 @@ from jaxpar.base.mesh import MeshSpec, devices_needed
 
 T = TypeVar("T")
 
-# JAX's default, and ours: a program of 10 ms is worth keeping (a run's first save compiles 80 of 20 ms each), and a
-# folder has an end.
-_CACHE = {"jax_persistent_cache_min_compile_time_secs": (1.0, 0.01), "jax_compilation_cache_max_size": (-1, 2 << 30)}
+# JAX's default, and ours: a program of 10 ms is worth keeping (a run's first save compiles 80 of 20
+# ms each), and a folder has an end.
+_CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": (1.0, 0.01),
+    "jax_compilation_cache_max_size": (-1, 2 << 30),
+}
 COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _MOST_SIMULATED = 4096  # CPU devices: they start in seconds and 0.7 GB
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
-_FIX = {"auto": "unset JAX_PLATFORMS", "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
-        "gpu": "pip install 'jaxpar[cuda]' on a machine that has one"}  # fmt: skip
+_FIX = {
+    "auto": "unset JAX_PLATFORMS",
+    "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
+    "gpu": "pip install 'jaxpar[cuda]' on a machine that has one",
+}
 
 
 def start(spec: MeshSpec) -> list[jax.Device]:
-    """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are here.
+    """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are
+    here.
 
-    Called after JAX has started, as in a notebook, it only checks. On GPUs JAX's pool is that of `wide_gpu_pool`.
-    Compiled programs are kept: see `keep_programs`.
+    Called after JAX has started, as in a notebook, it only checks. On GPUs JAX's pool is that of
+    `wide_gpu_pool`. Compiled programs are kept: see `keep_programs`.
 
     Raises:
-      UserError: a TPU or GPU is asked for and absent, or JAX has already started on another platform or with too few
-        CPU devices.
+      UserError: a TPU or GPU is asked for and absent, or JAX has already started on another
+        platform or with too few CPU devices.
     """
     keep_programs()
     if spec.platform != "auto":
@@ -58,11 +67,15 @@ def start(spec: MeshSpec) -> list[jax.Device]:
         count = devices_needed(spec)
         if count > _MOST_SIMULATED:
             raise UserError(
-                f"the mesh asks for {count:,} simulated CPU devices: at most {_MOST_SIMULATED:,} are made (`jaxpar "
+                f"the mesh asks for {count:,} simulated CPU devices: at most "
+                f"{_MOST_SIMULATED:,} are made (`jaxpar "
                 "rehearse --target` compiles for any number of chips)"
             )
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
-            processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
+            if spec.distributed:
+                processes = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+            else:
+                processes = 1
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
     widen_cpu_pool(jax.config.values["jax_num_cpu_devices"])
     if spec.distributed and not jax.distributed.is_initialized():
@@ -73,46 +86,59 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise UserError(
-            f"mesh.platform is {spec.platform!r} and JAX cannot start it ({reason}): {_FIX[spec.platform]}, "
+            f"mesh.platform is {spec.platform!r} and JAX cannot start it ({reason}): "
+            f"{_FIX[spec.platform]}, "
             "or mesh.platform=cpu to simulate the mesh here"
         ) from error
     found = devices[0].platform
-    if spec.platform not in ("auto", found):  # JAX also passes over `cuda` without a word where it sees no GPU
+    # JAX also passes over `cuda` without a word where it sees no GPU
+    if spec.platform not in ("auto", found):
         raise UserError(
-            f"mesh.platform is {spec.platform!r} and JAX runs on {found}: {_FIX[spec.platform]}, or mesh.platform="
-            "cpu to simulate the mesh here (a notebook must restart first: JAX stays on the platform it began with)"
+            f"mesh.platform is {spec.platform!r} and JAX runs on {found}: "
+            f"{_FIX[spec.platform]}, or mesh.platform="
+            "cpu to simulate the mesh here (a notebook must restart first: JAX stays on the "
+            "platform it began with)"
         )
     if spec.platform == "cpu" and jax.process_count() == 1:
         needed = devices_needed(spec)
         if len(devices) < needed:
             raise UserError(
-                f"{needed} simulated CPU devices are needed and JAX has started with {len(devices)}: call "
-                f"jax.config.update('jax_num_cpu_devices', {needed}) before anything uses JAX, or restart the notebook"
+                f"{needed} simulated CPU devices are needed and JAX has started with "
+                f"{len(devices)}: call "
+                f"jax.config.update('jax_num_cpu_devices', {needed}) before anything uses JAX, "
+                "or restart the notebook"
             )
         devices = devices[:needed]
     return devices
 
 
 def _join(platform: str) -> None:
-    """Join the other processes of a run, or raise a UserError where they, or the chips of `platform`, are not found.
+    """Join the other processes of a run, or raise a UserError where they, or the chips of
+    `platform`, are not found.
 
-    On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID say who they are.
+    On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID say who they are.
     """
-    count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+    count = os.environ.get("JAX_NUM_PROCESSES")
+    index = os.environ.get("JAX_PROCESS_ID")
     try:
         jax.distributed.initialize(
-            num_processes=None if count is None else int(count), process_id=None if index is None else int(index)
+            num_processes=None if count is None else int(count),
+            process_id=None if index is None else int(index),
         )
     except (RuntimeError, ValueError) as error:
         if platform in _DEVICES and not _device_files(platform):
             raise UserError(
-                f"mesh.platform is {platform!r} and no {platform.upper()} is here: start it on each host that has "
-                "some; here `jaxpar show` and `verify` simulate the mesh, and `rehearse --target` compiles for it"
+                f"mesh.platform is {platform!r} and no {platform.upper()} is here: start it on "
+                "each host that has "
+                "some; here `jaxpar show` and `verify` simulate the mesh, and `rehearse "
+                "--target` compiles for it"
             ) from error
         raise UserError(
-            f"mesh.distributed is true and JAX cannot join the other processes ({str(error).splitlines()[0]}): start "
-            "it on a TPU pod or under Slurm, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or "
+            "mesh.distributed is true and JAX cannot join the other processes "
+            f"({str(error).splitlines()[0]}): start "
+            "it on a TPU pod or under Slurm, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
+            "JAX_PROCESS_ID, or "
             "mesh.distributed=False for this machine alone"
         ) from error
 
@@ -129,10 +155,11 @@ _OWN_POOL = (_POOL, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCAT
 
 @contextlib.contextmanager
 def wide_gpu_pool() -> Iterator[None]:
-    """Let JAX's pool take `GPU_POOL` of a GPU's memory, in place of its three quarters, if it starts within.
+    """Let JAX's pool take `GPU_POOL` of a GPU's memory, in place of its three quarters, if it
+    starts within.
 
-    Where the user has set a share or an allocator, that stands. What was set is taken back, so that processes that are
-    started later find only what the user has set.
+    Where the user has set a share or an allocator, that stands. What was set is taken back, so that
+    processes that are started later find only what the user has set.
     """
     if any(name in os.environ for name in _OWN_POOL):
         yield
@@ -146,12 +173,17 @@ def wide_gpu_pool() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_chips() -> Iterator[None]:
-    """Set what libtpu and the CUDA plugin look for while they are loaded on a machine without their chips.
+    """Set what libtpu and the CUDA plugin look for while they are loaded on a machine without their
+    chips.
 
-    Without it libtpu writes five lines of errors about the missing machine and refuses a second process, which only a
-    real chip has to. The CUDA plugin wants libraries that only running needs, and otherwise leaves its compiler out.
+    Without it libtpu writes five lines of errors about the missing machine and refuses a second
+    process, which only a real chip has to. The CUDA plugin wants libraries that only running needs,
+    and otherwise leaves its compiler out.
     """
-    settings = {} if _device_files("gpu") else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    if _device_files("gpu"):
+        settings = {}
+    else:
+        settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it sees no TPU
         settings |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
         settings["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -167,35 +199,51 @@ def without_chips() -> Iterator[None]:
 def keep_heap() -> bool:
     """Keep freed memory in the process, and return whether that was possible: it needs glibc.
 
-    It must come before JAX starts its threads. XLA:CPU allocates a step's temporaries anew each step. glibc hands
-    blocks above 32 MiB back to the kernel when they are freed, and every page is then faulted in again: the step of the
-    Shakespeare recipe took 1.3 times as long. Blocks above 64 MiB, which is all that a thread's heap can hold, are
-    still handed back.
+    It must come before JAX starts its threads. XLA:CPU allocates a step's temporaries anew each
+    step. glibc hands blocks above 32 MiB back to the kernel when they are freed, and every page is
+    then faulted in again: the step of the Shakespeare recipe took 1.3 times as long. Blocks above
+    64 MiB, which is all that a thread's heap can hold, are still handed back.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    else:
+        mallopt = None
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    trim_threshold = -1
+    mmap_threshold = -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     return bool(mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def widen_cpu_pool(devices: int) -> None:
-    """Give XLA:CPU more threads than simulated devices, unless PJRT_NPROC is set. It must come before JAX starts.
+    """Give XLA:CPU more threads than simulated devices, unless PJRT_NPROC is set. It must come
+    before JAX starts.
 
-    A collective blocks a thread of this pool until its peers arrive, and a device may be inside several at once, of
-    this step and of the next. With as many threads as devices, the default on a small machine, the last peer may find
-    no thread free. A small LLaMA on 8 devices and 2 cores with 8 threads was killed by XLA's watchdog in 3 of 11 runs
-    and did not finish in time in 4 more; with 32 threads or more, 9 of 9 runs finished.
+    A collective blocks a thread of this pool until its peers arrive, and a device may be inside
+    several at once, of this step and of the next. With as many threads as devices, the default on a
+    small machine, the last peer may find no thread free. A small LLaMA on 8 devices and 2 cores
+    with 8 threads was killed by XLA's watchdog in 3 of 11 runs and did not finish in time in 4
+    more; with 32 threads or more, 9 of 9 runs finished.
     """
     if devices > 1:
-        os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
+        os.environ.setdefault(
+            "PJRT_NPROC",
+            str(
+                max(
+                    os.cpu_count() or 1,
+                    min(4 * devices, devices + 64),
+                )
+            ),
+        )
 
 
 def keep_programs() -> None:
-    """Have JAX keep compiled programs in `programs` of `cache_folder()`, so that the next process reads them.
+    """Have JAX keep compiled programs in `programs` of `cache_folder()`, so that the next process
+    reads them.
 
-    JAX's own settings come first (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE), and so does an earlier call
-    in this process. Once the folder is full, the programs that were used longest ago are removed.
+    JAX's own settings come first (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE), and so
+    does an earlier call in this process. Once the folder is full, the programs that were used
+    longest ago are removed.
     """
     values = jax.config.values
     if values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
@@ -214,11 +262,16 @@ def keep_programs() -> None:
 
 
 def _processor() -> str:
-    """The kind of this machine's processor: programs use its instructions, and several machines may share a cache."""
+    """The kind of this machine's processor: programs use its instructions, and several machines may
+    share a cache.
+    """
     known = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        flags = next(
+            (line for line in lines if line.startswith(("flags", "Features"))),
+            "",
+        )
         known += "-" + hashlib.sha256(flags.encode()).hexdigest()[:8]
     return known
 
@@ -231,7 +284,9 @@ def memory_of(device: jax.Device) -> int:
 
 
 def machine_memory() -> int:
-    """The bytes of memory that this machine has, or that its container may use; 0 where that is not known."""
+    """The bytes of memory that this machine has, or that its container may use; 0 where that is not
+    known.
+    """
     limits = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -241,7 +296,9 @@ def machine_memory() -> int:
 
 
 def versions(packages: Sequence[str] = COMPILING) -> dict[str, str]:
-    """The versions of packages, as far as they are installed: of those that decide what a program is compiled to."""
+    """The versions of packages, as far as they are installed: of those that decide what a program
+    is compiled to.
+    """
     found = {}
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
@@ -251,7 +308,8 @@ def versions(packages: Sequence[str] = COMPILING) -> dict[str, str]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that takes the name `path` once all of it is written, and is removed if that fails.
+    """Open a file for writing that takes the name `path` once all of it is written, and is removed
+    if that fails.
 
     Readers see the file whole or not at all, also while others write it; its folder is made.
 
@@ -272,12 +330,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error of the system that keeps a file from being written into a UserError that names the file."""
+    """Turn an error of the system that keeps a file from being written into a UserError that names
+    the file.
+    """
     try:
         yield
     except OSError as error:
         names = {str(name) for name in (error.filename, error.filename2) if name is not None}
-        elsewhere = [name for name in names if Path(name).parent not in (path.parent, *path.parent.parents)]
+        elsewhere = [
+            name for name in names if Path(name).parent not in (path.parent, *path.parent.parents)
+        ]
         if elsewhere:  # something that is read while the file is written
             raise
         why = "look at its folder, and at the space that is left there"
@@ -291,19 +353,23 @@ def write_whole(path: Path, text: str | bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder `jaxpar` under $XDG_CACHE_HOME, or under ~/.cache where that is not an absolute path."""
+    """The folder `jaxpar` under $XDG_CACHE_HOME, or under ~/.cache where that is not an
+    absolute path.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "jaxpar"
 
 
-# What goes wrong in one process of a run, or asks one to stop, reaches all of them. Otherwise the others would wait in
-# the next collective for a process that has left.
+# What goes wrong in one process of a run, or asks one to stop, reaches all of them. Otherwise the
+# others would wait in the next collective for a process that has left.
 
 
 def run_together(run: Callable[[], T]) -> T:
-    """Call `run`, in which no collective may stand, and return its result once it has returned on every process.
+    """Call `run`, in which no collective may stand, and return its result once it has returned on
+    every process.
 
-    All processes must call this. Where `run` fails, its own error is raised, and on all others a UserError.
+    All processes must call this. Where `run` fails, its own error is raised, and on all others a
+    UserError.
     """
     if jax.process_count() == 1:
         return run()
@@ -313,8 +379,14 @@ def run_together(run: Callable[[], T]) -> T:
     except Exception as caught:  # whatever it is, the others wait
         error = caught
     said = "" if error is None else str(error) or repr(error)
-    rows = multihost_utils.process_allgather(np.frombuffer(said.encode()[:500].ljust(500), np.uint8))
-    failed = [(index, text) for index, row in enumerate(rows) if (text := bytes(row).decode(errors="ignore").strip())]
+    rows = multihost_utils.process_allgather(
+        np.frombuffer(said.encode()[:500].ljust(500), np.uint8)
+    )
+    failed = [
+        (index, text)
+        for index, row in enumerate(rows)
+        if (text := bytes(row).decode(errors="ignore").strip())
+    ]
     if error is None and failed:
         error = UserError(f"process {failed[0][0]} cannot go on, so none can: {failed[0][1]}")
     if error is not None:
@@ -334,20 +406,30 @@ _TOGETHER = "raised_on_all_processes"
 
 
 def raised_together(error: BaseException) -> bool:
-    """Whether every process leaves with an error now, as from `run_together`, so that they can still save together."""
+    """Whether every process leaves with an error now, as from `run_together`, so that they can
+    still save together.
+    """
     return jax.process_count() == 1 or getattr(error, _TOGETHER, False)
 
 
 class Batches(Generic[T]):
-    """This process's batches, which end together with the other processes' where one cannot be read.
+    """This process's batches, which end together with the other processes' where one cannot be
+    read.
 
-    A single process raises the error at once. Of several, the one that fails calls `failing`, keeps its error for
-    `require` and goes on with `empty` batches until all stop. What is computed of those counts for nothing, so call
-    `require` before it is used.
+    A single process raises the error at once. Of several, the one that fails calls `failing`, keeps
+    its error for `require` and goes on with `empty` batches until all stop. What is computed of
+    those counts for nothing, so call `require` before it is used.
     """
 
-    def __init__(self, source: Iterator[T], empty: T, failing: Callable[[], object] = lambda: None):
-        self._source, self._empty, self._failing = source, empty, failing
+    def __init__(
+        self,
+        source: Iterator[T],
+        empty: T,
+        failing: Callable[[], object] = lambda: None,
+    ):
+        self._source = source
+        self._empty = empty
+        self._failing = failing
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -386,23 +468,31 @@ class Batches(Generic[T]):
 
 
 def ask_to_stop() -> None:
-    """Have all processes stop at a step that JAX's preemption service chooses, a few seconds later."""
+    """Have all processes stop at a step that JAX's preemption service chooses, a few seconds
+    later.
+    """
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Give a function `stop(step)`: whether to save and stop after this step, because of Ctrl-C or SIGTERM.
+    """Give a function `stop(step)`: whether to save and stop after this step, because of Ctrl-C or
+    SIGTERM.
 
-    A second Ctrl-C kills. Each process calls the function once a step, with the steps in order. Of several
-    processes the signal may reach one only: JAX's preemption service has all of them stop after the same step.
+    A second Ctrl-C kills. Each process calls the function once a step, with the steps in order. Of
+    several processes the signal may reach one only: JAX's preemption service has all of them stop
+    after the same step.
     """
-    asked, several = threading.Event(), jax.process_count() > 1
+    asked = threading.Event()
+    several = jax.process_count() > 1
     stop = multihost_utils.reached_preemption_sync_point if several else lambda step: asked.is_set()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    if several:
+        numbers = (signal.SIGINT,)
+    else:
+        numbers = (signal.SIGINT, signal.SIGTERM)
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def ask(number: int, _: FrameType | None) -> None:

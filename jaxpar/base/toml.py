@@ -1,4 +1,6 @@
-"""Frozen dataclasses from TOML, and back: presets and files found, every key and type checked, values by dotted key."""
+"""Frozen dataclasses from TOML, and back: presets and files found, every key and type checked,
+values by dotted key.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ from jaxpar.base.meanings import meaning, suggest_preset
 
 T = TypeVar("T")
 TABLE = {"table": True}
-"""The metadata of a field that holds words `name=value`: a TOML file may write them as a table of names and values."""
+"""The metadata of a field that holds words `name=value`: a TOML file may write them as a table of
+names and values.
+"""
 
 
 def presets(package: str) -> dict[str, Traversable]:
     """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`), sorted by name."""
     files = [file for file in resources.files(package).iterdir() if file.name.endswith(".toml")]
-    return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+    return {
+        file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)
+    }
 
 
 def find_toml(name: str, package: str) -> tuple[str, str]:
@@ -45,12 +51,15 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
 
 
 def read_tables(text: str, origin: str) -> dict[str, Any]:
-    """The tables of TOML text, as nested dicts; a UserError, in which `origin` names the text, where it is no TOML."""
+    """The tables of TOML text, as nested dicts; a UserError, in which `origin` names the text,
+    where it is no TOML.
+    """
     try:
         return tomllib.loads(text)
     except RecursionError as error:
         raise UserError(f"{origin} is not valid TOML: its lists and tables are too deep") from error
-    except ValueError as error:  # of TOML, or of Python, which reads no number of thousands of digits
+    # of TOML, or of Python, which reads no number of thousands of digits
+    except ValueError as error:
         raise UserError(f"{origin} is not valid TOML: {error}") from error
 
 
@@ -59,13 +68,19 @@ def from_toml(schema: type[T], text: str, origin: str) -> T:
     return from_dict(schema, read_tables(text, origin), origin)
 
 
-def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: str = "") -> T:
+def from_dict(
+    schema: type[T],
+    value: Mapping[str, Any],
+    origin: str,
+    prefix: str = "",
+) -> T:
     """An instance of the dataclass `schema` from nested dicts, as a TOML file gives them.
 
     A message calls the source `origin` and has `prefix` before a key.
 
     Raises:
-      UserError: a key is not known (the message has the nearest one), or a value has the wrong type.
+      UserError: a key is not known (the message has the nearest one), or a value has the wrong
+        type.
     """
     hints = typing.get_type_hints(schema)
     for key in value:
@@ -73,34 +88,47 @@ def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: st
             raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
     tables = {one.name for one in dataclasses.fields(schema) if one.metadata.get("table")}  # pyright: ignore[reportArgumentType]
     given = {
-        key: _words_of(item, origin, prefix + key) if key in tables and isinstance(item, dict) else item
+        key: _words_of(item, origin, prefix + key)
+        if key in tables and isinstance(item, dict)
+        else item
         for key, item in value.items()
     }
-    return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()})
+    return schema(
+        **{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()}
+    )
 
 
 def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
-    """The key that was meant: one of this table, by its letters or its meaning, or of another table of a config."""
+    """The key that was meant: one of this table, by its letters or its meaning, or of another table
+    of a config.
+    """
     meant = meaning(key)
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"
     near = suggest(key, hints)
-    return near if near or not (meant and prefix) else f" (did you mean {meant!r}?)"
+    if near or not (meant and prefix):
+        return near
+    return f" (did you mean {meant!r}?)"
 
 
-def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may be any type, and so may the value
+# a hint may be any type, and so may the value
+def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
     """The value as the annotated type, or a UserError that names the key."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, dict):
             return from_dict(hint, value, origin, key + ".")
         raise UserError(
-            f"{origin}: {key} is a table of settings, found {short(value)}: write [{key}] or {key}.name = value"
+            f"{origin}: {key} is a table of settings, found {short(value)}: write [{key}] or "
+            f"{key}.name = value"
         )
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        if any(value == choice and type(value) is type(choice) for choice in choices):  # 1 is no True
+        # 1 is no True
+        if any(value == choice and type(value) is type(choice) for choice in choices):
             return value
-        names = [json.dumps(choice) if isinstance(choice, bool) else str(choice) for choice in choices]
+        names = [
+            json.dumps(choice) if isinstance(choice, bool) else str(choice) for choice in choices
+        ]
         near = suggest(str(value), names)
         raise UserError(f"{origin}: {key} is one of {', '.join(names)}, found {short(value)}{near}")
     if typing.get_origin(hint) is tuple:
@@ -111,18 +139,29 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         raise UserError(f"{origin}: {key} is a list of {what}, found {short(value)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         beyond = math.inf if value > 0 else -math.inf
-        return float(value) if value.bit_length() < 1024 else beyond
+        if value.bit_length() < 1024:
+            return float(value)
+        return beyond
     if type(value) is hint:
         return value
     if hint is float and isinstance(value, float):  # a number of numpy's that is a Python float too
         return float(value)
     if hint is str and isinstance(value, str):
         return str(value)
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
+    wanted = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a string in quotes",
+    }[hint]
     raise UserError(f"{origin}: {key} is {wanted}, found {short(value)}")
 
 
-def _words_of(table: Mapping[str, Any], origin: str, key: str) -> list[str]:
+def _words_of(
+    table: Mapping[str, Any],
+    origin: str,
+    key: str,
+) -> list[str]:
     """The words `name=value` of a table."""
     words = []
     for name, item in table.items():
@@ -133,7 +172,9 @@ def _words_of(table: Mapping[str, Any], origin: str, key: str) -> list[str]:
 
 
 def to_toml(config: object, header: str = "") -> str:
-    """A config, or a section of one, as TOML with every key written out; `parse` reads back an equal one."""
+    """A config, or a section of one, as TOML with every key written out; `parse` reads back an
+    equal one.
+    """
     tables = {"": [f"# {line}" for line in header.splitlines()]}
     for key, value in flatten(config).items():
         table, _, name = key.rpartition(".")
@@ -154,5 +195,9 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     """Every value of a config by its dotted key: `{"mesh.dcn.data": 1, ...}`."""
     leaves: dict[str, Any] = {}
     for name, value in vars(config).items():
-        leaves |= flatten(value, f"{prefix}{name}.") if dataclasses.is_dataclass(value) else {prefix + name: value}
+        leaves |= (
+            flatten(value, f"{prefix}{name}.")
+            if dataclasses.is_dataclass(value)
+            else {prefix + name: value}
+        )
     return leaves

@@ -1,7 +1,7 @@
 """What only training reads of a config, and which settings of it contradict each other.
 
-A run of an earlier version may have values that are refused today. They stop nobody from evaluating it, from generating
-with it or from exporting it, and a run that goes on may replace them.
+A run of an earlier version may have values that are refused today. They stop nobody from evaluating
+it, from generating with it or from exporting it, and a run that goes on may replace them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,34 @@ Config = Any
 """A `jaxpar.base.config.Config`, whose module imports this one."""
 
 _TABLES = ("train.", "checkpoint.", "metrics.")
-_KEYS = frozenset({
-    "precision.gradients", "precision.moments", "model.dropout", "model.init_std",
-    "data.stride", "data.seed", "data.shuffle_window", "data.prefetch", "data.accept_changed",
-})  # fmt: skip
-_EVALUATION_TOO = frozenset({
-    "train.batch", "train.accumulation", "train.final_eval_batches", "train.init", "train.allow_nonfinite",
-})  # fmt: skip
+_KEYS = frozenset(
+    {
+        "precision.gradients",
+        "precision.moments",
+        "model.dropout",
+        "model.init_std",
+        "data.stride",
+        "data.seed",
+        "data.shuffle_window",
+        "data.prefetch",
+        "data.accept_changed",
+    }
+)
+_EVALUATION_TOO = frozenset(
+    {
+        "train.batch",
+        "train.accumulation",
+        "train.final_eval_batches",
+        "train.init",
+        "train.allow_nonfinite",
+    }
+)
 
 
 class Rule(NamedTuple):
-    """A contradiction between settings: their dotted keys, whether it is there, and what is said of it."""
+    """A contradiction between settings: their dotted keys, whether it is there, and what is said of
+    it.
+    """
 
     keys: tuple[str, ...]
     broken: bool
@@ -33,17 +50,25 @@ class Rule(NamedTuple):
 
 
 def only_training(key: str) -> bool:
-    """Whether a dotted key is read by training alone: an evaluation is the same whatever its value is."""
+    """Whether a dotted key is read by training alone: an evaluation is the same whatever its
+    value is.
+    """
     return key in _KEYS or (key.startswith(_TABLES) and key not in _EVALUATION_TOO)
 
 
 def training_rules(config: Config) -> list[Rule]:
     """The contradictions that a config could have in what only training reads."""
-    train, precision, profile = config.train, config.precision, config.metrics.profile
+    train = config.train
+    precision = config.precision
+    profile = config.metrics.profile
     left = train.steps - train.warmup_steps
-    traced, last = config.metrics.profiled, train.stop_at or train.steps
+    traced = config.metrics.profiled
+    last = train.stop_at or train.steps
     evaluates = train.eval_every > 0 and bool(config.data.val_path or config.data.val_fraction)
-    between = next((step for step in traced[:-1] if evaluates and step % train.eval_every == 0), 0)
+    between = next(
+        (step for step in traced[:-1] if evaluates and step % train.eval_every == 0),
+        0,
+    )
     microbatches = train.accumulation * max(config.pipeline.microbatches, 1)
     return [
         Rule(
@@ -55,26 +80,31 @@ def training_rules(config: Config) -> list[Rule]:
         Rule(
             ("train.learning_rate", "train.weight_decay"),
             train.learning_rate * train.weight_decay >= 1,
-            f"train.learning_rate={train.learning_rate:g} times train.weight_decay={train.weight_decay:g} is 1 or "
+            f"train.learning_rate={train.learning_rate:g} times "
+            f"train.weight_decay={train.weight_decay:g} is 1 or "
             "more: a step would take away all of a matrix, try a smaller one",
         ),
         Rule(
             ("train.decay_steps",),
             train.schedule != "constant" and train.decay_steps > left,
-            f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} leave after "
-            f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its floor: try "
+            f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} "
+            "leave after "
+            f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its "
+            "floor: try "
             f"train.decay_steps={left}",
         ),
         Rule(
             ("train.beta1", "precision.moments"),
             precision.moments == "bfloat16" and train.beta1 > 0.95,
-            f"train.beta1={train.beta1:g} with precision.moments=bfloat16: a first moment would stop a tenth or more "
+            f"train.beta1={train.beta1:g} with precision.moments=bfloat16: a first moment would "
+            "stop a tenth or more "
             "away from where it should be, try train.beta1=0.95 or precision.moments=float32",
         ),
         Rule(
             ("precision.gradients", "train.accumulation"),
             precision.gradients == "bfloat16" and microbatches > 256,
-            f"precision.gradients=bfloat16 adds up {microbatches} microbatches: past 256 of them the next is rounded "
+            f"precision.gradients=bfloat16 adds up {microbatches} microbatches: past 256 of "
+            "them the next is rounded "
             "away, try a lower train.accumulation, or precision.gradients=float32",
         ),
         Rule(
@@ -90,7 +120,8 @@ def training_rules(config: Config) -> list[Rule]:
         Rule(
             ("metrics.profile",),
             between > 0,
-            f"metrics.profile={profile}: the evaluation after step {between} would be among them, try steps between "
+            f"metrics.profile={profile}: the evaluation after step {between} would be among "
+            "them, try steps between "
             "two",
         ),
         Rule(
@@ -101,7 +132,9 @@ def training_rules(config: Config) -> list[Rule]:
     ]
 
 
-def outdated_keys(config: Config, values: Mapping[str, Any], ranges: Mapping[str, Range]) -> set[str]:
+def outdated_keys(
+    config: Config, values: Mapping[str, Any], ranges: Mapping[str, Range]
+) -> set[str]:
     """The keys of a run's config that only training reads and whose values are refused today.
 
     Args:
@@ -112,5 +145,9 @@ def outdated_keys(config: Config, values: Mapping[str, Any], ranges: Mapping[str
     Returns:
       Their dotted keys.
     """
-    outside = {key for key, allowed in ranges.items() if only_training(key) and not allowed.holds_all(values[key])}
+    outside = {
+        key
+        for key, allowed in ranges.items()
+        if only_training(key) and not allowed.holds_all(values[key])
+    }
     return outside | {key for rule in training_rules(config) if rule.broken for key in rule.keys}

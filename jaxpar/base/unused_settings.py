@@ -1,7 +1,8 @@
-"""Settings that a user gave and that can have no effect are refused, with what would make them matter.
+"""Settings that a user gave and that can have no effect are refused, with what would make them
+matter.
 
-Only the user's own flags and file are checked. Presets and the config.toml of a run hold keys for other layouts, `--on`
-brings another mesh, and a program that calls `override` knows what it does.
+Only the user's own flags and file are checked. Presets and the config.toml of a run hold keys for
+other layouts, `--on` brings another mesh, and a program that calls `override` knows what it does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from jaxpar.base.toml import find_toml, flatten, presets
 
 
 class Effect(NamedTuple):
-    """When some dotted keys matter, and why they have no effect otherwise; one that ends in a dot is a whole table."""
+    """When some dotted keys matter, and why they have no effect otherwise; one that ends in a dot
+    is a whole table.
+    """
 
     keys: tuple[str, ...]
     matters: Callable[[Config], bool]
@@ -25,11 +28,17 @@ class Effect(NamedTuple):
 
 
 def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
-    """Whether a logical axis is or may be (-1) split over mesh axes that do not split the axis `besides`."""
+    """Whether a logical axis is or may be (-1) split over mesh axes that do not split the axis
+    `besides`.
+    """
     sizes = total_sizes(config.mesh)
     rules = rules_of(config, sizes)
     left = named_axes(besides, rules) if besides else ()
-    return any(sizes[a] > 1 or getattr(config.mesh, a) == -1 for a in named_axes(axis, rules) if a not in left)
+    return any(
+        sizes[a] > 1 or getattr(config.mesh, a) == -1
+        for a in named_axes(axis, rules)
+        if a not in left
+    )
 
 
 def _holds_out(config: Config) -> bool:
@@ -43,72 +52,180 @@ def _streams(config: Config) -> bool:
 
 def _offloads(config: Config) -> bool:
     memory = config.memory
-    return bool(memory.budget) or "offload" in (memory.optimizer, memory.parameters, *vars(memory.keep).values())
+    return bool(memory.budget) or "offload" in (
+        memory.optimizer,
+        memory.parameters,
+        *vars(memory.keep).values(),
+    )
 
 
 WINDOWED = ("stdlib", "text", "tokens")
 """The sources of one long text, of which a sequence is a window."""
 
 EFFECTS = (
-    Effect(("data.path", "data.mixture"), lambda c: c.data.source != "stdlib",
-           "data.source is stdlib, which is read from this Python: add --data.source text, or tokens"),
-    Effect(("data.path",), lambda c: not c.data.mixture, "data.mixture says what to read: give one of them"),
-    Effect(("data.column",), lambda c: c.data.source in ("hf", "parquet"), "data.source is neither hf nor parquet"),
+    Effect(
+        ("data.path", "data.mixture"),
+        lambda c: c.data.source != "stdlib",
+        "data.source is stdlib, which is read from this Python: add --data.source text, or tokens",
+    ),
+    Effect(
+        ("data.path",),
+        lambda c: not c.data.mixture,
+        "data.mixture says what to read: give one of them",
+    ),
+    Effect(
+        ("data.column",),
+        lambda c: c.data.source in ("hf", "parquet"),
+        "data.source is neither hf nor parquet",
+    ),
     Effect(("data.streaming",), lambda c: c.data.source == "hf", "data.source is not hf"),
-    Effect(("data.shuffle_window",), _streams, "all of the data is shuffled: it is for parquet, and hf with streaming"),
-    Effect(("data.seed",), lambda c: bool(c.data.shuffle_window) or not _streams(c),
-           "a stream is read in order: add --data.shuffle-window 1000"),
-    Effect(("data.loss_on", "data.template_args", "data.template_date"), lambda c: c.data.source == "chat",
-           "data.source is not chat"),
-    Effect(("data.stride",), lambda c: c.data.source in WINDOWED, f"it is for data.source {', '.join(WINDOWED)}"),
-    Effect(("data.max_bytes",), lambda c: c.data.source == "stdlib",
-           "it caps the stdlib corpus: add --data.source stdlib"),
-    Effect(("data.tokenizer",), lambda c: c.data.source != "tokens" or c.data.tokenizer.endswith(".json"),
-           "data.source is tokens, whose file brings its own: leave it out, or add --data.source text"),
-    Effect(("data.bos",), lambda c: c.data.source == "tokens" or c.data.tokenizer.endswith(".json"),
-           "the tokenizer has no begin of text: add --data.tokenizer with the path of a tokenizer.json"),
-    Effect(("data.val_fraction",), lambda c: not c.data.val_path,
-           "data.val_path is the validation set: give one of them"),
-    Effect(("data.val_fraction",), _holds_out, "no part of documents or of a mixture is held out: give data.val_path"),
-    Effect(("train.eval_every", "train.eval_batches", "train.final_eval_batches"),
-           lambda c: bool(c.data.val_path) or (c.data.val_fraction > 0 and _holds_out(c)),
-           "there is no validation set: set data.val_fraction or data.val_path"),
-    Effect(("train.min_learning_rate_ratio", "train.decay_steps"), lambda c: c.train.schedule != "constant",
-           "train.schedule is constant: add --train.schedule cosine, or wsd"),
-    Effect(("model.lora.alpha", "model.lora.targets"), lambda c: c.model.lora.rank > 0,
-           "model.lora.rank is 0, no LoRA: add --model.lora.rank 8"),
-    Effect(("train.seed",), lambda c: not c.train.init or c.model.dropout > 0 or c.model.lora.rank > 0,
-           "the weights come from train.init, and nothing is dropped out: leave one of them out"),
-    Effect(("model.init_std",), lambda c: not c.train.init, "the weights come from train.init: leave one of them out"),
-    Effect(("model.experts_per_token", "train.balance_loss", "train.router_z_loss", "rules.experts"),
-           lambda c: c.model.experts > 0, "the model has no experts: add --model.experts 8"),
-    Effect(("model.rope_scaling",), lambda c: c.model.rope_factor != 1,
-           "model.rope_factor is 1, no scaling: add --model.rope-factor 8"),
-    Effect(("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_seq_len"),
-           lambda c: c.model.rope_factor != 1 and c.model.rope_scaling == "llama3",
-           "only the llama3 scaling of RoPE takes them: add --model.rope-factor 8"),
-    Effect(("model.rope_local_theta",), lambda c: any("window(" in word for word in c.model.masks),
-           "no layer of model.masks has a window: add --model.masks 'window(1024)' causal"),
-    Effect(("overlap.gather", "overlap.scatter", "overlap.heads_gather", "overlap.heads_scatter",
-            "overlap.mlp_gather", "overlap.mlp_scatter"), lambda c: _split(c, "residual_seq", besides="seq"),
-           "no linear gathers a sequence on this mesh: add --mesh.tensor 4"),
-    Effect(("context.",), lambda c: _split(c, "attention_seq"),
-           "attention sees the whole sequence on this mesh: add --mesh.context 4"),
-    Effect(("pipeline.",), lambda c: _split(c, "stage"), "mesh.stage is 1, no pipeline: add --mesh.stage 4"),
-    Effect(("memory.policy", "memory.keep."), lambda c: not c.memory.budget,
-           "memory.budget finds what to keep: leave one of them out"),
-    Effect(("memory.may",), lambda c: bool(c.memory.budget), "there is no budget: add --memory.budget auto"),
-    Effect(("memory.offload_anyway",), _offloads, "nothing is offloaded: add --memory.optimizer offload, or a budget"),
-    Effect(("precision.gradients",), lambda c: c.train.accumulation > 1 or _split(c, "stage"),
-           "a step adds up no microbatches: add --train.accumulation 2"),
-)  # fmt: skip
+    Effect(
+        ("data.shuffle_window",),
+        _streams,
+        "all of the data is shuffled: it is for parquet, and hf with streaming",
+    ),
+    Effect(
+        ("data.seed",),
+        lambda c: bool(c.data.shuffle_window) or not _streams(c),
+        "a stream is read in order: add --data.shuffle-window 1000",
+    ),
+    Effect(
+        ("data.loss_on", "data.template_args", "data.template_date"),
+        lambda c: c.data.source == "chat",
+        "data.source is not chat",
+    ),
+    Effect(
+        ("data.stride",),
+        lambda c: c.data.source in WINDOWED,
+        f"it is for data.source {', '.join(WINDOWED)}",
+    ),
+    Effect(
+        ("data.max_bytes",),
+        lambda c: c.data.source == "stdlib",
+        "it caps the stdlib corpus: add --data.source stdlib",
+    ),
+    Effect(
+        ("data.tokenizer",),
+        lambda c: c.data.source != "tokens" or c.data.tokenizer.endswith(".json"),
+        "data.source is tokens, whose file brings its own: leave it out, or add --data.source text",
+    ),
+    Effect(
+        ("data.bos",),
+        lambda c: c.data.source == "tokens" or c.data.tokenizer.endswith(".json"),
+        "the tokenizer has no begin of text: add --data.tokenizer with the path of a "
+        "tokenizer.json",
+    ),
+    Effect(
+        ("data.val_fraction",),
+        lambda c: not c.data.val_path,
+        "data.val_path is the validation set: give one of them",
+    ),
+    Effect(
+        ("data.val_fraction",),
+        _holds_out,
+        "no part of documents or of a mixture is held out: give data.val_path",
+    ),
+    Effect(
+        ("train.eval_every", "train.eval_batches", "train.final_eval_batches"),
+        lambda c: bool(c.data.val_path) or (c.data.val_fraction > 0 and _holds_out(c)),
+        "there is no validation set: set data.val_fraction or data.val_path",
+    ),
+    Effect(
+        ("train.min_learning_rate_ratio", "train.decay_steps"),
+        lambda c: c.train.schedule != "constant",
+        "train.schedule is constant: add --train.schedule cosine, or wsd",
+    ),
+    Effect(
+        ("model.lora.alpha", "model.lora.targets"),
+        lambda c: c.model.lora.rank > 0,
+        "model.lora.rank is 0, no LoRA: add --model.lora.rank 8",
+    ),
+    Effect(
+        ("train.seed",),
+        lambda c: not c.train.init or c.model.dropout > 0 or c.model.lora.rank > 0,
+        "the weights come from train.init, and nothing is dropped out: leave one of them out",
+    ),
+    Effect(
+        ("model.init_std",),
+        lambda c: not c.train.init,
+        "the weights come from train.init: leave one of them out",
+    ),
+    Effect(
+        ("model.experts_per_token", "train.balance_loss", "train.router_z_loss", "rules.experts"),
+        lambda c: c.model.experts > 0,
+        "the model has no experts: add --model.experts 8",
+    ),
+    Effect(
+        ("model.rope_scaling",),
+        lambda c: c.model.rope_factor != 1,
+        "model.rope_factor is 1, no scaling: add --model.rope-factor 8",
+    ),
+    Effect(
+        (
+            "model.rope_low_freq_factor",
+            "model.rope_high_freq_factor",
+            "model.rope_original_seq_len",
+        ),
+        lambda c: c.model.rope_factor != 1 and c.model.rope_scaling == "llama3",
+        "only the llama3 scaling of RoPE takes them: add --model.rope-factor 8",
+    ),
+    Effect(
+        ("model.rope_local_theta",),
+        lambda c: any("window(" in word for word in c.model.masks),
+        "no layer of model.masks has a window: add --model.masks 'window(1024)' causal",
+    ),
+    Effect(
+        (
+            "overlap.gather",
+            "overlap.scatter",
+            "overlap.heads_gather",
+            "overlap.heads_scatter",
+            "overlap.mlp_gather",
+            "overlap.mlp_scatter",
+        ),
+        lambda c: _split(c, "residual_seq", besides="seq"),
+        "no linear gathers a sequence on this mesh: add --mesh.tensor 4",
+    ),
+    Effect(
+        ("context.",),
+        lambda c: _split(c, "attention_seq"),
+        "attention sees the whole sequence on this mesh: add --mesh.context 4",
+    ),
+    Effect(
+        ("pipeline.",),
+        lambda c: _split(c, "stage"),
+        "mesh.stage is 1, no pipeline: add --mesh.stage 4",
+    ),
+    Effect(
+        ("memory.policy", "memory.keep."),
+        lambda c: not c.memory.budget,
+        "memory.budget finds what to keep: leave one of them out",
+    ),
+    Effect(
+        ("memory.may",),
+        lambda c: bool(c.memory.budget),
+        "there is no budget: add --memory.budget auto",
+    ),
+    Effect(
+        ("memory.offload_anyway",),
+        _offloads,
+        "nothing is offloaded: add --memory.optimizer offload, or a budget",
+    ),
+    Effect(
+        ("precision.gradients",),
+        lambda c: c.train.accumulation > 1 or _split(c, "stage"),
+        "a step adds up no microbatches: add --train.accumulation 2",
+    ),
+)
 
 
 def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
-    """Refuse a setting that the user gave, that differs from its default and that can have no effect.
+    """Refuse a setting that the user gave, that differs from its default and that can have no
+    effect.
 
     Args:
-      name: the config's preset, whose keys are not checked, or its file or run folder; empty = it is from no file.
+      name: the config's preset, whose keys are not checked, or its file or run folder; empty = it
+        is from no file.
       config: the config with the flags, on the mesh that is asked for.
       flags: the keys that were given on the command line.
     """
@@ -129,7 +246,8 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
 
 def idle_keys(config: Config) -> Iterator[tuple[str, str]]:
     """The keys that differ from their defaults and have no effect, each with the reason."""
-    values, defaults = flatten(config), flatten(Config())
+    values = flatten(config)
+    defaults = flatten(Config())
     for effect in EFFECTS:
         if not effect.matters(config):
             tables = tuple(key for key in effect.keys if key.endswith("."))

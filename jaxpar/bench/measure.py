@@ -1,5 +1,5 @@
-"""Candidates timed in turns, so that a noisy machine is noisy for all: for `jaxpar bench` a config's training step and
-the same step in PyTorch."""
+"""Candidates timed in turns, so that a noisy machine is noisy for all: for `jaxpar bench` a
+config's training step and the same step in PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from jaxpar.train.metrics import device_memory, mfu
 from jaxpar.train.step import init_state, make_train_step, put_batch
 
 LEAST_SECONDS = 0.02
-"""Calls are timed together until they take this long, as a small kernel runs for less time than its start takes."""
+"""Calls are timed together until they take this long, as a small kernel runs for less time than its
+start takes.
+"""
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
@@ -31,33 +33,54 @@ Row = dict[str, Cell]
 
 
 class Timing(NamedTuple):
-    """The time of one call of a candidate, and its ratio to the first candidate in the same round; below 1 means faster
-    than it. Both are medians over the rounds; `quartiles` are the ratio's."""
+    """The time of one call of a candidate, and its ratio to the first candidate in the same round;
+    below 1 means faster than it. Both are medians over the rounds; `quartiles` are the ratio's."""
 
     seconds: float
     ratio: float
     quartiles: tuple[float, float]
 
 
-def alternate(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 0) -> dict[str, Timing]:
-    """Time every candidate, one after the other, `rounds` times over; each is called once beforehand.
+def alternate(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 0
+) -> dict[str, Timing]:
+    """Time every candidate, one after the other, `rounds` times over; each is called once
+    beforehand.
 
-    The arrays that a call returns are waited for. A turn has `calls` calls; 0 = as many as take LEAST_SECONDS, at most
-    100.
+    The arrays that a call returns are waited for. A turn has `calls` calls; 0 = as many as take
+    LEAST_SECONDS, at most 100.
     """
     for function in candidates.values():
         mean_seconds(function, 1)
-    counts = [calls or int(np.clip(LEAST_SECONDS / mean_seconds(f, 1), 1, 100)) for f in candidates.values()]
+    counts = [
+        calls or int(np.clip(LEAST_SECONDS / mean_seconds(f, 1), 1, 100))
+        for f in candidates.values()
+    ]
     turns = list(zip(candidates.values(), counts, strict=True))
-    seconds = np.array([[mean_seconds(*turn) for turn in turns] for _ in range(rounds)])  # rounds x candidates
-    quartiles = np.percentile(seconds / seconds[:, :1], (25, 50, 75), axis=0)
-    columns = zip(candidates, np.median(seconds, axis=0).tolist(), *quartiles.tolist(), strict=True)
-    return {name: Timing(median, middle, (low, high)) for name, median, low, middle, high in columns}
+    # rounds x candidates
+    seconds = np.array([[mean_seconds(*turn) for turn in turns] for _ in range(rounds)])
+    quartiles = np.percentile(
+        seconds / seconds[:, :1],
+        (25, 50, 75),
+        axis=0,
+    )
+    columns = zip(
+        candidates,
+        np.median(seconds, axis=0).tolist(),
+        *quartiles.tolist(),
+        strict=True,
+    )
+    return {
+        name: Timing(median, middle, (low, high)) for name, median, low, middle, high in columns
+    }
 
 
 def mean_seconds(function: Callable[[], object], calls: int) -> float:
-    """The mean seconds of a call, over `calls` calls in a row; the arrays that the last one returns are waited for."""
-    began, last = time.perf_counter(), None
+    """The mean seconds of a call, over `calls` calls in a row; the arrays that the last one returns
+    are waited for.
+    """
+    began = time.perf_counter()
+    last = None
     for _ in range(calls):
         last = function()
     jax.block_until_ready(last)
@@ -67,25 +90,43 @@ def mean_seconds(function: Callable[[], object], calls: int) -> float:
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table with every column that any row has; empty if there are no rows."""
     head = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [head, ["---"] * len(head), *([_text(row.get(key)) for key in head] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if head else ""
+    lines = [
+        head,
+        ["---"] * len(head),
+        *([_text(row.get(key)) for key in head] for row in rows),
+    ]
+    if head:
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return ""
 
 
 def _text(value: Cell) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+        if abs(value) >= 1000:
+            return f"{value:,.0f}"
+        return f"{value:.3g}"
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value
 
 
 def bench_step(
-    config: Config, plan: Plan, rounds: int = 15, steps: int = 10, beside_torch: bool = True,
+    config: Config,
+    plan: Plan,
+    rounds: int = 15,
+    steps: int = 10,
+    beside_torch: bool = True,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Row]:  # fmt: skip
-    """Time training steps of a config, and of `transformers` in PyTorch at the same shape and precision.
+) -> list[Row]:
+    """Time training steps of a config, and of `transformers` in PyTorch at the same shape and
+    precision.
 
-    Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens that is already in
-    memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it eagerly on a CPU; where it cannot run,
-    `say` is told why. Each takes `rounds` turns of `steps` steps.
+    Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens that
+    is already in memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it
+    eagerly on a CPU; where it cannot run, `say` is told why. Each takes `rounds` turns of `steps`
+    steps.
 
     Returns:
       A row for each of the two, with the milliseconds of a step.
@@ -94,7 +135,8 @@ def bench_step(
       ValueError: the loss does not fall.
     """
     devices = list(plan.mesh.devices.flat)
-    run, tokens = train_steps(config, plan), config.train.batch * config.data.seq_len
+    run = train_steps(config, plan)
+    tokens = config.train.batch * config.data.seq_len
     flops = Model(config.model).flops_per_token(config.data.seq_len)
     first = run(1)
     candidates: dict[str, Callable[[], object]] = {"jaxpar": lambda: run(steps)}
@@ -108,7 +150,8 @@ def bench_step(
             except ChildProcessError as missing:
                 say(f"not beside PyTorch: {missing}")
         times = alternate(candidates, rounds, calls=1)
-    peak, loss = device_memory(devices), run(1)
+    peak = device_memory(devices)
+    loss = run(1)
     if not loss < first:  # the loss must not be NaN either
         raise ValueError(f"the loss does not fall: {first} at first, {loss} at last")
     last["jaxpar"] = {"loss": loss, "peak, GiB": peak and peak / 2**30}
@@ -116,7 +159,12 @@ def bench_step(
     for by, timing in times.items():
         seconds = timing.seconds / steps
         used = mfu(tokens / seconds, flops, devices, config.precision.compute)
-        row: Row = {"by": by, "ms": 1e3 * seconds, "tokens/s": tokens / seconds, "MFU, %": used and 100 * used}
+        row: Row = {
+            "by": by,
+            "ms": 1e3 * seconds,
+            "tokens/s": tokens / seconds,
+            "MFU, %": used and 100 * used,
+        }
         rows.append(row | last[by])
         if by != "jaxpar":
             low, high = (1 / ratio for ratio in reversed(timing.quartiles))
@@ -126,9 +174,13 @@ def bench_step(
 
 
 def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
-    """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it waits for."""
-    model, batch = Model(config.model), random_batch(config, plan)
-    step, state = make_train_step(model, config, plan), init_state(model, config, plan)
+    """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it
+    waits for.
+    """
+    model = Model(config.model)
+    batch = random_batch(config, plan)
+    step = make_train_step(model, config, plan)
+    state = init_state(model, config, plan)
 
     def run(n: int) -> float:
         nonlocal state
@@ -142,26 +194,46 @@ def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
 def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
     """Random tokens of a config's shape, the same at every call."""
     shape = (config.train.batch, config.data.seq_len + 1)
-    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
-    return put_batch({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, plan)
+    ids = np.random.default_rng(0).integers(
+        0,
+        config.model.vocab_size,
+        shape,
+        dtype=np.int32,
+    )
+    return put_batch(
+        {"tokens": ids[:, :-1], "labels": ids[:, 1:]},
+        plan,
+    )
 
 
 @contextlib.contextmanager
 def torch_steps(config: Config) -> Iterator[Callable[[int], Row]]:
-    """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their memory.
+    """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their
+    memory.
 
-    They have a process of their own, since the CUDA libraries that PyTorch brings are not those of jax.
+    They have a process of their own, since the CUDA libraries that PyTorch brings are not those of
+    jax.
 
     Raises:
       ChildProcessError: from `run`, where torch or transformers is missing or fails.
     """
-    vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
+    vocab = config.model.vocab_size
+    multiple = config.model.vocab_multiple
     asked = {
-        "model": hf_config(config.model) | {"vocab_size": -(-vocab // multiple) * multiple}, "vocab_size": vocab,
-        "dropout": config.model.dropout, "train": vars(config.train), "seq_len": config.data.seq_len,
-        "compute": config.precision.compute, "platform": jax.default_backend(),
-    }  # fmt: skip
-    words = [sys.executable, "-P", str(Path(__file__).with_name("torch_step.py")), json.dumps(asked)]
+        "model": hf_config(config.model) | {"vocab_size": -(-vocab // multiple) * multiple},
+        "vocab_size": vocab,
+        "dropout": config.model.dropout,
+        "train": vars(config.train),
+        "seq_len": config.data.seq_len,
+        "compute": config.precision.compute,
+        "platform": jax.default_backend(),
+    }
+    words = [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name("torch_step.py")),
+        json.dumps(asked),
+    ]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
 

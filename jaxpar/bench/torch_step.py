@@ -1,7 +1,9 @@
-"""A `transformers` model that trains in PyTorch, in a process of its own to which `jaxpar.bench.measure` talks.
+"""A `transformers` model that trains in PyTorch, in a process of its own to which
+`jaxpar.bench.measure` talks.
 
-It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to do. Each line of input
-is then a number of steps, answered when they are done by a line of JSON, which may say what is `missing`.
+It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to
+do. Each line of input is then a number of steps, answered when they are done by a line of JSON,
+which may say what is `missing`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import numpy as np
 
 def main() -> None:
     """Take as many steps as each line of input asks for, until the other side is gone."""
-    run, asked = None, json.loads(sys.argv[1])
+    run = None
+    asked = json.loads(sys.argv[1])
     for line in sys.stdin:
         try:
             import torch  # pyright: ignore[reportMissingImports]
@@ -27,37 +30,66 @@ def main() -> None:
         if cuda and not torch.cuda.is_available():
             return print(json.dumps({"missing": f"torch {torch.__version__} sees no GPU"}))
         run = run or training(torch, transformers, asked, "cuda" if cuda else "cpu")
-        said, peak = run(int(line)), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+        said = run(int(line))
+        if cuda:
+            peak = torch.cuda.max_memory_allocated() / 2**30
+        else:
+            peak = None
         by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda else "eager")
         print(json.dumps({"by": by, "peak, GiB": peak, **said}), flush=True)
     return None
 
 
-def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], dict[str, float]]:
-    """`run(n)` takes n steps on the same random tokens and returns the last `loss`, which it waits for.
+def training(
+    torch: Any, transformers: Any, asked: dict[str, Any], device: str
+) -> Callable[[int], dict[str, float]]:
+    """`run(n)` takes n steps on the same random tokens and returns the last `loss`, which it waits
+    for.
 
-    On a GPU it uses torch.compile, PyTorch's own attention and fused AdamW. Autocast gives the config's precision.
+    On a GPU it uses torch.compile, PyTorch's own attention and fused AdamW. Autocast gives the
+    config's precision.
     """
-    train, shape, cuda = asked["train"], asked["model"], device == "cuda"
+    train = asked["train"]
+    shape = asked["model"]
+    cuda = device == "cuda"
     torch.set_float32_matmul_precision("high")  # a matmul left in float32 uses TF32, as in XLA
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
         if hasattr(config, name):
             setattr(config, name, asked["dropout"])
     attention = "sdpa" if cuda else "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(device)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(
+        device
+    )
     forward = torch.compile(model) if cuda else model
-    betas, decay = (train["beta1"], train["beta2"]), train["weight_decay"]
-    adamw = torch.optim.AdamW(model.parameters(), train["learning_rate"], betas, train["eps"], decay, fused=cuda)
+    betas = (train["beta1"], train["beta2"])
+    decay = train["weight_decay"]
+    adamw = torch.optim.AdamW(
+        model.parameters(), train["learning_rate"], betas, train["eps"], decay, fused=cuda
+    )
     size = train["batch"], asked["seq_len"] + 1
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, asked["vocab_size"], size, np.int32)).long().to(device)
+    ids = (
+        torch.from_numpy(
+            np.random.default_rng(0).integers(
+                0,
+                asked["vocab_size"],
+                size,
+                np.int32,
+            )
+        )
+        .long()
+        .to(device)
+    )
     half = asked["compute"] == "bfloat16"
 
     def run(n: int) -> dict[str, float]:
         for _ in range(n):
             with torch.autocast(device, torch.bfloat16, enabled=half):
                 scores = forward(ids[:, :-1]).logits
-                loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
+                loss = torch.nn.functional.cross_entropy(
+                    scores.flatten(0, 1),
+                    ids[:, 1:].flatten(),
+                )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), train["clip_norm"] or float("inf"))
             adamw.step()

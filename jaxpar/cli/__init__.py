@@ -1,5 +1,6 @@
 """The commands of `jaxpar`: words to a call, the result to a screen.
 
-`main` finds a command by its first word, without importing JAX, and turns a `UserError` into one line and exit code 2.
-`arguments` makes the words a dataclass, whose docstrings are the help. The other modules call the wings.
+`main` finds a command by its first word, without importing JAX, and turns a `UserError` into one
+line and exit code 2. `arguments` makes the words a dataclass, whose docstrings are the help. The
+other modules call the wings.
 """

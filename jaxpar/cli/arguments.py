@@ -1,7 +1,7 @@
 """Words of a command line to typed arguments; what cannot be one is a `UserError` of one line.
 
-A `usage` is a command's docstring (hence `str | None`), such as `jaxpar train CONFIG [--run DIR]`: the lower-case words
-in front are the command's name in messages.
+A `usage` is a command's docstring (hence `str | None`), such as `jaxpar train CONFIG [--run DIR]`:
+the lower-case words in front are the command's name in messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _PLAINLY = {  # what Python says of a value that is no number, and what its flag
     ": invalid literal for int() with base 10: ": " is a whole number, found ",
     ": could not convert string to float: ": " is a number, found ",
 }
-# A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
+# A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack
+# True`).
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
 
@@ -54,25 +55,34 @@ class ConfigArgs:
 
 
 def config_args(
-    usage: str | None, schema: Callable[[Config], Args], words: list[str],
-    load: Callable[[str], Config] = load_config, training: bool = False,
-) -> tuple[str, Args]:  # fmt: skip
-    """The first word (a preset's name or a path), and the flags, parsed with the config that it names as their default.
+    usage: str | None,
+    schema: Callable[[Config], Args],
+    words: list[str],
+    load: Callable[[str], Config] = load_config,
+    training: bool = False,
+) -> tuple[str, Args]:
+    """The first word (a preset's name or a path), and the flags, parsed with the config that it
+    names as their default.
 
-    `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name. A setting may be
-    written as messages write it, `mesh.tensor=2`, in place of its flag. With `training`, the schedule is that of the
-    run in the folder of the arguments' `run`, if there is one.
+    `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name.
+    A setting may be written as messages write it, `mesh.tensor=2`, in place of its flag. With
+    `training`, the schedule is that of the run in the folder of the arguments' `run`, if there is
+    one.
 
     Raises:
-      UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.
+      UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can
+        have no effect.
     """
     words = [*words[:1], *flag_words(words[1:])]
     (name,) = positional(usage, schema(Config()), words, 1)
-    args: Any = parse(usage, schema(load(name)), words[1:])  # a type variable's fields are not known
+    # a type variable's fields are not known
+    args: Any = parse(usage, schema(load(name)), words[1:])
     keys = given_keys(words)
     if getattr(args, "on", ""):
         if any(key.startswith("mesh.") for key in keys):
-            raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
+            raise UserError(
+                "--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on"
+            )
         mesh, _ = load_mesh_preset(args.on)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
     if training:
@@ -85,42 +95,57 @@ def config_args(
 
 def given_keys(words: list[str]) -> set[str]:
     """The dotted keys of the flags among some words, and the names of a command's own."""
-    found = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    found = {
+        word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")
+    }
     return {FLOOR if key == OLD_FLOOR else key for key in found}
 
 
 def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
-    """A training command's arguments with the schedule that its run began with, which a run keeps. One that has not
-    trained yet has none: `train.steps` alone shortens the schedule, as everywhere.
+    """A training command's arguments with the schedule that its run began with, which a run keeps.
+    One that has not trained yet has none: `train.steps` alone shortens the schedule, as everywhere.
 
     Raises:
       UserError: `train.steps` leaves no room for the schedule of the run.
     """
-    from jaxpar.train.run_folder import finished_steps, is_run, read_run_config  # Orbax, which only training needs
+    # Orbax, which only training needs
+    from jaxpar.train.run_folder import finished_steps, is_run, read_run_config
 
     folder = run_folder(name, args.run)
     if not is_run(folder) or not any(finished_steps(folder)):
         return shorten_schedule(args, keys)
-    run, config = read_run_config(folder).train, args.config
+    run = read_run_config(folder).train
+    config = args.config
     kept = {f"train.{key}": getattr(run, key) for key in ("warmup_steps", "decay_steps")}
-    changes = {key: value for key, value in kept.items() if key not in keys and value != flatten(config)[key]}
+    changes = {
+        key: value
+        for key, value in kept.items()
+        if key not in keys and value != flatten(config)[key]
+    }
     if changes:
         said = ", ".join(f"{key}={value}" for key, value in changes.items())
         print(f"jaxpar: note: the run in {folder} keeps its {said}", file=sys.stderr)
         config = override(config, changes)
     train = config.train
-    least = max(train.warmup_steps + 1, train.warmup_steps + train.decay_steps if train.schedule != "constant" else 0)
+    least = max(
+        train.warmup_steps + 1,
+        train.warmup_steps + train.decay_steps if train.schedule != "constant" else 0,
+    )
     if "train.steps" in keys and 0 < train.steps < least and not keys & kept.keys():
         raise UserError(
-            f"train.steps={train.steps} leaves no room for the schedule of the run in {folder}, which takes {least} "
-            f"(train.warmup_steps={train.warmup_steps}, train.decay_steps={train.decay_steps}) and is kept: try "
+            f"train.steps={train.steps} leaves no room for the schedule of the run in {folder}, "
+            f"which takes {least} "
+            f"(train.warmup_steps={train.warmup_steps}, train.decay_steps={train.decay_steps}) "
+            "and is kept: try "
             f"train.steps={least} or more, or train.stop_at={train.steps} to stop there"
         )
     return dataclasses.replace(args, config=config)
 
 
 def shorten_schedule(args: Any, keys: set[str]) -> Any:
-    """A command's arguments with the schedule of `fit_schedule`, which is said on standard error if it is another."""
+    """A command's arguments with the schedule of `fit_schedule`, which is said on standard error if
+    it is another.
+    """
     config, note = fit_schedule(args.config, keys)
     if note:
         print(f"jaxpar: note: {note}", file=sys.stderr)
@@ -128,9 +153,10 @@ def shorten_schedule(args: Any, keys: set[str]) -> Any:
 
 
 def flag_words(words: list[str]) -> list[str]:
-    """The words with every setting as its flag: `mesh.tensor=2` is `--mesh.tensor 2`, `rules.mlp=[fsdp, tensor]` has
-    two values."""
-    found, sections = list[str](), {field.name for field in dataclasses.fields(Config)}
+    """The words with every setting as its flag: `mesh.tensor=2` is `--mesh.tensor 2`,
+    `rules.mlp=[fsdp, tensor]` has two values."""
+    found = list[str]()
+    sections = {field.name for field in dataclasses.fields(Config)}
     for word in words:
         key, equals, value = word.partition("=")
         section, dot, _ = key.partition(".")
@@ -144,7 +170,9 @@ def flag_words(words: list[str]) -> list[str]:
     return found
 
 
-def positional(usage: str | None, default: DataclassInstance, words: list[str], count: int) -> list[str]:
+def positional(
+    usage: str | None, default: DataclassInstance, words: list[str], count: int
+) -> list[str]:
     """The words before the flags: the names and paths that the command cannot do without.
 
     Where help is asked for in their place, it is shown, with the values of `default`.
@@ -164,15 +192,22 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     """`default` with the values of the flags, typed by tyro.
 
     Raises:
-      UserError: a flag or a value that tyro refuses: one line, in place of its box; or a path that is a URL.
+      UserError: a flag or a value that tyro refuses: one line, in place of its box; or a path that
+        is a URL.
     """
-    said, prog = io.StringIO(), str(usage).partition(" [")[0]
+    said = io.StringIO()
+    prog = str(usage).partition(" [")[0]
     words, old = _take_old_flags(words) if hasattr(default, "config") else (words, {})
     words = _capitalize(words, type(default))
     try:
         with contextlib.redirect_stderr(said):
             args, unknown = tyro.cli(
-                type(default), args=words, default=default, prog=prog, config=FLAGS, return_unknown_args=True
+                type(default),
+                args=words,
+                default=default,
+                prog=prog,
+                config=FLAGS,
+                return_unknown_args=True,
             )
     except SystemExit as stop:
         if stop.code:
@@ -181,22 +216,31 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     if unknown:
         word = unknown[0].partition("=")[0]
         hint = _flag_hint(unknown, [key.removeprefix("config.") for key in flatten(default)])
-        name = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), prog.split()))
+        name = " ".join(
+            itertools.takewhile(
+                lambda part: part.isalpha() and part.islower(),
+                prog.split(),
+            )
+        )
         raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
     if old:
         settings: Any = args  # a type variable's fields are not known
         args = dataclasses.replace(args, config=override(settings.config, old))
     _require_local_flags(args)
-    before, after = flatten(default), flatten(args)
-    given = {key: value for key, value in after.items() if value != before[key]}  # a run may have older values
+    before = flatten(default)
+    after = flatten(args)
+    # a run may have older values
+    given = {key: value for key, value in after.items() if value != before[key]}
     require_ranges(type(args), given, inside="config.")
     return args
 
 
 def _capitalize(words: list[str], schema: type[DataclassInstance]) -> list[str]:
-    """The words with `true` and `false`, as TOML and messages write them, as `True` and `False` after the flags that
-    take these, as tyro writes them."""
-    flags, found, before = set(_switches(schema)), list[str](), ""
+    """The words with `true` and `false`, as TOML and messages write them, as `True` and `False`
+    after the flags that take these, as tyro writes them."""
+    flags = set(_switches(schema))
+    found = list[str]()
+    before = ""
     for word in words:
         flag, equals, value = word.partition("=")
         if flag in flags and value in ("true", "false"):
@@ -219,16 +263,23 @@ def _switches(schema: type[DataclassInstance], prefix: str = "--") -> Iterator[s
 
 
 def _flag_hint(unknown: list[str], known: list[str]) -> str:
-    """What the first of some words that no flag takes may have meant, among the dotted keys that there are."""
+    """What the first of some words that no flag takes may have meant, among the dotted keys that
+    there are.
+    """
     word, equals, value = unknown[0].partition("=")
     key = word.lstrip("-").replace("-", "_")
     sections = {name.partition(".")[0] for name in known if "." in name}
     if key in sections and not equals:  # --mesh tensor=2
         inner, equals, value = unknown[1].partition("=") if len(unknown) > 1 else ("", "", "")
         if f"{key}.{inner}" in known:
-            return f" (did you mean '--{key}.{inner.replace('_', '-')}{' ' * bool(equals)}{value}'?)"
+            return (
+                f" (did you mean '--{key}.{inner.replace('_', '-')}{' ' * bool(equals)}{value}'?)"
+            )
         return f" (it is a table: write --{key}.NAME VALUE)"
-    hint = suggest_key(key, known) if word.startswith("-") or equals else ""
+    if word.startswith("-") or equals:
+        hint = suggest_key(key, known)
+    else:
+        hint = ""
     name = hint.partition("'")[2].partition("'")[0]
     return hint.replace(f"'{name}'", f"'--{name.replace('_', '-')}'")
 
@@ -238,15 +289,22 @@ _NO_PATHS = ("address", "image")
 
 
 def _require_local_flags(args: DataclassInstance) -> None:
-    """Raise a UserError where a flag's value is a URL. Prompts, which are text, are tuples, and not looked at."""
+    """Raise a UserError where a flag's value is a URL. Prompts, which are text, are tuples, and not
+    looked at.
+    """
     flags = flatten(args)
-    require_local(*(value for key, value in flags.items() if isinstance(value, str) and key not in _NO_PATHS))
+    require_local(
+        *(value for key, value in flags.items() if isinstance(value, str) and key not in _NO_PATHS)
+    )
     require_local(*flags.get("config.data.mixture", ()))
 
 
 def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
-    """Return the words without the flags of keys that have another name now, and their values by dotted key."""
-    kept, old = list[str](), dict[str, float]()
+    """Return the words without the flags of keys that have another name now, and their values by
+    dotted key.
+    """
+    kept = list[str]()
+    old = dict[str, float]()
     rest = iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")
@@ -254,7 +312,8 @@ def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
         if not (word.startswith("--") and key == OLD_FLOOR):
             kept.append(word)
             continue
-        value = value if equals else next(rest, "")
+        if not equals:
+            value = next(rest, "")
         try:
             old[key] = float(value)
         except ValueError as error:
@@ -265,18 +324,32 @@ def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
 
 
 def run_folder(name: str, given: str = "") -> Path:
-    """The run folder: the one given, or what the config's name stands for: where it is a run folder, or the config.toml
-    in one, that; else runs/NAME."""
+    """The run folder: the one given, or what the config's name stands for: where it is a run
+    folder, or the config.toml in one, that; else runs/NAME."""
     path = Path(name)
     folder = path.parent if path.name == "config.toml" else path
-    holds_run = os.path.exists(folder / "config.toml") and (path.is_dir() or (folder / "checkpoints").is_dir())
-    found = folder if holds_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
+    holds_run = os.path.exists(folder / "config.toml") and (
+        path.is_dir() or (folder / "checkpoints").is_dir()
+    )
+    if holds_run and name not in presets("jaxpar.configs"):
+        found = folder
+    else:
+        found = Path("runs") / path.stem
     return Path(given) if given else found
 
 
 def _boxed_text(box: str) -> str:
     """The text of a tyro error box above its first rule."""
     rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
-    text = " ".join(itertools.takewhile(lambda row: not row.startswith(("\u2500", "\u2570")), rows))
+    text = " ".join(
+        itertools.takewhile(
+            lambda row: not row.startswith(("\u2500", "\u2570")),
+            rows,
+        )
+    )
     text = text.removeprefix("Error parsing ").removesuffix(".")
-    return functools.reduce(lambda text, words: text.replace(*words), _PLAINLY.items(), text)
+    return functools.reduce(
+        lambda text, words: text.replace(*words),
+        _PLAINLY.items(),
+        text,
+    )

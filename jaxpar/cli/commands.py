@@ -1,4 +1,6 @@
-"""The commands of `jaxpar` that have no module of their own: each parses its words, calls the library and prints."""
+"""The commands of `jaxpar` that have no module of their own: each parses its words, calls the
+library and prints.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,17 @@ from jaxpar.cli.arguments import (
     shorten_schedule,
 )
 
-OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "wandb", "mlflow-skinny",
-            "transformers", "torch")  # fmt: skip
+OPTIONAL = (
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "tokenizers",
+    "tensorboardX",
+    "wandb",
+    "mlflow-skinny",
+    "transformers",
+    "torch",
+)
 
 
 @dataclass(frozen=True)
@@ -44,29 +55,39 @@ class TrainArgs(ConfigArgs):
 
 @dataclass(frozen=True)
 class WatchArgs:
-    """A run, or all runs in a folder, while they train or after: how far, how good, how fast, whether alive."""
+    """A run, or all runs in a folder, while they train or after: how far, how good, how fast,
+    whether alive.
+    """
 
     once: bool = False
     """Print the page and end."""
     profile: bool = False
-    """Print the steps of `metrics.profile` by line of the model instead, beside what `rehearse` predicts."""
+    """Print the steps of `metrics.profile` by line of the model instead, beside what `rehearse`
+    predicts.
+    """
     target: str = ""
     """Predict for this system; empty = the one that the run was on."""
 
 
 @dataclass(frozen=True)
 class VerifyArgs(ConfigArgs):
-    """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
+    """Loss and every gradient of a config's plan against one device, on a small model of the same
+    kind.
+    """
 
 
 @dataclass(frozen=True)
 class ShowArgs(ConfigArgs):
-    """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
+    """Where the parameters of a config live, what its devices send, and pictures of the mesh and of
+    one layer.
+    """
 
     out: str = ""
     """Where the picture of the mesh goes; empty = NAME.png."""
     schedule: bool = False
-    """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
+    """Show how microbatches go through the pipeline's stages instead, and draw that:
+    NAME_schedule.png.
+    """
 
 
 @dataclass(frozen=True)
@@ -93,8 +114,18 @@ class ConvertArgs:
     """Export LoRA alone, in the form of PEFT; otherwise it is merged into the weights."""
 
 
-_OF_AN_EXPORT = ("mesh.", "rules.", "memory.parameters", "pipeline.", "model.scan_layers", "data.bos", "train.init")
-"""The settings that an export reads: where the weights are and how they lie, and what goes beside them."""
+_OF_AN_EXPORT = (
+    "mesh.",
+    "rules.",
+    "memory.parameters",
+    "pipeline.",
+    "model.scan_layers",
+    "data.bos",
+    "train.init",
+)
+"""The settings that an export reads: where the weights are and how they lie, and what goes beside
+them.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,7 +135,9 @@ class TokenizeArgs:
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json."""
     bos: Bos = "auto"
-    """Whether each text begins with the tokenizer's begin of text; auto = where the tokenizer says so."""
+    """Whether each text begins with the tokenizer's begin of text; auto = where the tokenizer
+    says so.
+    """
     max_bytes: Annotated[int, Range(1, 2**40)] = 8_000_000
     """Size cap of the stdlib corpus."""
 
@@ -154,7 +187,8 @@ def show_command(words: list[str]) -> int:
     from jaxpar.show.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
-    config, picture = check(args.config), Path(args.out or Path(name).stem + ".png")
+    config = check(args.config)
+    picture = Path(args.out or Path(name).stem + ".png")
     if args.schedule:
         show_schedule(config, picture)
     else:
@@ -163,24 +197,50 @@ def show_command(words: list[str]) -> int:
 
 
 def convert_command(words: list[str]) -> int:
-    """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D] [--adapter]"""
+    """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D]
+    [--adapter]
+    """
     from jaxpar.data.special_tokens import TOKENIZER
     from jaxpar.train import restore
     from jaxpar.train.run_folder import read_run_config
 
-    source, target = map(Path, positional(convert_command.__doc__, ConvertArgs(Config()), words, 2))
+    source, target = map(
+        Path,
+        positional(convert_command.__doc__, ConvertArgs(Config()), words, 2),
+    )
     exporting = (source / "config.toml").exists()
-    base = read_run_config(source) if exporting else restore.config_of(source, target)
+    if exporting:
+        base = read_run_config(source)
+    else:
+        base = restore.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
-        before, after = flatten(base), flatten(args.config)
-        idle = [key for key, value in after.items() if value != before[key] and not key.startswith(_OF_AN_EXPORT)]
+        before = flatten(base)
+        after = flatten(args.config)
+        idle = [
+            key
+            for key, value in after.items()
+            if value != before[key] and not key.startswith(_OF_AN_EXPORT)
+        ]
         if idle:
-            raise UserError(f"--{idle[0]} has no effect: an export takes a mesh, rules and where parameters lie alone")
+            raise UserError(
+                f"--{idle[0]} has no effect: an export takes a mesh, rules and where parameters "
+                "lie alone"
+            )
         if args.adapter and args.dtype != ConvertArgs.dtype:
             raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
-        step = restore.export_run(args.config, source, target, args.step, args.dtype, args.adapter)
-        what = "the adapter, float32" if args.adapter else args.dtype
+        step = restore.export_run(
+            args.config,
+            source,
+            target,
+            args.step,
+            args.dtype,
+            args.adapter,
+        )
+        if args.adapter:
+            what = "the adapter, float32"
+        else:
+            what = args.dtype
         console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
         return 0
     if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
@@ -191,14 +251,22 @@ def convert_command(words: list[str]) -> int:
         args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     args = shorten_schedule(args, given_keys(words))
     restore.import_run(args.config, source, target)
-    train, data, compute = args.config.train, args.config.data, args.config.precision.compute
-    console().print(f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on")
+    train = args.config.train
+    data = args.config.data
+    compute = args.config.precision.compute
+    console().print(
+        f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` "
+        "trains it on"
+    )
     console().print(
         f"its settings are those of a fine-tuning: train.learning_rate={train.learning_rate:g}, "
-        f"train.weight_decay={train.weight_decay:g}, data.seq_len={data.seq_len}, precision.compute={compute}"
+        f"train.weight_decay={train.weight_decay:g}, data.seq_len={data.seq_len}, "
+        f"precision.compute={compute}"
     )
     if not (target / TOKENIZER).exists():
-        console().print(f"{source} has no {TOKENIZER}: put it into {target}, or give data.tokenizer")
+        console().print(
+            f"{source} has no {TOKENIZER}: put it into {target}, or give data.tokenizer"
+        )
     return 0
 
 
@@ -212,7 +280,9 @@ def tokenize_command(words: list[str]) -> int:
     source = "stdlib" if path == "stdlib" else "text"
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
         raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
-    data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, bos=args.bos, max_bytes=args.max_bytes)
+    data = DataConfig(
+        source=source, path=path, tokenizer=args.tokenizer, bos=args.bos, max_bytes=args.max_bytes
+    )
     written = tokenize(data, out)
     dtype = written.tokens.dtype
     entropy = f"unigram entropy {unigram_entropy(written.tokens):.3f} nats a token"
@@ -227,7 +297,8 @@ def bench_command(words: list[str]) -> int:
     from jaxpar.train.plans import make_plan
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
-    config, say = check(args.config), console().print
+    config = check(args.config)
+    say = console().print
     plan = make_plan(config, start(config.mesh))
     require_memory(config, plan, machine_memory())
     say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
@@ -239,10 +310,15 @@ def doctor_command(_: list[str]) -> int:
     from jaxpar.parallel.host_memory import memory_kinds
     from jaxpar.rehearse.targets import compilers
 
-    found, devices = versions(PACKAGES + OPTIONAL), start(MeshSpec())
-    first, backend = devices[0], jax.default_backend()
+    found = versions(PACKAGES + OPTIONAL)
+    devices = start(MeshSpec())
+    first = devices[0]
+    backend = jax.default_backend()
     hardware = hardware_of(first.device_kind)
-    limit = f", {bytes_text(has)} usable" if (has := memory_of(first)) else ""
+    if has := memory_of(first):
+        limit = f", {bytes_text(has)} usable"
+    else:
+        limit = ""
     for line in (
         f"python       {platform.python_version()} on {platform.platform()}",
         f"packages     {', '.join(f'{name} {number}' for name, number in found.items())}",
@@ -250,7 +326,8 @@ def doctor_command(_: list[str]) -> int:
         f"processes    {jax.process_count()}",
         f"memory kinds {', '.join(memory_kinds(first))}",
         *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
-        f"hardware     {hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
+        "hardware     "
+        f"{hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
         *(f"warning      {warning}" for warning in warnings_for(found, backend)),
     ):
         console().print(line)
@@ -258,21 +335,26 @@ def doctor_command(_: list[str]) -> int:
 
 
 def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
-    """What is known to go wrong with these versions of packages on a backend (`cpu`, `gpu`, `tpu`), a line each."""
+    """What is known to go wrong with these versions of packages on a backend (`cpu`, `gpu`, `tpu`),
+    a line each.
+    """
     from jaxpar.parallel.host_memory import known_problem
 
-    jax_version, jaxlib_version = versions.get("jax", ""), versions.get("jaxlib", "")
+    jax_version = versions.get("jax", "")
+    jaxlib_version = versions.get("jaxlib", "")
     bad = known_problem(backend, jaxlib_version)
     found = [bad] if bad else []
     if jax_version.split(".")[:2] != jaxlib_version.split(".")[:2]:
         found.append("jax and jaxlib are of different releases: install both at the same version")
     if backend == "cpu" and any("cuda" in name for name in versions):
         found.append(
-            "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`); "
+            "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible "
+            "(see `nvidia-smi`); "
             "all is well if it is there to rehearse"
         )
     if versions.get("orbax-checkpoint") == "0.12.8":
         found.append(
-            "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on storage that checksums"
+            "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on "
+            "storage that checksums"
         )
     return found

@@ -18,16 +18,22 @@ from jaxpar.rehearse.targets import load_target
 
 @dataclass(frozen=True)
 class RayArgs(ConfigArgs):
-    """Processes of one run on this machine or on a Ray cluster, which start again together when one has died."""
+    """Processes of one run on this machine or on a Ray cluster, which start again together when one
+    has died.
+    """
 
     workers: Annotated[int, Range(0, 1_000_000)] = 0
     """Processes on simulated CPU devices, which share those of the mesh."""
     target: str = ""
-    """The TPUs or GPUs of the cluster to run on, a process for each host: docs/targets.md lists the names."""
+    """The TPUs or GPUs of the cluster to run on, a process for each host: docs/targets.md lists the
+    names.
+    """
     max_failures: Annotated[int, Range(0, 1_000_000)] = 0
     """How often they start again after a crash."""
     run: str = ""
-    """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config came from."""
+    """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config
+    came from.
+    """
     address: str = ""
     """The cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
 
@@ -63,12 +69,16 @@ KINDS = {
 def launch_command(words: list[str]) -> int:
     """jaxpar launch ray|slurm|gke|tpu-vm|skypilot CONFIG ..."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print("usage: jaxpar launch KIND CONFIG ...   (jaxpar launch KIND --help lists its flags)\n")
+        print(
+            "usage: jaxpar launch KIND CONFIG ...   (jaxpar launch KIND --help lists its flags)\n"
+        )
         print("\n".join(f"  {kind:<8}  {text}" for kind, text in KINDS.items()))
         return 0
     kind, *rest = words
     if kind not in KINDS:
-        raise UserError(f"no launch {kind!r}{suggest(kind, KINDS)}: jaxpar launch --help lists them")
+        raise UserError(
+            f"no launch {kind!r}{suggest(kind, KINDS)}: jaxpar launch --help lists them"
+        )
     usage = f"jaxpar launch {kind} CONFIG [--target T] [--run DIR] [--section.key value ...]"
     if kind != "ray":
         name, args = config_args(usage, ScriptArgs, rest)
@@ -80,15 +90,27 @@ def launch_command(words: list[str]) -> int:
     if args.workers and args.target:
         raise UserError("--workers has no effect: a target has a process for each of its hosts")
     target = load_target(args.target) if args.target else None
-    result = launch(args.config, run_folder(name, args.run), args.workers, target, args.max_failures, args.address)
+    result = launch(
+        args.config,
+        run_folder(name, args.run),
+        args.workers,
+        target,
+        args.max_failures,
+        args.address,
+    )
     if not result:
-        print(f"jaxpar: the processes failed, and {args.max_failures} restarts were allowed", file=sys.stderr)
+        print(
+            f"jaxpar: the processes failed, and {args.max_failures} restarts were allowed",
+            file=sys.stderr,
+        )
         return 1
     return 130 if result["interrupted"] else 0
 
 
 def sweep_command(words: list[str]) -> int:
-    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--per-trial N] [--section.key value ...]"""
+    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--per-trial N] [--section.key
+    value ...]
+    """
     from jaxpar.launch.sweep import grid, results_table, sweep
 
     usage = sweep_command.__doc__
@@ -97,7 +119,9 @@ def sweep_command(words: list[str]) -> int:
     trials: dict[str, Any] = {}
     for settings in grid(over):
         try:
-            trials[" ".join(settings)] = check(config_args(usage, SweepArgs, [*rest, *settings])[1].config)
+            trials[" ".join(settings)] = check(
+                config_args(usage, SweepArgs, [*rest, *settings])[1].config
+            )
         except UserError as error:
             trials[" ".join(settings)] = error
     folder = Path(args.run or f"runs/{Path(name).stem}_sweep")
@@ -112,5 +136,8 @@ def split_over(words: list[str]) -> tuple[list[str], list[str]]:
     if "--over" not in words:
         return [], words
     begin = words.index("--over")
-    end = next((i for i in range(begin + 1, len(words)) if words[i].startswith("-")), len(words))
+    end = next(
+        (i for i in range(begin + 1, len(words)) if words[i].startswith("-")),
+        len(words),
+    )
     return words[begin + 1 : end], words[:begin] + words[end:]

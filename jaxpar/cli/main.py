@@ -1,7 +1,8 @@
-"""`jaxpar`: finds the command that the first word names; a mistake of the user is a line and exit 2.
+"""`jaxpar`: finds the command that the first word names; a mistake of the user is a line and
+exit 2.
 
-What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second. Each command's function
-is `NAME_command` of `commands`, or of the module that `_MODULES` names.
+What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second.
+Each command's function is `NAME_command` of `commands`, or of the module that `_MODULES` names.
 """
 
 from __future__ import annotations
@@ -26,12 +27,21 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "launch": "run it on several machines: Ray here or on a cluster; scripts for Slurm, GKE, TPU VMs and SkyPilot",
+    "launch": (
+        "run it on several machines: Ray here or on a cluster; scripts for Slurm, GKE, "
+        "TPU VMs and SkyPilot"
+    ),
     "sweep": "run every combination of some settings, under Ray Tune",
     "bench": "the training step beside PyTorch, in turns",
     "doctor": "versions, devices, known-bad combinations",
 }
-_MODULES = {"generate": "trained", "eval": "trained", "rehearse": "rehearse", "launch": "launch", "sweep": "launch"}
+_MODULES = {
+    "generate": "trained",
+    "eval": "trained",
+    "rehearse": "rehearse",
+    "launch": "launch",
+    "sweep": "launch",
+}
 _HELP = ("-h", "--help", "help")
 
 
@@ -51,22 +61,29 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _end_interrupted()
     except BrokenPipeError:  # `| head` has read enough; what is still unsaid goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY),
+            sys.stdout.fileno(),
+        )
         return 141
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        return fail(f"{short(str(error.filename))} is too long for the name of a file or folder: give a shorter one")
+        return fail(
+            f"{short(str(error.filename))} is too long for the name of a file or folder: give a "
+            "shorter one"
+        )
 
 
 def _end_interrupted() -> NoReturn:
     print("jaxpar: interrupted", file=sys.stderr, flush=True)
-    os._exit(130)  # not by way of Python's end, which waits for threads: one may be compiling for minutes
+    # not by way of Python's end, which waits for threads: one may be compiling for minutes
+    os._exit(130)
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage collector, of which JAX
-    has one, is a Ctrl-C too. Python would print it and go on."""
+    """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage
+    collector, of which JAX has one, is a Ctrl-C too. Python would print it and go on."""
     if isinstance(what.exc_value, KeyboardInterrupt):
         _end_interrupted()
     if str(what.exc_value) == "Event loop is closed":
@@ -88,7 +105,9 @@ def _command(words: list[str]) -> int:
         return 0
     command, *rest = words
     if command not in COMMANDS:
-        raise UserError(f"no command {command!r}{suggest(command, COMMANDS)}: jaxpar --help lists them")
+        raise UserError(
+            f"no command {command!r}{suggest(command, COMMANDS)}: jaxpar --help lists them"
+        )
     if rest and command in ("configs", "meshes", "doctor"):
         if rest[0] in _HELP:
             print(f"usage: jaxpar {command}\n\n{COMMANDS[command]}; takes no flags")
@@ -101,7 +120,9 @@ def _command(words: list[str]) -> int:
 
 
 def fail(message: str) -> int:
-    """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
+    """Print a user's error on standard error, in one line even where a cause it quotes had several;
+    its exit code.
+    """
     print("jaxpar: error: " + visible(" ".join(message.split())), file=sys.stderr)
     return 2
 

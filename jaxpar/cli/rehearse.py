@@ -1,4 +1,6 @@
-"""`jaxpar rehearse`: a config settled, its training step compiled and played, the report shown and written."""
+"""`jaxpar rehearse`: a config settled, its training step compiled and played, the report shown and
+written.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ from jaxpar.rehearse.targets import load_target
 
 @dataclass(frozen=True)
 class RehearseArgs(ConfigArgs):
-    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
+    """The training step compiled for hardware that is not here: does it fit, what takes the time,
+    what is exposed.
+    """
 
     target: str = ""
-    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...: docs/targets.md lists them."""
+    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...:
+    docs/targets.md lists them.
+    """
     trace: str = ""
-    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
+    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open;
+    NAME.json.gz compresses it.
+    """
     picture: str = ""
     """Draw the timeline, a row for each lane of a device: FILE.png or FILE.svg."""
     json: str = ""
@@ -44,14 +52,20 @@ def rehearse_command(words: list[str]) -> int:
     """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--section.key value ...]"""
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     if not args.target:
-        raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
-    target, rules, quiet = load_target(args.target), parse_rules(args.fail_on), args.json == "-"
+        raise UserError(
+            "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"
+        )
+    target = load_target(args.target)
+    rules = parse_rules(args.fail_on)
+    quiet = args.json == "-"
     file = "" if quiet else args.json
     check_folders(args.trace, args.picture, file)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
     try:
-        report = rehearse(config, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program)
+        report = rehearse(
+            config, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program
+        )
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
             raise

@@ -1,4 +1,6 @@
-"""`jaxpar generate` and `jaxpar eval`: what a trained model writes, and how good it is, by its loss or by lm-eval."""
+"""`jaxpar generate` and `jaxpar eval`: what a trained model writes, and how good it is, by its loss
+or by lm-eval.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,22 @@ from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, requ
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """Continue prompts with the model of a run folder, of a Hugging Face folder or of a PEFT adapter."""
+    """Continue prompts with the model of a run folder, of a Hugging Face folder or of a PEFT
+    adapter.
+    """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A prompt; may be given several times."""
     prompts: str = ""
-    """A file with one prompt a line, or .jsonl with "prompt", "messages" or "conversations" in each line."""
+    """A file with one prompt a line, or .jsonl with "prompt", "messages" or "conversations" in each
+    line.
+    """
     chat: bool = False
     """Take a prompt as the user's message, and write it as the folder's chat template does."""
     max_tokens: int = 0
-    """New tokens of a prompt at most; 0 = as many as the context has room for, but no more than 128."""
+    """New tokens of a prompt at most; 0 = as many as the context has room for, but no more than
+    128.
+    """
     temperature: float = 0.0
     """0 = always the most likely token; above it tokens are drawn."""
     top_k: int = 0
@@ -51,9 +59,13 @@ class GenerateArgs:
     step: int = 0
     """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
     dtype: Dtype = "auto"
-    """Of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and bfloat16 elsewhere."""
+    """Of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and bfloat16
+    elsewhere.
+    """
     template_args: tuple[str, ...] = ()
-    """Names that the chat template reads, each with its value: enable_thinking=false. Those of a run stand before."""
+    """Names that the chat template reads, each with its value: enable_thinking=false. Those of a
+    run stand before.
+    """
     template_date: str = ""
     """The date that the chat template writes as today's, such as 2026-01-31; empty = today's."""
     json: bool = False
@@ -63,13 +75,17 @@ class GenerateArgs:
 
 @dataclass(frozen=True)
 class EvalArgs:
-    """Validation loss of a run's checkpoint or of a Hugging Face folder, or tasks of EleutherAI's lm-eval."""
+    """Validation loss of a run's checkpoint or of a Hugging Face folder, or tasks of EleutherAI's
+    lm-eval.
+    """
 
     config: Overrides
     step: int = 0
     """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
     tasks: str = ""
-    """Tasks of lm-eval instead (extra: eval): names and paths of YAML files, with commas between."""
+    """Tasks of lm-eval instead (extra: eval): names and paths of YAML files, with commas
+    between.
+    """
     limit: int = 0
     """Examples of a task; 0 = all."""
     num_fewshot: int = -1
@@ -77,7 +93,9 @@ class EvalArgs:
     chat: bool = False
     """Write the prompts of tasks by the folder's chat template."""
     template_args: tuple[str, ...] = ()
-    """Names that the chat template reads with --chat, each with its value: enable_thinking=false."""
+    """Names that the chat template reads with --chat, each with its value:
+    enable_thinking=false.
+    """
     template_date: str = ""
     """The date that the chat template writes with --chat as today's; empty = today's."""
     batch: int = 32
@@ -87,43 +105,69 @@ class EvalArgs:
 
 
 def generate_command(words: list[str]) -> int:
-    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T] [--mesh.data N ...]"""
+    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T]
+    [--mesh.data N ...]
+    """
     (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
     args = parse(generate_command.__doc__, GenerateArgs(), flag_words(words[1:]))
     if bool(args.prompt) == bool(args.prompts):
         raise UserError("generate needs --prompt TEXT, once or several times, or --prompts FILE")
     if args.batch < 1 or args.max_tokens < 0:
-        raise UserError(f"--batch is at least 1 and --max-tokens at least 0, found {args.batch} and {args.max_tokens}")
+        raise UserError(
+            f"--batch is at least 1 and --max-tokens at least 0, found {args.batch} and "
+            f"{args.max_tokens}"
+        )
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     given = list(args.prompt) or read_prompts(Path(args.prompts))
     folder_args = (args.template_args, args.template_date)
     trained = open_trained(Path(folder), args.mesh, args.dtype, args.step, *folder_args)
-    prompts, tokenizer = encode_prompts(trained, given, args.chat), require_tokenizer(trained)
+    prompts = encode_prompts(trained, given, args.chat)
+    tokenizer = require_tokenizer(trained)
     undefined = {name for prompt in prompts for name in prompt.undefined}
     notes = (*tokenizer.notes, *([missing_names(undefined)] if undefined else []))
     for note in notes if jax.process_index() == 0 else ():
         print(visible(note), file=sys.stderr)
-    stop = stop_ids(trained, args.chat or any(not isinstance(one, str) for one in given))
+    stop = stop_ids(
+        trained,
+        args.chat or any(not isinstance(one, str) for one in given),
+    )
     longest = max(len(prompt.ids) for prompt in prompts)
-    most = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
-    ids, main = [prompt.ids for prompt in prompts], jax.process_index() == 0
+    most = args.max_tokens or max(
+        min(128, trained.config.model.max_seq_len - longest),
+        1,
+    )
+    ids = [prompt.ids for prompt in prompts]
+    main = jax.process_index() == 0
     say = partial(print, end="", flush=True) if main else lambda text: None
     if len(prompts) == 1 and not args.json:
         trained.generator.check(ids, most)  # nothing is printed of a prompt that is refused
         say("" if args.chat else visible(prompts[0].text))
-        printed, new = "", list[int]()
-        for (new,) in trained.generator.stream(ids, most, sampling, stop, chunk=4):
+        printed = ""
+        new = list[int]()
+        for (new,) in trained.generator.stream(
+            ids,
+            most,
+            sampling,
+            stop,
+            chunk=4,
+        ):
             text = visible(continuation(tokenizer, ids[0], new, ended=False))
             say(text[len(printed) :])
             printed = text
         say(visible(continuation(tokenizer, ids[0], new))[len(printed) :] + "\n")
     else:
         found = trained.generator.generate(ids, most, sampling, stop, args.batch)
-        for number, (prompt, new) in enumerate(zip(prompts, found, strict=True), 1):
+        for number, (prompt, new) in enumerate(
+            zip(prompts, found, strict=True),
+            1,
+        ):
             row = {
-                "prompt": prompt.text, "text": continuation(tokenizer, prompt.ids, new), "tokens": new,
-                "prompt_tokens": len(prompt.ids), "finish": "length" if len(new) == most else "stop",
-            }  # fmt: skip
+                "prompt": prompt.text,
+                "text": continuation(tokenizer, prompt.ids, new),
+                "tokens": new,
+                "prompt_tokens": len(prompt.ids),
+                "finish": "length" if len(new) == most else "stop",
+            }
             text = f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}"
             say((json_line(row) if args.json else visible(text)) + "\n")
     if main:
@@ -133,63 +177,102 @@ def generate_command(words: list[str]) -> int:
 
 def _speed(trained: Trained) -> str:
     """One line with the tokens per second, and the devices."""
-    plan, spent = trained.generator.plan, trained.generator.spent
+    plan = trained.generator.plan
+    spent = trained.generator.spent
     prefill = count_text(spent.prefill_tokens / max(spent.prefill_seconds, 1e-9))
     decode = count_text(spent.decode_tokens / max(spent.decode_seconds, 1e-9))
     return (
-        f"prefill {prefill} tokens/s ({spent.prefill_tokens}), decode {decode} tokens/s ({spent.decode_tokens}), "
+        f"prefill {prefill} tokens/s ({spent.prefill_tokens}), decode {decode} tokens/s "
+        f"({spent.decode_tokens}), "
         f"{plan.compute}, on {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} "
         f"({describe(dict(plan.mesh.shape))})"
     )
 
 
 def eval_command(words: list[str]) -> int:
-    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--json] [--section.key value ...]"""
-    name, args = config_args(eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name)))
+    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--json] [--section.key value
+    ...]
+    """
+    name, args = config_args(
+        eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name))
+    )
     out = console()
     if args.batch < 1 or args.limit < 0:
-        raise UserError(f"--batch is at least 1 and --limit at least 0, found {args.batch} and {args.limit}")
+        raise UserError(
+            f"--batch is at least 1 and --limit at least 0, found {args.batch} and {args.limit}"
+        )
     if args.tasks:
         results = _run_tasks(Path(name), args)
         if args.json:
             out.print(json.dumps(results, default=str))
             return 0
         for task, numbers in results.items():
-            named = {key.removesuffix(",none"): value for key, value in numbers.items() if isinstance(value, float)}
-            values = ", ".join(f"{key} {value:.4f}" for key, value in named.items() if "stderr" not in key)
+            named = {
+                key.removesuffix(",none"): value
+                for key, value in numbers.items()
+                if isinstance(value, float)
+            }
+            values = ", ".join(
+                f"{key} {value:.4f}" for key, value in named.items() if "stderr" not in key
+            )
             out.print(f"{task}: {values}")
         return 0
     _require_effect_on_loss(Path(name), args.config)
     for flag in ("limit", "num_fewshot", "chat", "template_args", "template_date", "batch"):
         if getattr(args, flag) != getattr(EvalArgs, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
-    found = evaluate_folder(args.config, Path(name), args.step, (lambda line: None) if args.json else out.print)
-    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits a byte"
-    text = f"step {found.step}: validation loss {found.val_loss:.4f} nats a token, perplexity {found.perplexity:.3f}"
+    found = evaluate_folder(
+        args.config, Path(name), args.step, (lambda line: None) if args.json else out.print
+    )
+    if found.bits_per_byte is None:
+        bits = ""
+    else:
+        bits = f", {found.bits_per_byte:.4f} bits a byte"
+    text = (
+        f"step {found.step}: validation loss {found.val_loss:.4f} nats a token, perplexity "
+        f"{found.perplexity:.3f}"
+    )
     out.print(json.dumps(found._asdict()) if args.json else text + bits)
     return 0
 
 
 def _require_effect_on_loss(folder: Path, config: Config) -> None:
     """Refuse a setting that was given and that an evaluation does not read."""
-    before, after = flatten(read_config(folder)), flatten(config)
+    before = flatten(read_config(folder))
+    after = flatten(config)
     idle = [key for key, value in after.items() if value != before[key] and only_training(key)]
     if idle:
-        raise UserError(f"--{idle[0]} has no effect on an evaluation: only training reads it, leave it out")
+        raise UserError(
+            f"--{idle[0]} has no effect on an evaluation: only training reads it, leave it out"
+        )
 
 
 def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:
     """The numbers of each task of lm-eval."""
-    before, after = flatten(own := read_config(folder)), flatten(args.config)
+    before = flatten(own := read_config(folder))
+    after = flatten(args.config)
     changed = {key for key in after if after[key] != before[key]}
     useless = [key for key in changed if not key.startswith("mesh.") and key != "precision.compute"]
     if useless:
-        raise UserError(f"--{useless[0]} has no effect beside --tasks, which takes a mesh and precision.compute alone")
+        raise UserError(
+            f"--{useless[0]} has no effect beside --tasks, which takes a mesh and "
+            "precision.compute alone"
+        )
     try:
         from jaxpar.train.harness import run_tasks
     except ImportError as error:
-        raise UserError(f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'") from error
-    mesh = args.config.mesh if args.config.mesh != own.mesh else None
-    dtype = args.config.precision.compute if "precision.compute" in changed else "auto"
+        raise UserError(
+            f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'"
+        ) from error
+    if args.config.mesh != own.mesh:
+        mesh = args.config.mesh
+    else:
+        mesh = None
+    if "precision.compute" in changed:
+        dtype = args.config.precision.compute
+    else:
+        dtype = "auto"
     trained = open_trained(folder, mesh, dtype, args.step, args.template_args, args.template_date)
-    return run_tasks(trained, args.tasks.split(","), args.limit, args.num_fewshot, args.chat, args.batch)["results"]
+    return run_tasks(
+        trained, args.tasks.split(","), args.limit, args.num_fewshot, args.chat, args.batch
+    )["results"]

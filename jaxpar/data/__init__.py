@@ -1,4 +1,5 @@
-"""Data: text, token files, data sets and conversations as batches that are the same on any number of processes.
+"""Data: text, token files, data sets and conversations as batches that are the same on any number
+of processes.
 
     corpus = data.load_corpus(config.data, config.model.vocab_size)
     batches = data.train_batches(corpus.train, config.data, batch, rows, config.model.vocab_size)

@@ -1,4 +1,5 @@
-"""Conversations, and prompts with their completions, become examples to learn: each is one, and is never cut in two.
+"""Conversations, and prompts with their completions, become examples to learn: each is one, and is
+never cut in two.
 
 Shapes: N tokens of all examples, E examples, S sequence length.
 """
@@ -21,7 +22,14 @@ from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat_template import Span
 from jaxpar.data.conversations import read_conversation
-from jaxpar.data.tokenizer import CharsTokenizer, HFTokenizer, Tokenizer, make_tokenizer, missing_begin, read_text
+from jaxpar.data.tokenizer import (
+    CharsTokenizer,
+    HFTokenizer,
+    Tokenizer,
+    make_tokenizer,
+    missing_begin,
+    read_text,
+)
 from jaxpar.data.tokens import HostBatch, text_files
 
 _BINS = 64  # rows that are packed at a time
@@ -56,20 +64,38 @@ class Examples:
     @property
     def amount(self) -> str:
         counted = np.count_nonzero(self.labels != -1)
-        return f"{self.size:,} examples of {len(self.ids):,} tokens, {counted:,} of which count{self.note}"
+        return (
+            f"{self.size:,} examples of {len(self.ids):,} tokens, {counted:,} of which "
+            f"count{self.note}"
+        )
 
     def split(self, val_fraction: float) -> tuple[Examples, Examples]:
-        """Split off the last `val_fraction` of the examples, at least one; a UserError where there is a single one."""
+        """Split off the last `val_fraction` of the examples, at least one; a UserError where there
+        is a single one.
+        """
         cut = min(int(self.size * (1 - val_fraction)), self.size - 1)
         if cut < 1:
-            raise UserError(f"{self.origin} has a single example, which cannot be held out: set data.val_fraction=0")
+            raise UserError(
+                f"{self.origin} has a single example, which cannot be held out: set "
+                "data.val_fraction=0"
+            )
         place = self.starts[cut]
-        train = replace(self, ids=self.ids[:place], labels=self.labels[:place], starts=self.starts[: cut + 1])
+        train = replace(
+            self, ids=self.ids[:place], labels=self.labels[:place], starts=self.starts[: cut + 1]
+        )
         starts = self.starts[cut:] - place
-        return train, replace(self, ids=self.ids[place:], labels=self.labels[place:], starts=starts, note="")
+        return train, replace(
+            self, ids=self.ids[place:], labels=self.labels[place:], starts=starts, note=""
+        )
 
-    def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
-        """Return rows [S] with whole examples, one in each or (`data.pack`) as many as fit, filled up with label -1.
+    def rows(
+        self,
+        data: DataConfig,
+        seed: int,
+        endless: bool,
+    ) -> grain.IterDataset[HostBatch]:
+        """Return rows [S] with whole examples, one in each or (`data.pack`) as many as fit, filled
+        up with label -1.
 
         They are shuffled anew in each epoch if `endless`, and otherwise read once and in order.
         """
@@ -80,25 +106,38 @@ class Examples:
 
         def row(packed: dict[str, np.ndarray]) -> HostBatch:
             batch = {"tokens": packed["tokens"], "labels": packed["labels"]}
-            apart = {"segments": packed["tokens_segment_ids"], "positions": packed["tokens_positions"]}
+            apart = {
+                "segments": packed["tokens_segment_ids"],
+                "positions": packed["tokens_positions"],
+            }
             return batch | apart if data.pack else batch
 
         order = grain.MapDataset.range(self.size)
-        order = order.seed(seed).shuffle().repeat() if endless else order
-        examples = order.map(fetch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        if endless:
+            order = order.seed(seed).shuffle().repeat()
+        examples = order.map(fetch).to_iter_dataset(
+            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        )
         packed = grain.experimental.FirstFitPackIterDataset(
-            examples, length_struct={"tokens": data.seq_len, "labels": data.seq_len},
-            padding_struct={"tokens": 0, "labels": -1}, num_packing_bins=_BINS if data.pack else 1,
-            max_sequences_per_bin=None if data.pack else 1, shuffle_bins=False,
-        )  # fmt: skip
+            examples,
+            length_struct={"tokens": data.seq_len, "labels": data.seq_len},
+            padding_struct={"tokens": 0, "labels": -1},
+            num_packing_bins=_BINS if data.pack else 1,
+            max_sequences_per_bin=None if data.pack else 1,
+            shuffle_bins=False,
+        )
         return packed.map(row)
 
 
-def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Examples], Tokenizer]:
-    """Load the examples in JSONL files or folders of them, with `data.tokenizer` and the chat template beside it.
+def load_examples(
+    paths: Sequence[str], data: DataConfig, vocab_size: int
+) -> tuple[list[Examples], Tokenizer]:
+    """Load the examples in JSONL files or folders of them, with `data.tokenizer` and the chat
+    template beside it.
 
-    A line is a conversation (see `conversations.read_conversation`), with `tools` and other names if the template reads
-    them, or `{"prompt": text, "completion": text}`, which takes no template and is closed by the end-of-text token.
+    A line is a conversation (see `conversations.read_conversation`), with `tools` and other names
+    if the template reads them, or `{"prompt": text, "completion": text}`, which takes no template
+    and is closed by the end-of-text token.
 
     Raises:
       UserError: a file is missing, or a line is broken; the message has its file and number.
@@ -110,8 +149,11 @@ def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tu
 
 
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter) -> Examples:
-    rows, cut, dropped = [], 0, 0
-    undefined, notes = set[str](), Counter[str]()
+    rows = []
+    cut = 0
+    dropped = 0
+    undefined = set[str]()
+    notes = Counter[str]()
     files = text_files(path)
     for file in files:
         for number, line in enumerate(read_text(file).split("\n"), 1):
@@ -132,10 +174,17 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter)
             else:
                 dropped += 1
     if not rows:
-        raise UserError(f"{path} has no example whose completion begins within data.seq_len={data.seq_len} tokens")
+        raise UserError(
+            f"{path} has no example whose completion begins within data.seq_len={data.seq_len} "
+            "tokens"
+        )
     ids, labels = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
-    note = f" ({cut} were longer than data.seq_len and cut, {dropped} of them left out as nothing that counts was left)"
-    note = note if cut else ""
+    note = (
+        f" ({cut} were longer than data.seq_len and cut, {dropped} of them left out as "
+        "nothing that counts was left)"
+    )
+    if not cut:
+        note = ""
     if undefined:
         note += f" ({missing_names(undefined)})"
     for said, count in sorted(notes.items()):
@@ -162,22 +211,29 @@ def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
     """Write the example of a line as text.
 
     Raises:
-      UserError: the line is of no known form, its conversation is broken, or the template refuses it.
+      UserError: the line is of no known form, its conversation is broken, or the template refuses
+        it.
     """
     if not isinstance(row, dict):
         raise UserError(f"found {str(row)[:40]}, not messages, or prompt and completion as text")
     conversation = read_conversation(row)
     if conversation is not None:
         found = writer().answers(conversation, find=data.loss_on != "all")
-        return _Written(found.text, found.spans, closed=False, undefined=found.undefined, notes=found.notes)
+        return _Written(
+            found.text, found.spans, closed=False, undefined=found.undefined, notes=found.notes
+        )
     match row:
         case {"prompt": str(prompt), "completion": str(completion)}:
             text = prompt + completion
             return _Written(text, [(len(prompt), len(text))], closed=True)
-    raise UserError(f"found the keys {', '.join(row)}, not messages, or prompt and completion as text")
+    raise UserError(
+        f"found the keys {', '.join(row)}, not messages, or prompt and completion as text"
+    )
 
 
-def _encode(written: _Written, data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _encode(
+    written: _Written, data: DataConfig, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids [n] of an example, and which of them count [n]."""
     written.text.encode()  # half of a surrogate pair is no text
     ids, begins, ends = _with_places(written.text, tokenizer)
@@ -187,22 +243,37 @@ def _encode(written: _Written, data: DataConfig, tokenizer: Tokenizer) -> tuple[
     empty = not counted.any()
     if written.closed:  # a template writes its own begin of text, and closes itself
         begin = missing_begin(ids, tokenizer)
-        ids, counted = np.append(begin, ids), np.append(np.zeros(len(begin), bool), counted)
+        ids = np.append(begin, ids)
+        counted = np.append(np.zeros(len(begin), bool), counted)
     if written.closed and tokenizer.end_of_text is not None:
-        ids, counted = np.append(ids, np.int32(tokenizer.end_of_text)), np.append(counted, True)
+        ids = np.append(ids, np.int32(tokenizer.end_of_text))
+        counted = np.append(counted, True)
     if empty or not counted[1:].any():
-        raise UserError("there is nothing to learn: no assistant message whose weight is not 0, or an empty completion")
+        raise UserError(
+            "there is nothing to learn: no assistant message whose weight is not 0, or an empty "
+            "completion"
+        )
     return ids, counted | (data.loss_on == "all")
 
 
-def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _with_places(
+    text: str,
+    tokenizer: Tokenizer,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids [n], and where in the text the characters of each begin and end [n]."""
     if isinstance(tokenizer, HFTokenizer):
         found = tokenizer.inner.encode(text, add_special_tokens=False)
         begins, ends = np.array(found.offsets, int).reshape(-1, 2).T
-        # Byte-level tokenizers leave spaces out of a token's place: one of spaces alone begins where the last ended.
-        begins = np.where(begins == ends, np.minimum(begins, np.append(0, ends[:-1])), begins)
+        # Byte-level tokenizers leave spaces out of a token's place: one of spaces alone begins
+        # where the last ended.
+        begins = np.where(
+            begins == ends,
+            np.minimum(begins, np.append(0, ends[:-1])),
+            begins,
+        )
         return tokenizer.known(found.ids), begins, ends
     by_character = isinstance(tokenizer, CharsTokenizer)
-    begins = np.repeat(np.arange(len(text)), [1 if by_character else len(char.encode()) for char in text])
+    begins = np.repeat(
+        np.arange(len(text)), [1 if by_character else len(char.encode()) for char in text]
+    )
     return tokenizer.encode(text), begins, begins + 1

@@ -1,4 +1,6 @@
-"""Chat templates: found beside a tokenizer, and rendered as `transformers` would, by a process with limits."""
+"""Chat templates: found beside a tokenizer, and rendered as `transformers` would, by a process with
+limits.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ GIVEN = ("messages", "add_generation_prompt")
 
 
 class ChatTemplate(NamedTuple):
-    """A template in Jinja, the special tokens that it may write (`{"bos_token": "<s>"}`), and its file."""
+    """A template in Jinja, the special tokens that it may write (`{"bos_token": "<s>"}`), and its
+    file.
+    """
 
     text: str
     special_tokens: dict[str, Any]
@@ -55,13 +59,16 @@ class Rendered(NamedTuple):
 
     text: str
     generated: tuple[Span, ...] | None
-    """What the template marks by `{% generation %}`, as characters [begin, end); None where it has no such marks."""
+    """What the template marks by `{% generation %}`, as characters [begin, end); None where it has
+    no such marks.
+    """
     undefined: tuple[str, ...]
     """Names that the template wrote and that nothing defines: each has become nothing."""
 
 
 def load_template(tokenizer: str | Path, name: str = "") -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; of several that of a `name`.
+    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; of several that
+    of a `name`.
 
     Raises:
       UserError: there is none, or none of that name, or a file cannot be read.
@@ -72,16 +79,21 @@ def load_template(tokenizer: str | Path, name: str = "") -> ChatTemplate:
     templates, origin = _named_templates(tokenizer)
     if not templates:
         places = f"{TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}"
-        raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
+        raise UserError(
+            f"{tokenizer} has no chat template beside it ({places}): take those of the model's "
+            "own folder"
+        )
     wanted = name or "default"
     raise UserError(
-        f"{origin} has no chat template {wanted!r}{suggest(wanted, templates)}: it has {', '.join(sorted(templates))}, "
+        f"{origin} has no chat template {wanted!r}{suggest(wanted, templates)}: it has "
+        f"{', '.join(sorted(templates))}, "
         "of which data.template_args=chat_template=NAME takes one"
     )
 
 
 def find_template(tokenizer: str | Path, name: str = "") -> ChatTemplate | None:
-    """Return the chat template of a `name` beside a tokenizer.json, or their default; None where there is none.
+    """Return the chat template of a `name` beside a tokenizer.json, or their default; None where
+    there is none.
 
     Raises:
       UserError: a file cannot be read.
@@ -95,18 +107,25 @@ def find_template(tokenizer: str | Path, name: str = "") -> ChatTemplate | None:
 
 
 def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
-    """Return the templates of a folder by name, and the file of the default; files of templates come first."""
+    """Return the templates of a folder by name, and the file of the default; files of templates
+    come first.
+    """
     found: dict[str, Any] = {}
     own = beside(tokenizer, TEMPLATE)
     for folder in TEMPLATE_FOLDERS:
-        found |= {file.stem: read_text(file) for file in sorted(beside(tokenizer, folder).glob("*.jinja"))}
+        found |= {
+            file.stem: read_text(file) for file in sorted(beside(tokenizer, folder).glob("*.jinja"))
+        }
     if own.exists():
         found["default"] = read_text(own)
     if found:
         return found, str(own)
     kinds = {"chat_template": str | list[dict[str, Any]] | dict[str, Any] | None}
     for file in (beside(tokenizer, TOKENIZER_CONFIG), beside(tokenizer, PROCESSOR_TEMPLATE)):
-        given = read_json(file, kinds).get("chat_template") if file.exists() else None
+        if file.exists():
+            given = read_json(file, kinds).get("chat_template")
+        else:
+            given = None
         if isinstance(given, str):
             given = {"default": given}
         elif isinstance(given, list):
@@ -129,7 +148,8 @@ def writes_date(tokenizer: str | Path) -> bool:
 
 
 def read_templates(tokenizer: str | Path) -> dict[str, str]:
-    """Return the texts of the chat templates beside a tokenizer.json by name, of which `default` is one.
+    """Return the texts of the chat templates beside a tokenizer.json by name, of which `default` is
+    one.
 
     Raises:
       UserError: a file cannot be read.
@@ -139,7 +159,8 @@ def read_templates(tokenizer: str | Path) -> dict[str, str]:
 
 
 def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
-    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
+    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may
+    be none.
 
     Raises:
       UserError: a file that names them cannot be read.
@@ -148,17 +169,25 @@ def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
 
 
 def render(
-    messages: Sequence[Message], template: ChatTemplate, add_generation_prompt: bool = False, /, **more: Any
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    add_generation_prompt: bool = False,
+    /,
+    **more: Any,
 ) -> str:
-    """Write a conversation as the template does, as `transformers.apply_chat_template(tokenize=False)` would.
+    """Write a conversation as the template does, as
+    `transformers.apply_chat_template(tokenize=False)` would.
 
-    `add_generation_prompt` also writes what comes before an answer, so that the model gives one. `more` are other names
-    that the template may read, such as `tools`.
+    `add_generation_prompt` also writes what comes before an answer, so that the model gives one.
+    `more` are other names that the template may read, such as `tools`.
 
     Raises:
-      UserError: the template refuses the messages, is not Jinja or comes to no end, or the `hf` extra is missing.
+      UserError: the template refuses the messages, is not Jinja or comes to no end, or the `hf`
+        extra is missing.
     """
-    (found,) = try_render(template, [(list(map(plain_message, messages)), add_generation_prompt)], more)
+    (found,) = try_render(
+        template, [(list(map(plain_message, messages)), add_generation_prompt)], more
+    )
     if isinstance(found, str):
         raise UserError(f"the chat template {template.origin} refuses this conversation: {found}")
     return found.text
@@ -170,31 +199,44 @@ def try_render(
     more: Mapping[str, Any],
     today: date | None = None,
 ) -> list[Rendered | str]:
-    """Write several conversations, each with or without a generation prompt, with the same other names.
+    """Write several conversations, each with or without a generation prompt, with the same other
+    names.
 
-    The messages are given as they are (see `plain_message`). Where the template refuses a conversation, its own words
-    stand in place of the text. `today` is what `strftime_now` writes; None = this moment.
+    The messages are given as they are (see `plain_message`). Where the template refuses a
+    conversation, its own words stand in place of the text. `today` is what `strftime_now` writes;
+    None = this moment.
 
     Raises:
       UserError: the template comes to no end, or the `hf` extra is missing.
     """
     others = {"tools": None, "documents": None, **template.special_tokens, **more}
-    text = template.tool_use if template.tool_use and others["tools"] is not None else template.text
-    names = [{**others, "messages": list(messages), "add_generation_prompt": prompted} for messages, prompted in asked]
+    if template.tool_use and others["tools"] is not None:
+        text = template.tool_use
+    else:
+        text = template.text
+    names = [
+        {**others, "messages": list(messages), "add_generation_prompt": prompted}
+        for messages, prompted in asked
+    ]
     found = _worker().ask(text, names, today or datetime.now(), template.origin)
     return [one["error"] if "error" in one else _rendered(one) for one in found]
 
 
 def _rendered(answer: Mapping[str, Any]) -> Rendered:
     spans = answer["generated"]
-    generated = None if spans is None else tuple((begin, end) for begin, end in spans)
+    if spans is None:
+        generated = None
+    else:
+        generated = tuple((begin, end) for begin, end in spans)
     return Rendered(answer["text"], generated, tuple(answer["undefined"]))
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message without the keys that are null, its reasoning by each name that a template may read.
+    """Return a message without the keys that are null, its reasoning by each name that a template
+    may read.
 
-    The content of a turn that calls tools stays null, since there are templates that write a call only then.
+    The content of a turn that calls tools stays null, since there are templates that write a call
+    only then.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     if not message.get("tool_calls"):
@@ -231,10 +273,20 @@ class _Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, template: str, names: Sequence[Any] | None, now: date, origin: str) -> list[dict[str, Any]]:
+    def ask(
+        self, template: str, names: Sequence[Any] | None, now: date, origin: str
+    ) -> list[dict[str, Any]]:
         """Return what the process made of each of the names; see `template_worker`."""
-        moment = now if isinstance(now, datetime) else datetime(now.year, now.month, now.day)
-        asked = {"template": template, "names": names, "now": moment.isoformat(), "seconds": SECONDS}
+        if isinstance(now, datetime):
+            moment = now
+        else:
+            moment = datetime(now.year, now.month, now.day)
+        asked = {
+            "template": template,
+            "names": names,
+            "now": moment.isoformat(),
+            "seconds": SECONDS,
+        }
         try:
             line = json.dumps(asked, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
@@ -245,12 +297,14 @@ class _Worker:
                 answer, code = self._exchange(line)
         if not answer and code == _OUT_OF_TIME:
             raise UserError(
-                f"the chat template {origin} does not come to an end: it was stopped after {SECONDS} seconds of "
+                f"the chat template {origin} does not come to an end: it was stopped after "
+                f"{SECONDS} seconds of "
                 "computing"
             )
         if not answer:
             raise UserError(
-                f"the process that renders the chat template {origin} was ended twice, with code {code}: see whether "
+                f"the process that renders the chat template {origin} was ended twice, with "
+                f"code {code}: see whether "
                 "the machine is short of memory, and try it again"
             )
         return json.loads(answer)
@@ -265,10 +319,12 @@ class _Worker:
             answer = process.stdout.readline()
         except OSError:  # it ended before it had read the line
             answer = ""
-        except BaseException:  # control-C: what this process would still answer, the next question would get
+        # control-C: what this process would still answer, the next question would get
+        except BaseException:
             self._end()
             raise
-        if answer.endswith("\n"):  # a part of a line is all that is left of a process that was ended
+        # a part of a line is all that is left of a process that was ended
+        if answer.endswith("\n"):
             return answer, None
         process.wait()
         self._end()
@@ -278,9 +334,13 @@ class _Worker:
         if self._process is None or self._process.poll() is not None:
             self._end()
             script = Path(__file__).with_name("template_worker.py")
-            # Without the script's folder, whose modules could hide others; with the path of this process.
+            # Without the script's folder, whose modules could hide others; with the path of this
+            # process.
             words = [sys.executable, "-P", str(script)]
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"}
+            environment = os.environ | {
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "PYTHONIOENCODING": "utf-8",
+            }
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
                 words,
@@ -289,12 +349,14 @@ class _Worker:
                 stdout=pipe,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                start_new_session=True,  # control-C is for this process, which may still have to render
+                # control-C is for this process, which may still have to render
+                start_new_session=True,
             )
         return self._process
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.kill()
@@ -316,7 +378,9 @@ def _worker() -> _Worker:
     try:
         import jinja2  # noqa: F401  # what the worker imports
     except ImportError as error:
-        raise UserError("a chat template needs the jinja2 package: pip install 'jaxpar[hf]'") from error
+        raise UserError(
+            "a chat template needs the jinja2 package: pip install 'jaxpar[hf]'"
+        ) from error
     made = _Worker()
     atexit.register(made.close)
     return made

@@ -1,4 +1,6 @@
-"""Conversations in the forms in which people have them, read into one: messages, and what else a template may read."""
+"""Conversations in the forms in which people have them, read into one: messages, and what else a
+template may read.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,20 @@ from jaxpar.data.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "model": "assistant", "observation": "tool", "function_response": "tool", "function": "tool",
-}  # fmt: skip
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function": "tool",
+}
 _CALL = "function_call"
-"""In ShareGPT's form the role of an assistant's turn that is a call, as JSON; in OpenAI's older one a key of a turn."""
+"""In ShareGPT's form the role of an assistant's turn that is a call, as JSON; in OpenAI's older one
+a key of a turn.
+"""
 _SAID_OTHERWISE = ("tool_calls", "tool_responses", "reasoning_content", "thinking", "reasoning")
 """What a message may have in place of a content."""
 _TALKS = ("messages", "conversations", "prompt", "completion")
@@ -25,7 +36,9 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     names: dict[str, Any]
-    """What else stands in the line: `tools`, `documents`, and other names that a template may read."""
+    """What else stands in the line: `tools`, `documents`, and other names that a template may
+    read.
+    """
     learned_from: int = 0
     """The first message that may be learned from; those before are a prompt."""
     without_weight: frozenset[int] = frozenset()
@@ -40,16 +53,20 @@ class Conversation(NamedTuple):
 def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
     """Read the conversation of a line; None where it has none.
 
-    A line has `messages`, with roles and contents as in OpenAI's and Hugging Face's formats; or `conversations`, which
-    may be in ShareGPT's form, of `from` and `value`; or a `prompt` and a `completion` that are lists of messages. A
-    `system` message may stand beside them. OpenAI's older calls and `functions` become those that templates know.
+    A line has `messages`, with roles and contents as in OpenAI's and Hugging Face's formats; or
+    `conversations`, which may be in ShareGPT's form, of `from` and `value`; or a `prompt` and a
+    `completion` that are lists of messages. A `system` message may stand beside them. OpenAI's
+    older calls and `functions` become those that templates know.
 
     Raises:
       UserError: what it has is no conversation; the message says which of the messages is none.
     """
     learned_from = 0
     if "messages" in row or "conversations" in row:
-        talk = row["messages"] if "messages" in row else row["conversations"]
+        if "messages" in row:
+            talk = row["messages"]
+        else:
+            talk = row["conversations"]
     elif isinstance(row.get("prompt"), list):
         completion = row.get("completion") or []
         if not isinstance(completion, list):
@@ -74,7 +91,9 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
     for key in ("tools", "documents"):
         if key in names:
             names[key] = _listed(key, names[key])
-    names = {key: value for key, value in names.items() if value or key not in ("tools", "documents")}
+    names = {
+        key: value for key, value in names.items() if value or key not in ("tools", "documents")
+    }
     without_weight = {i for i, message in enumerate(messages) if _weight(i, message) == 0}
     return Conversation(messages, names, learned_from, frozenset(without_weight))
 
@@ -87,7 +106,8 @@ def _weight(i: int, message: Message) -> int:
     if isinstance(weight, (int, float)) and weight in (0, 1):
         return int(weight)
     raise UserError(
-        f"message {i + 1} has the weight {short(weight)}, where an answer has 1, which counts, or 0, which does not"
+        f"message {i + 1} has the weight {short(weight)}, where an answer has 1, which counts, "
+        "or 0, which does not"
     )
 
 
@@ -108,7 +128,9 @@ def _read_message(number: int, message: Any) -> Message:
     message = _with_tool_calls(message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"message {number} has the role {str(role)[:40]!r}, not one of {', '.join(ROLES)}")
+        raise UserError(
+            f"message {number} has the role {str(role)[:40]!r}, not one of {', '.join(ROLES)}"
+        )
     content = message.get("content")
     if isinstance(content, list):
         _require_text_parts(number, content)
@@ -118,13 +140,17 @@ def _read_message(number: int, message: Any) -> Message:
     elif not isinstance(content, str):
         raise _no_message(number)
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    ):
         raise UserError(f"message {number} has tool_calls that are no list of objects")
     return message
 
 
 def _with_tool_calls(message: Message) -> Message:
-    """Return a message of OpenAI's older form, with a `function_call` or a function's result, as templates know it."""
+    """Return a message of OpenAI's older form, with a `function_call` or a function's result, as
+    templates know it.
+    """
     others = {key: value for key, value in message.items() if key != _CALL}
     if others.get("role") == "function":
         others["role"] = "tool"
@@ -140,16 +166,28 @@ def _no_message(number: int) -> UserError:
 
 def _require_text_parts(number: int, parts: Sequence[Any]) -> None:
     for part in parts:
-        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        if (
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
             continue
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise UserError(f"message {number} has a part {str(kind)[:40]!r}, where only parts of text can be read")
+        if isinstance(part, dict):
+            kind = part.get("type")
+        else:
+            kind = part
+        raise UserError(
+            f"message {number} has a part {str(kind)[:40]!r}, where only parts of text can be read"
+        )
 
 
 def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of ShareGPT's form as one with a role and a content; a call becomes `tool_calls`."""
+    """Return a message of ShareGPT's form as one with a role and a content; a call becomes
+    `tool_calls`.
+    """
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    said, value = message["from"], message.get("value")
+    said = message["from"]
+    value = message.get("value")
     if said == _CALL:
         calls = value
         if isinstance(value, str):
@@ -160,6 +198,13 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
         listed = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(one, dict) for one in listed):
             return {"role": "assistant", "content": value, **others}
-        return {"role": "assistant", "tool_calls": [{"type": "function", "function": one} for one in listed], **others}
-    role = _SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
+        return {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": one} for one in listed],
+            **others,
+        }
+    if isinstance(said, str):
+        role = _SHAREGPT_ROLES.get(said, said)
+    else:
+        role = said
     return {"role": role, "content": value, **others}

@@ -20,7 +20,14 @@ from jaxpar.data.chat import Examples, load_examples
 from jaxpar.data.documents import Documents, load_documents
 from jaxpar.data.skipped import Skipped
 from jaxpar.data.tokenizer import Tokenizer
-from jaxpar.data.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, window_count
+from jaxpar.data.tokens import (
+    HostBatch,
+    Tokens,
+    load_texts,
+    load_token_files,
+    read_windows,
+    window_count,
+)
 
 Part = Tokens | Documents | Examples
 
@@ -35,18 +42,27 @@ class Mixture:
 
     @property
     def origin(self) -> str:
-        return " + ".join(f"{part.origin} {weight:.3g}" for part, weight in zip(self.parts, self.weights, strict=True))
+        return " + ".join(
+            f"{part.origin} {weight:.3g}"
+            for part, weight in zip(self.parts, self.weights, strict=True)
+        )
 
     @property
     def size(self) -> int | None:
         sizes = [part.size for part in self.parts if part.size is not None]
-        return sum(sizes) if len(sizes) == len(self.parts) else None
+        if len(sizes) == len(self.parts):
+            return sum(sizes)
+        return None
 
     @property
     def sample(self) -> np.ndarray:
         samples = [part.sample for part in self.parts]
-        fit = min(len(sample) / weight for sample, weight in zip(samples, self.weights, strict=True))
-        return np.concatenate([s[: max(int(fit * w), 1)] for s, w in zip(samples, self.weights, strict=True)])
+        fit = min(
+            len(sample) / weight for sample, weight in zip(samples, self.weights, strict=True)
+        )
+        return np.concatenate(
+            [s[: max(int(fit * w), 1)] for s, w in zip(samples, self.weights, strict=True)]
+        )
 
     @property
     def amount(self) -> str:
@@ -54,19 +70,26 @@ class Mixture:
 
 
 def skipped_records(stream: Part | Mixture) -> list[Skipped]:
-    """Return the counts of records that are no text, of those parts that read theirs while a run goes on."""
-    parts = stream.parts if isinstance(stream, Mixture) else (stream,)
+    """Return the counts of records that are no text, of those parts that read theirs while a run
+    goes on.
+    """
+    if isinstance(stream, Mixture):
+        parts = stream.parts
+    else:
+        parts = (stream,)
     counts = [part.skipped for part in parts if isinstance(part, Documents)]
     return [count for count in counts if count is not None]
 
 
 Stream = Part | Mixture
-"""What a run reads. Each has an `origin` and an `amount` for messages, a `size` that a resumed run must find again
-(None = not known), and a `sample` of ids for their frequencies."""
+"""What a run reads. Each has an `origin` and an `amount` for messages, a `size` that a resumed run
+must find again (None = not known), and a `sample` of ids for their frequencies."""
 
 
 class Corpus(NamedTuple):
-    """The data of a run; `val` is None if nothing is held out, and `tokenizer` if a .bin file came without one."""
+    """The data of a run; `val` is None if nothing is held out, and `tokenizer` if a .bin file came
+    without one.
+    """
 
     train: Stream
     val: Part | None
@@ -74,11 +97,13 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
-    """Load the training and validation data of a config, and check them against the vocabulary and `data.seq_len`.
+    """Load the training and validation data of a config, and check them against the vocabulary and
+    `data.seq_len`.
 
     Raises:
-      UserError: the source is missing, empty, broken or too short for one window, lacks the document offsets that
-        `data.pack` needs, or has more tokens in its vocabulary than the model.
+      UserError: the source is missing, empty, broken or too short for one window, lacks the
+        document offsets that `data.pack` needs, or has more tokens in its vocabulary than the
+        model.
     """
     require_local_data(data)
     shares = [_share(entry) for entry in data.mixture] or [(data.path, 1.0)]
@@ -89,17 +114,27 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
         raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
     if data.tokenizer == "chars" and data.source not in ("stdlib", "text", "tokens"):
         raise UserError(
-            f"data.tokenizer=chars knows the characters of a whole text, which data.source={data.source} does not read "
+            "data.tokenizer=chars knows the characters of a whole text, which "
+            f"data.source={data.source} does not read "
             "before it starts: take bytes, or a tokenizer.json"
         )
-    load = {"stdlib": load_texts, "text": load_texts, "tokens": load_token_files, "chat": load_examples}
+    load = {
+        "stdlib": load_texts,
+        "text": load_texts,
+        "tokens": load_token_files,
+        "chat": load_examples,
+    }
     parts, tokenizer = load.get(data.source, load_documents)(paths, data, vocab_size)
     val = parts.pop() if data.val_path else None
-    if not (data.val_path or data.mixture or isinstance(parts[0], Documents)) and data.val_fraction > 0:
+    if (
+        not (data.val_path or data.mixture or isinstance(parts[0], Documents))
+        and data.val_fraction > 0
+    ):
         parts[0], val = parts[0].split(data.val_fraction)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"the tokenizer of {parts[0].origin} has {tokenizer.vocab_size} tokens, model.vocab_size={vocab_size}: "
+            f"the tokenizer of {parts[0].origin} has {tokenizer.vocab_size} tokens, "
+            f"model.vocab_size={vocab_size}: "
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
     for part in parts:
@@ -109,7 +144,9 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     if not data.mixture:
         return Corpus(parts[0], val, tokenizer)
     total = sum(weight for _, weight in shares)
-    return Corpus(Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer)
+    return Corpus(
+        Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer
+    )
 
 
 def _share(entry: str) -> tuple[str, float]:
@@ -120,7 +157,10 @@ def _share(entry: str) -> tuple[str, float]:
             return path.strip(), float(weight)
     except ValueError:
         pass
-    raise UserError(f"data.mixture has {entry!r}, where it takes a path and a weight above 0, such as 'books.bin 0.7'")
+    raise UserError(
+        f"data.mixture has {entry!r}, where it takes a path and a weight above 0, such as "
+        "'books.bin 0.7'"
+    )
 
 
 def _require_enough(part: Part, data: DataConfig, what: str, fix: str) -> None:
@@ -138,7 +178,9 @@ def _require_enough(part: Part, data: DataConfig, what: str, fix: str) -> None:
 
 
 def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
-    """Return the entropy of the first `sample` tokens' frequencies in nats per token: the best loss without context."""
+    """Return the entropy of the first `sample` tokens' frequencies in nats per token: the best loss
+    without context.
+    """
     counts = np.bincount(tokens[:sample])
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
@@ -147,22 +189,33 @@ def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
 def train_batches(
     stream: Stream, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
 ) -> grain.DatasetIterator[HostBatch]:
-    """Return an endless iterator of this process's rows of the global batches; a new order in every epoch.
+    """Return an endless iterator of this process's rows of the global batches; a new order in every
+    epoch.
 
-    The order depends on `data.seed` alone, so the global batch is the same for any number of processes. `get_state()`
-    is a small JSON-able dict; after `set_state` the next batch is the one that would have followed, no matter what had
-    been read ahead. `batch` is the number of rows of the global batch, and `rows` are those to read (see
-    `sharding.local_rows`). There must be at least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises
-    a UserError from `next`.
+    The order depends on `data.seed` alone, so the global batch is the same for any number of
+    processes. `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one
+    that would have followed, no matter what had been read ahead. `batch` is the number of rows of
+    the global batch, and `rows` are those to read (see `sharding.local_rows`). There must be at
+    least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from
+    `next`.
     """
-    parts, weights = (stream.parts, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1.0,))
+    parts, weights = (
+        (stream.parts, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1.0,))
+    )
     local = np.asarray(rows)
     windowed = [part for part in parts if isinstance(part, Tokens)]
     if others := [part for part in parts if not isinstance(part, Tokens)]:
         made = [part.rows(data, data.seed + i, endless=True) for i, part in enumerate(others)]
-        mixed = grain.IterDataset.mix(made, weights) if len(made) > 1 else made[0]
-        batches = mixed.batch(batch, drop_remainder=True).map(lambda found: {k: v[local] for k, v in found.items()})
-        ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=data.prefetch)
+        if len(made) > 1:
+            mixed = grain.IterDataset.mix(made, weights)
+        else:
+            mixed = made[0]
+        batches = mixed.batch(batch, drop_remainder=True).map(
+            lambda found: {k: v[local] for k, v in found.items()}
+        )
+        ahead = grain.experimental.ThreadPrefetchIterDataset(
+            batches, prefetch_buffer_size=data.prefetch
+        )
         return iter(ahead if data.prefetch else batches)
 
     stride = data.stride or data.seq_len
@@ -170,15 +223,25 @@ def train_batches(
     def fetch(windows: tuple[np.ndarray, np.ndarray]) -> HostBatch:
         part_B, window_B = (array[local] for array in windows)
         there = [(windowed[p], window_B[part_B == p] * stride) for p in np.unique(part_B)]
-        found = [read_windows(part, starts, data.seq_len, data.pack, vocab_size) for part, starts in there]
+        found = [
+            read_windows(part, starts, data.seq_len, data.pack, vocab_size)
+            for part, starts in there
+        ]
         back_B = np.argsort(np.argsort(part_B, kind="stable"), kind="stable")
         return {name: np.concatenate([one[name] for one in found])[back_B] for name in found[0]}
 
-    # Indices are shuffled and batched before anything is read, so other processes' rows cost this one nothing.
+    # Indices are shuffled and batched before anything is read, so other processes' rows cost this
+    # one nothing.
     counts = [window_count(part, data.seq_len, stride) for part in windowed]
-    orders = [grain.MapDataset.range(count).seed(data.seed + i).shuffle().repeat() for i, count in enumerate(counts)]
+    orders = [
+        grain.MapDataset.range(count).seed(data.seed + i).shuffle().repeat()
+        for i, count in enumerate(counts)
+    ]
     orders = [order.map(lambda window, i=i: (i, window)) for i, order in enumerate(orders)]
-    mixed = grain.MapDataset.mix(orders, weights) if len(orders) > 1 else orders[0]
+    if len(orders) > 1:
+        mixed = grain.MapDataset.mix(orders, weights)
+    else:
+        mixed = orders[0]
     ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=data.prefetch)
     return iter(mixed.batch(batch, drop_remainder=True).map(fetch).to_iter_dataset(ahead))
 
@@ -186,18 +249,26 @@ def train_batches(
 def val_batches(
     stream: Part, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
 ) -> Iterator[HostBatch]:
-    """Yield this process's rows of the validation batches: windows side by side, each once, in order.
+    """Yield this process's rows of the validation batches: windows side by side, each once, in
+    order.
 
-    A `limit` other than 0 is the largest number of batches. Windows of `Tokens` are then spread evenly over all of it,
-    because its beginning alone may be easier or harder than the rest; of documents and examples, it is the first.
+    A `limit` other than 0 is the largest number of batches. Windows of `Tokens` are then spread
+    evenly over all of it, because its beginning alone may be easier or harder than the rest; of
+    documents and examples, it is the first.
 
-    The last batch is filled up with rows whose labels are all -1, so that a mean over counted labels is exact. Tokens
-    after the last whole window are not used. For the other arguments see `train_batches`.
+    The last batch is filled up with rows whose labels are all -1, so that a mean over counted
+    labels is exact. Tokens after the last whole window are not used. For the other arguments see
+    `train_batches`.
     """
     if not isinstance(stream, Tokens):
-        found = islice(stream.rows(replace(data, prefetch=0), data.seed, endless=False), limit * batch or None)
+        found = islice(
+            stream.rows(replace(data, prefetch=0), data.seed, endless=False), limit * batch or None
+        )
         while group := list(islice(found, batch)):
-            nothing = {name: np.full_like(array, -1 if name == "labels" else 0) for name, array in group[0].items()}
+            nothing = {
+                name: np.full_like(array, -1 if name == "labels" else 0)
+                for name, array in group[0].items()
+            }
             group += [nothing] * (batch - len(group))
             yield {name: np.stack([group[row][name] for row in rows]) for name in nothing}
         return
@@ -206,6 +277,8 @@ def val_batches(
     for first in range(0, count, batch):
         place_B = first + np.asarray(rows)
         window_B = np.minimum(place_B, count - 1) * windows // count
-        rows_read = read_windows(stream, window_B * data.seq_len, data.seq_len, data.pack, vocab_size)
+        rows_read = read_windows(
+            stream, window_B * data.seq_len, data.seq_len, data.pack, vocab_size
+        )
         rows_read["labels"][place_B >= count] = -1
         yield rows_read

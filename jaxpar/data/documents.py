@@ -1,4 +1,5 @@
-"""Reads documents from Hugging Face data sets, Parquet and ArrayRecord files; tokenizes and packs them as they come.
+"""Reads documents from Hugging Face data sets, Parquet and ArrayRecord files; tokenizes and packs
+them as they come.
 
 Shapes: n tokens of a document, S sequence length, T = S + 1.
 """
@@ -30,7 +31,9 @@ SAMPLE = 2**20
 _ENDLESS = 2**62
 """The number of documents of a stream that does not say it: more than any has."""
 Source = grain.MapDataset | Callable[[], Any]
-"""Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging Face."""
+"""Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging
+Face.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,29 @@ class Documents:
     skipped: Skipped | None = None
     """Counts the records that are no text, while they are read."""
     begin_of_text: int | None = None
-    """The id that each row begins with, in place of its first; None = rows begin as they were cut."""
+    """The id that each row begins with, in place of its first; None = rows begin as they were
+    cut.
+    """
 
     @property
     def amount(self) -> str:
-        what = "a stream of documents" if self.size is None else f"{self.size:,} documents"
+        if self.size is None:
+            what = "a stream of documents"
+        else:
+            what = f"{self.size:,} documents"
         return what + self.note
 
     def encoded(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset:
         """Return every document as ids, of which one without text has none; see `rows`."""
         source = self.source
         if isinstance(source, grain.MapDataset):
-            ordered = source.seed(seed).shuffle().repeat() if endless else source
-            ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch)
+            if endless:
+                ordered = source.seed(seed).shuffle().repeat()
+            else:
+                ordered = source
+            ahead = grain.ReadOptions(
+                num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch
+            )
             return ordered.map(self.encode).to_iter_dataset(ahead)
         stream = _Stream(source, self.origin, data.source, endless)
         if endless and data.shuffle_window:
@@ -73,35 +86,52 @@ class Documents:
             stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
         return stream.map(self.encode)
 
-    def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
-        """Return the rows [S] of documents that lie end to end; the label of a row's last token is the T-th it took.
+    def rows(
+        self,
+        data: DataConfig,
+        seed: int,
+        endless: bool,
+    ) -> grain.IterDataset[HostBatch]:
+        """Return the rows [S] of documents that lie end to end; the label of a row's last token is
+        the T-th it took.
 
-        They are read again and again if `endless`, shuffled by `seed`: anew in each epoch in random access, the same in
-        a stream. Otherwise they are read once and in order, and the last row is filled up.
+        They are read again and again if `endless`, shuffled by `seed`: anew in each epoch in random
+        access, the same in a stream. Otherwise they are read once and in order, and the last row is
+        filled up.
         """
 
         def row(packed: dict[str, np.ndarray]) -> HostBatch:
-            ids_T, segments_T = packed["tokens"], packed["tokens_segment_ids"]
+            ids_T = packed["tokens"]
+            segments_T = packed["tokens_segment_ids"]
             ends_S = segments_T[1:] == 0
             tokens_S = ids_T[:-1]
-            if data.pack or self.begin_of_text is not None:  # what begins a text is given, and no label
+            # what begins a text is given, and no label
+            if data.pack or self.begin_of_text is not None:
                 ends_S = ends_S | (segments_T[1:] != segments_T[:-1])
             if self.begin_of_text is not None:
                 tokens_S = np.append(np.int32(self.begin_of_text), tokens_S[1:])
-            batch = {"tokens": tokens_S, "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32)}
+            batch = {
+                "tokens": tokens_S,
+                "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32),
+            }
             if data.pack:
                 batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
             return batch
 
-        documents = self.encoded(data, seed, endless).filter(lambda document: len(document["tokens"]) > 0)
+        documents = self.encoded(data, seed, endless).filter(
+            lambda document: len(document["tokens"]) > 0
+        )
         return _Packed(documents, length_struct={"tokens": data.seq_len + 1}).map(row)
 
 
-def load_documents(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Documents], Tokenizer]:
+def load_documents(
+    paths: Sequence[str], data: DataConfig, vocab_size: int
+) -> tuple[list[Documents], Tokenizer]:
     """Open the sources of documents at `paths`, and read the beginning of each.
 
     Raises:
-      UserError: a path is missing or of another kind, has no documents or not the column, or a package is missing.
+      UserError: a path is missing or of another kind, has no documents or not the column, or a
+        package is missing.
     """
     tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size, bos=data.bos)
     return [_load(path, data, tokenizer) for path in paths], tokenizer
@@ -111,12 +141,15 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
     skipped = Skipped(path)
 
     def encode(element: Any) -> dict[str, np.ndarray]:
-        """Tokenize a record; one that is no text becomes no tokens, so that it does not end a run in its middle."""
+        """Tokenize a record; one that is no text becomes no tokens, so that it does not end a run
+        in its middle.
+        """
         try:
             if isinstance(element, _Unreadable):
                 raise UserError(element.reason)
             ids = encode_document(_text_of(element, path, data.column), tokenizer)
-        except (UserError, UnicodeError, TypeError) as error:  # half of a surrogate pair is a TypeError of tokenizers
+        # half of a surrogate pair is a TypeError of tokenizers
+        except (UserError, UnicodeError, TypeError) as error:
             skipped.add(str(error))
             return {"tokens": np.zeros(0, np.int32)}
         skipped.read_one()
@@ -124,9 +157,13 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
 
     with _reading(path, data.source):
         source, size, files = _OPEN[data.source](path, data)
-        nothing, begin = np.zeros(0, np.int32), tokenizer.begin_of_text
-        documents = Documents(source, encode, path, size, nothing, files=files, skipped=skipped, begin_of_text=begin)
-        first, count = [], 0
+        nothing = np.zeros(0, np.int32)
+        begin = tokenizer.begin_of_text
+        documents = Documents(
+            source, encode, path, size, nothing, files=files, skipped=skipped, begin_of_text=begin
+        )
+        first = []
+        count = 0
         for document in documents.encoded(replace(data, prefetch=0), 0, endless=False):
             first.append(document["tokens"])
             count += len(first[-1])
@@ -136,14 +173,20 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
         raise UserError(skipped.reason or f"{path} {NOTHING_IN_IT}")
     skipped.forget()
     empty = sum(not len(ids) for ids in first)
-    return replace(documents, sample=np.concatenate(first), note=left_out(empty, of=len(first)))
+    return replace(
+        documents,
+        sample=np.concatenate(first),
+        note=left_out(empty, of=len(first)),
+    )
 
 
 def _text_of(element: Any, path: str, column: str) -> str:
     if isinstance(element, bytes):  # a record
         return element.decode(UTF8, "replace").removeprefix(BYTE_ORDER_MARK)
     if column not in element:
-        raise UserError(f"{path} has no column {column!r}, set data.column: it has {', '.join(element)}")
+        raise UserError(
+            f"{path} has no column {column!r}, set data.column: it has {', '.join(element)}"
+        )
     text = element[column]
     if not isinstance(text, str):
         raise UserError(f"{path}: column {column!r} has a value that is no text: {repr(text)[:40]}")
@@ -152,11 +195,15 @@ def _text_of(element: Any, path: str, column: str) -> str:
 
 @contextmanager
 def _reading(path: str, source: str) -> Iterator[None]:
-    """Say in one line what kept documents from being read; each library raises exceptions of its own."""
+    """Say in one line what kept documents from being read; each library raises exceptions of
+    its own.
+    """
     try:
         yield
     except ImportError as error:
-        raise UserError(f"data.source={source} needs the {error.name} package: pip install 'jaxpar[data]'") from error
+        raise UserError(
+            f"data.source={source} needs the {error.name} package: pip install 'jaxpar[data]'"
+        ) from error
     except (UserError, StopIteration):
         raise
     except Exception as error:
@@ -174,7 +221,8 @@ class _Records:
     """Records in random access, of which one that is damaged is `_Unreadable`."""
 
     def __init__(self, inner: Any, origin: str):
-        self.inner, self.origin = inner, origin
+        self.inner = inner
+        self.origin = origin
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -194,21 +242,35 @@ _Opened = tuple[Source, int | None, tuple[Path, ...]]
 def _open_hf(name: str, data: DataConfig) -> _Opened:
     """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file.
 
-    The split may be a slice or a sum of some, as `datasets` writes them: `train[:50%]`, `train[:10]+test`.
+    The split may be a slice or a sum of some, as `datasets` writes them: `train[:50%]`,
+    `train[:10]+test`.
     """
     path, config, split = _split_name(name)
     place = Path(path)
 
     def opened() -> Any:
-        if (place / "dataset_dict.json").exists() or (place / "state.json").exists():  # from save_to_disk
+        # from save_to_disk
+        if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
             found = _saved_slices(path, split)
-            found = found.to_iterable_dataset() if data.streaming else found
+            if data.streaming:
+                found = found.to_iterable_dataset()
         else:
-            folder, file = (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
-            found = _loaded_slices(partial(_load_split, folder, config, file), split, data.streaming)
-        return found.select_columns(data.column) if data.column in (found.column_names or ()) else found
+            folder, file = (
+                (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
+            )
+            found = _loaded_slices(
+                partial(_load_split, folder, config, file), split, data.streaming
+            )
+        if data.column in (found.column_names or ()):
+            return found.select_columns(data.column)
+        return found
 
-    files = (place,) if place.is_file() else tuple(files_below(place)) if place.is_dir() else ()
+    if place.is_file():
+        files = (place,)
+    elif place.is_dir():
+        files = tuple(files_below(place))
+    else:
+        files = ()
     if data.streaming:
         return opened, None, files
     found = opened()
@@ -217,17 +279,26 @@ def _open_hf(name: str, data: DataConfig) -> _Opened:
 
 
 def _split_name(name: str) -> tuple[str, list[str], str]:
-    """Return the path, the config if there is one, and the split; a colon in a slice, or of a URL, parts nothing."""
+    """Return the path, the config if there is one, and the split; a colon in a slice, or of a URL,
+    parts nothing.
+    """
     if Path(name).exists():
         return name, [], "train"
     path, *others = re.split(r":(?!//)(?![^\[]*\])", name)
     if len(others) > 2:
-        raise UserError(f"{name} is not path, path:split or path:config:split: it has {len(others)} colons")
-    split = re.sub(r"\s*\+\s*", "+", others[-1]) if others else "train"
+        raise UserError(
+            f"{name} is not path, path:split or path:config:split: it has {len(others)} colons"
+        )
+    if others:
+        split = re.sub(r"\s*\+\s*", "+", others[-1])
+    else:
+        split = "train"
     return path, others[:-1], split
 
 
-def _load_split(folder: str, config: Sequence[str], file: str | None, split: str, streaming: bool) -> Any:
+def _load_split(
+    folder: str, config: Sequence[str], file: str | None, split: str, streaming: bool
+) -> Any:
     import datasets
 
     load: Any = datasets.load_dataset
@@ -248,18 +319,22 @@ def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool
     if not all(sizes.values()):
         if re.search(r"%|\[-|:-", split):
             raise UserError(
-                f"{split} counts from the end of a stream, whose length is not known: set data.streaming=false, or "
+                f"{split} counts from the end of a stream, whose length is not known: set "
+                "data.streaming=false, or "
                 "count in documents from its beginning, as in train[1000:]"
             )
         sizes = dict.fromkeys(sizes, _ENDLESS)
     slices = [
-        streams[part.splitname].skip(part.from_).take(part.to - part.from_) for part in instruction.to_absolute(sizes)
+        streams[part.splitname].skip(part.from_).take(part.to - part.from_)
+        for part in instruction.to_absolute(sizes)
     ]
     return datasets.concatenate_datasets(slices)
 
 
 def _saved_slices(path: str, split: str) -> Any:
-    """Open a split, or slices of some, of what `save_to_disk` wrote: several splits by name, or one."""
+    """Open a split, or slices of some, of what `save_to_disk` wrote: several splits by name, or
+    one.
+    """
     import datasets
 
     found = datasets.load_from_disk(path)
@@ -275,7 +350,8 @@ def _open_parquet(path: str, data: DataConfig) -> _Opened:
     import datasets
     import pyarrow.parquet
 
-    found, counts = _files(path, ".parquet"), dict[str, int]()
+    found = _files(path, ".parquet")
+    counts = dict[str, int]()
     for file in found:
         about = pyarrow.parquet.read_metadata(file)
         counts[str(file)] = about.num_rows
@@ -283,7 +359,9 @@ def _open_parquet(path: str, data: DataConfig) -> _Opened:
     files = [file for file, rows in counts.items() if rows]
     if not files:
         raise UserError(f"{path} is empty: its files have no rows")
-    opened = partial(datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True)
+    opened = partial(
+        datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True
+    )
     return opened, sum(counts.values()), tuple(found)
 
 
@@ -292,12 +370,22 @@ def _require_text_column(schema: Any, file: Path, column: str) -> None:
     from pyarrow import types
 
     if column not in schema.names:
-        raise UserError(f"{file} has no column {column!r}, set data.column: it has {', '.join(schema.names)}")
+        raise UserError(
+            f"{file} has no column {column!r}, set data.column: it has {', '.join(schema.names)}"
+        )
     kind = schema.field(column).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    text = (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_null(kind)
+    )
     if not text:
-        raise UserError(f"{file}: column {column!r} has a value that is no text: its type is {kind}")
+        raise UserError(
+            f"{file}: column {column!r} has a value that is no text: its type is {kind}"
+        )
 
 
 def _open_arrayrecord(path: str, data: DataConfig) -> _Opened:
@@ -311,12 +399,17 @@ _OPEN = {"hf": _open_hf, "parquet": _open_parquet, "arrayrecord": _open_arrayrec
 
 
 def _files(path: str, *endings: str) -> list[Path]:
-    """Return the file at `path`, or the files below that folder, or those that match it as a pattern; sorted."""
+    """Return the file at `path`, or the files below that folder, or those that match it as a
+    pattern; sorted.
+    """
     root = Path(path)
     if root.is_dir():
         found = [file for file in files_below(root) if file.suffix in endings]
     else:
-        found = [root] if root.is_file() else [Path(file) for file in sorted(glob(path, recursive=True))]
+        if root.is_file():
+            found = [root]
+        else:
+            found = [Path(file) for file in sorted(glob(path, recursive=True))]
     if not found:
         pattern = f"a pattern like 'texts/*{endings[0]}'"
         raise UserError(f"no {endings[0]} file at {path}: give a file, a folder, or {pattern}")
@@ -324,11 +417,22 @@ def _files(path: str, *endings: str) -> list[Path]:
 
 
 class _Stream(grain.IterDataset):
-    """A streaming data set of Hugging Face, once or in endless epochs; it keeps its position itself."""
+    """A streaming data set of Hugging Face, once or in endless epochs; it keeps its position
+    itself.
+    """
 
-    def __init__(self, opened: Callable[[], Any], origin: str, kind: str, endless: bool):
+    def __init__(
+        self,
+        opened: Callable[[], Any],
+        origin: str,
+        kind: str,
+        endless: bool,
+    ):
         super().__init__()
-        self.opened, self.origin, self.kind, self.endless = opened, origin, kind, endless
+        self.opened = opened
+        self.origin = origin
+        self.kind = kind
+        self.endless = endless
 
     def __iter__(self) -> grain.DatasetIterator:
         return _StreamIterator(self)
@@ -355,7 +459,9 @@ class _StreamIterator(grain.DatasetIterator):
                         raise
                     self._begin(self._epoch + 1)
                     if jax.process_index() == 0:
-                        console().print(f"{stream.origin} is read to its end: epoch {self._epoch + 1} begins")
+                        console().print(
+                            f"{stream.origin} is read to its end: epoch {self._epoch + 1} begins"
+                        )
 
     def get_state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "source": self._source.state_dict()}
@@ -366,7 +472,9 @@ class _StreamIterator(grain.DatasetIterator):
 
 
 class _Packed(grain.experimental.ConcatThenSplitIterDataset):
-    """Grain's packing, whose state survives JSON: it compares tuples, and JSON gives lists (seen in 0.2.18)."""
+    """Grain's packing, whose state survives JSON: it compares tuples, and JSON gives lists (seen in
+    0.2.18).
+    """
 
     def __iter__(self) -> grain.DatasetIterator:
         made = super().__iter__()

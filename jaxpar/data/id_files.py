@@ -1,4 +1,6 @@
-"""What a file of raw token ids says of itself: the header of llm.c, a dtype that it was not written in, and its ids."""
+"""What a file of raw token ids says of itself: the header of llm.c, a dtype that it was not written
+in, and its ids.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, reading
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""Magic numbers of llm.c's token files, for GPT-2 and for LLaMA 3, each with its version and dtype."""
+"""Magic numbers of llm.c's token files, for GPT-2 and for LLaMA 3, each with its version and
+dtype.
+"""
 _LLM_C_BYTES = 1024
 _FOREIGN = {
     b"\x93NUMPY": "an array of NumPy's (.npy): write its ids alone, with `.tofile`",
@@ -30,7 +34,9 @@ _LARGE = 2**30
 
 
 class IdFile(NamedTuple):
-    """Where the ids of a file begin, in bytes, and their dtype, as far as the file itself says it."""
+    """Where the ids of a file begin, in bytes, and their dtype, as far as the file itself says
+    it.
+    """
 
     offset: int
     dtype: str
@@ -39,11 +45,12 @@ class IdFile(NamedTuple):
 
 
 def look_at(path: Path) -> IdFile:
-    """Look at the beginning of a .bin file: of llm.c's, or of ids alone, which are taken for uint16.
+    """Look at the beginning of a .bin file: of llm.c's, or of ids alone, which are taken for
+    uint16.
 
     Raises:
-      UserError: the file is of another kind, its header is of a version that is not known, or it has another length
-        than its header says.
+      UserError: the file is of another kind, its header is of a version that is not known, or it
+        has another length than its header says.
     """
     with reading(path), path.open("rb") as file:
         beginning = file.read(_LLM_C_BYTES)
@@ -55,20 +62,29 @@ def look_at(path: Path) -> IdFile:
         return IdFile(0, "uint16", False)
     magic, version, count = (int(number) for number in np.frombuffer(beginning, "<i4")[:3])
     if magic == _LLM_C_QUESTIONS:
-        raise UserError(f"{path} holds llm.c's questions with several answers, and no text to train on")
+        raise UserError(
+            f"{path} holds llm.c's questions with several answers, and no text to train on"
+        )
     if magic not in _LLM_C:
         return IdFile(0, "uint16", False)
     known, dtype = _LLM_C[magic]
     if version != known:
-        raise UserError(f"{path} has llm.c's header of version {version}, and version {known} is the one that is read")
+        raise UserError(
+            f"{path} has llm.c's header of version {version}, and version {known} is the one "
+            "that is read"
+        )
     found = (size - _LLM_C_BYTES) / np.dtype(dtype).itemsize
     if found != count:
-        raise UserError(f"{path} has {found:,g} ids and its header says {count:,}: it was cut short, so fetch it again")
+        raise UserError(
+            f"{path} has {found:,g} ids and its header says {count:,}: it was cut short, so "
+            "fetch it again"
+        )
     return IdFile(_LLM_C_BYTES, dtype, True)
 
 
 def require_guess(ids: np.ndarray, path: Path) -> None:
-    """Refuse ids that nobody said to be uint16, where each second is nearly 0: they are of 32 or 64 bits.
+    """Refuse ids that nobody said to be uint16, where each second is nearly 0: they are of 32 or 64
+    bits.
 
     Raises:
       UserError: the file has to say what its dtype is.
@@ -76,28 +92,40 @@ def require_guess(ids: np.ndarray, path: Path) -> None:
     sample = np.asarray(ids[: 2**16])
     if len(ids) % 2 or len(sample) < 64:
         return
-    low, high = sample[0::2], sample[1::2]
+    low = sample[0::2]
+    high = sample[1::2]
     if high.max() > 15 or low.max() <= 15:  # no vocabulary has 2^20 ids
         return
-    is_64 = len(ids) % 4 == 0 and not sample[1::4].any() and not sample[2::4].any() and not sample[3::4].any()
-    bits, fix = (64, "write them as uint32") if is_64 else (32, 'if so, write {"dtype": "uint32"} into it')
+    is_64 = (
+        len(ids) % 4 == 0
+        and not sample[1::4].any()
+        and not sample[2::4].any()
+        and not sample[3::4].any()
+    )
+    bits, fix = (
+        (64, "write them as uint32") if is_64 else (32, 'if so, write {"dtype": "uint32"} into it')
+    )
     raise UserError(
-        f"{path} looks like ids of {bits} bits, and no {path.name}.json beside it says their dtype: {fix} "
+        f"{path} looks like ids of {bits} bits, and no {path.name}.json beside it says their "
+        f"dtype: {fix} "
         '({"dtype": "uint16"} takes it as it is)'
     )
 
 
 def require_ids(ids: np.ndarray, vocab_size: int, origin: str) -> None:
-    """Look at every id of a file, before a training begins that would end at a bad one; processes share the work.
+    """Look at every id of a file, before a training begins that would end at a bad one; processes
+    share the work.
 
     Raises:
       UserError: the vocabulary does not have an id.
     """
     if np.iinfo(ids.dtype).max < vocab_size:
         return
-    count, index = 1, 0
+    count = 1
+    index = 0
     if jax.distributed.is_initialized():  # without it, asking JAX would start it
-        count, index = jax.process_count(), jax.process_index()
+        count = jax.process_count()
+        index = jax.process_index()
     chunks = list(range(0, len(ids), _CHUNK))[index::count]
     quiet = len(ids) < _LARGE or index > 0
     said = PlainConsole(stderr=True, quiet=quiet)
@@ -111,6 +139,7 @@ def require_ids(ids: np.ndarray, vocab_size: int, origin: str) -> None:
 def unknown_id(found: int, origin: str, place: int, vocab_size: int) -> UserError:
     """Return the error on an id that is not in the vocabulary."""
     return UserError(
-        f"{origin} has id {found} at token {place}, model.vocab_size={vocab_size}: raise it to at least {found + 1}, "
+        f"{origin} has id {found} at token {place}, model.vocab_size={vocab_size}: raise it to "
+        f"at least {found + 1}, "
         "use another tokenizer, or look whether the file is what it is taken for"
     )

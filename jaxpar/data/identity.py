@@ -1,4 +1,6 @@
-"""Which data a run was trained on: a hash of samples of every file, by which a resumed run knows them again."""
+"""Which data a run was trained on: a hash of samples of every file, by which a resumed run knows
+them again.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from jaxpar.data.documents import Documents
 
 _WHOLE = 2**23
 """Bytes of a file that is hashed from its beginning to its end."""
-_PIECE, _PIECES = 2**14, 64
+_PIECE = 2**14
+_PIECES = 64
 """Bytes of a sample of a longer file, and how many there are, evenly spread."""
 
 
 class Piece(NamedTuple):
-    """A file of the data, or data that have none: what it is called, how long it is, and a hash of what is in it.
+    """A file of the data, or data that have none: what it is called, how long it is, and a hash of
+    what is in it.
 
-    The length is in bytes of a file, and in tokens, documents or examples elsewhere; None = not known.
+    The length is in bytes of a file, and in tokens, documents or examples elsewhere; None = not
+    known.
     """
 
     name: str
@@ -40,7 +45,10 @@ def identify(corpus: Corpus) -> list[Piece]:
       UserError: a file cannot be read.
     """
     train = corpus.train
-    parts = list(train.parts) if isinstance(train, Mixture) else [train]
+    if isinstance(train, Mixture):
+        parts = list(train.parts)
+    else:
+        parts = [train]
     if corpus.val is not None:
         parts.append(corpus.val)
     files = dict.fromkeys(file for part in parts for file in part.files)
@@ -54,12 +62,17 @@ def difference(before: Sequence[Piece], now: Sequence[Piece]) -> str:
 
     A file may have another name or place, and the same content may be there several times.
     """
-    was, contents = [_content(piece) for piece in before], [_content(piece) for piece in now]
+    was = [_content(piece) for piece in before]
+    contents = [_content(piece) for piece in now]
     if was == contents:
         return ""
-    new, gone = Counter(contents) - Counter(was), Counter(was) - Counter(contents)
+    new = Counter(contents) - Counter(was)
+    gone = Counter(was) - Counter(contents)
     if new:
-        return _say_new(_one_of(new, now, before), [old for old in before if _content(old) in gone])
+        return _say_new(
+            _one_of(new, now, before),
+            [old for old in before if _content(old) in gone],
+        )
     if gone:
         return f"{_one_of(gone, before, now).name} is missing"
     moved = next(piece for piece, old in zip(now, was, strict=True) if _content(piece) != old)
@@ -70,20 +83,30 @@ def _content(piece: Piece) -> tuple[int | None, str]:
     return piece.length, piece.hash
 
 
-def _one_of(contents: Collection[tuple[int | None, str]], pieces: Sequence[Piece], others: Sequence[Piece]) -> Piece:
-    """Return the piece with one of some contents that the others do not have by its name; of copies, the copy."""
+def _one_of(
+    contents: Collection[tuple[int | None, str]], pieces: Sequence[Piece], others: Sequence[Piece]
+) -> Piece:
+    """Return the piece with one of some contents that the others do not have by its name; of
+    copies, the copy.
+    """
     found = [piece for piece in pieces if _content(piece) in contents]
     in_place = {(other.name, _content(other)) for other in others}
     by_name = {(Path(other.name).name, _content(other)) for other in others}
     elsewhere = [piece for piece in found if (piece.name, _content(piece)) not in in_place]
-    renamed = [piece for piece in elsewhere if (Path(piece.name).name, _content(piece)) not in by_name]
+    renamed = [
+        piece for piece in elsewhere if (Path(piece.name).name, _content(piece)) not in by_name
+    ]
     return (renamed or elsewhere or found)[0]
 
 
 def _say_new(piece: Piece, gone: Sequence[Piece]) -> str:
-    """Say that a piece is new, or has other content, where one of its name is among those that are gone."""
+    """Say that a piece is new, or has other content, where one of its name is among those that are
+    gone.
+    """
     same_name = [old for old in gone if Path(old.name).name == Path(piece.name).name]
-    was = next((old for old in same_name if old.name == piece.name), same_name[0] if same_name else None)
+    was = next(
+        (old for old in same_name if old.name == piece.name), same_name[0] if same_name else None
+    )
     if was is None:
         return f"{piece.name} is new"
     length = ""
@@ -107,9 +130,17 @@ def _of_file(file: Path) -> Piece:
 
 def _of_part(part: Part) -> Piece:
     """Identify data without files by ids: all of few, and samples of many."""
-    ids = part.ids if isinstance(part, Examples) else part.sample
-    length = part.size if isinstance(part, Documents) else len(ids)
+    if isinstance(part, Examples):
+        ids = part.ids
+    else:
+        ids = part.sample
+    if isinstance(part, Documents):
+        length = part.size
+    else:
+        length = len(ids)
     if ids.nbytes > _WHOLE:
         starts = np.linspace(0, len(ids) - _PIECE, _PIECES).astype(int).tolist()
         ids = np.concatenate([ids[start : start + _PIECE] for start in starts])
-    return Piece(part.origin, length, hashlib.sha256(np.ascontiguousarray(ids).tobytes()).hexdigest()[:16])
+    return Piece(
+        part.origin, length, hashlib.sha256(np.ascontiguousarray(ids).tobytes()).hexdigest()[:16]
+    )

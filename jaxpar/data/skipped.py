@@ -11,11 +11,14 @@ _MOST = 1000
 
 
 class Skipped:
-    """How many records were left out, and why the last one was; threads that read ahead share it."""
+    """How many records were left out, and why the last one was; threads that read ahead share
+    it.
+    """
 
     def __init__(self, origin: str):
         self._origin, self._lock = origin, threading.Lock()
-        self.count, self.reason = 0, ""
+        self.count = 0
+        self.reason = ""
         self._in_a_row = 0
 
     def add(self, reason: str) -> None:
@@ -25,10 +28,14 @@ class Skipped:
           UserError: too many follow one another: the source is gone, or is another.
         """
         with self._lock:
-            self.count, self.reason = self.count + 1, reason
+            self.count = self.count + 1
+            self.reason = reason
             self._in_a_row += 1
             if self._in_a_row >= _MOST:
-                raise UserError(f"{self._origin}: {_MOST:,} records in a row are no text, of which the last: {reason}")
+                raise UserError(
+                    f"{self._origin}: {_MOST:,} records in a row are no text, of which the "
+                    f"last: {reason}"
+                )
 
     def read_one(self) -> None:
         """Note a record that is text."""
@@ -36,7 +43,9 @@ class Skipped:
 
     def forget(self) -> None:
         """Begin anew."""
-        self.count, self.reason, self._in_a_row = 0, "", 0
+        self.count = 0
+        self.reason = ""
+        self._in_a_row = 0
 
     @property
     def text(self) -> str:

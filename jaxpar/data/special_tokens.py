@@ -1,8 +1,9 @@
-"""What the folder of a tokenizer declares of its special tokens: which begin a text, and which end one.
+"""What the folder of a tokenizer declares of its special tokens: which begin a text, and which end
+one.
 
-This is the one place that knows them, for data, prompts, the end of what is generated, evaluation and export. An id
-that is declared by its token stands in tokenizer_config.json and special_tokens_map.json, one that is declared as a
-number in generation_config.json and config.json.
+This is the one place that knows them, for data, prompts, the end of what is generated, evaluation
+and export. An id that is declared by its token stands in tokenizer_config.json and
+special_tokens_map.json, one that is declared as a number in generation_config.json and config.json.
 """
 
 from __future__ import annotations
@@ -22,16 +23,24 @@ if TYPE_CHECKING:
     import tokenizers  # from the hf extra
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
-GENERATION, MODEL_CONFIG = "generation_config.json", "config.json"
-TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENS_MAP = "special_tokens_map.json"
+GENERATION = "generation_config.json"
+MODEL_CONFIG = "config.json"
+TEMPLATE = "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 """Folders of more chat templates, each by the name of its file."""
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKEN_IDS = "token_ids.json"
-"""In a run folder: the token ids of the config.json of the Hugging Face folder that it came from."""
+"""In a run folder: the token ids of the config.json of the Hugging Face folder that it came
+from.
+"""
 
-_ID_KINDS = {"bos_token_id": int | list[int] | None, "eos_token_id": int | list[int] | None}
+_ID_KINDS = {
+    "bos_token_id": int | list[int] | None,
+    "eos_token_id": int | list[int] | None,
+}
 END_OF_TEXT = (
     "<|endoftext|>",  # GPT-2, Qwen
     "<|end_of_text|>",  # LLaMA 3
@@ -41,17 +50,23 @@ END_OF_TEXT = (
     "<|eos|>",
     "[EOS]",
 )
-"""Names of the token that ends a text. One of them is guessed where no file says which, and only a special token."""
+"""Names of the token that ends a text. One of them is guessed where no file says which, and only a
+special token.
+"""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What the files beside a tokenizer.json say; ids are in the order in which they are to be believed."""
+    """What the files beside a tokenizer.json say; ids are in the order in which they are to be
+    believed.
+    """
 
     names: dict[str, str]
     """The tokens by their name in `transformers`: `{"bos_token": "<s>"}`."""
     add_bos: bool | None
-    """Whether the tokenizer is to put its begin of text before a text; None = its own post-processor decides."""
+    """Whether the tokenizer is to put its begin of text before a text; None = its own
+    post-processor decides.
+    """
     begins: tuple[int, ...]
     """The ids that are said to begin a text."""
     ends: tuple[int, ...]
@@ -82,7 +97,8 @@ def beside(tokenizer: str | Path, name: str) -> Path:
 
 
 def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
-    """Read what the files beside a tokenizer.json say of its special tokens; any of them may be missing.
+    """Read what the files beside a tokenizer.json say of its special tokens; any of them may be
+    missing.
 
     Raises:
       UserError: one of them cannot be read, or is no JSON object.
@@ -90,10 +106,16 @@ def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     config = _read(beside(tokenizer, TOKENIZER_CONFIG))
     names = _names(config)
     also = _names(_read(beside(tokenizer, TOKENS_MAP)))
-    # As in transformers: a config that lists its added tokens was written whole, beside an older one the map counts.
-    names = also | names if "added_tokens_decoder" in config else names | also
+    # As in transformers: a config that lists its added tokens was written whole, beside an older
+    # one the map counts.
+    if "added_tokens_decoder" in config:
+        names = also | names
+    else:
+        names = names | also
     add_bos = config.get("add_bos_token")
-    files = [_read(beside(tokenizer, name), _ID_KINDS) for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)]
+    files = [
+        _read(beside(tokenizer, name), _ID_KINDS) for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)
+    ]
     return SpecialTokens(
         names=names,
         add_bos=add_bos if isinstance(add_bos, bool) else None,
@@ -102,27 +124,43 @@ def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     )
 
 
-def _read(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _read(
+    file: Path,
+    kinds: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     return read_json(file, kinds) if file.exists() else {}
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Return the tokens that a file names; each is its text, or an object that has it as `content`."""
+    """Return the tokens that a file names; each is its text, or an object that has it as
+    `content`.
+    """
     named = {key: value for key, value in config.items() if key.endswith("_token")}
-    for key in ("extra_special_tokens", "model_specific_special_tokens"):  # those of one model by name: image_token
+    # those of one model by name: image_token
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(more := config.get(key), dict):
             named |= more
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    texts = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in named.items()
+    }
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _ids(files: Iterable[dict[str, Any]], key: str) -> tuple[int, ...]:
-    """Return the ids that some files give a key, one or a list, each once; a Gemma 3's also in its `text_config`."""
+def _ids(
+    files: Iterable[dict[str, Any]],
+    key: str,
+) -> tuple[int, ...]:
+    """Return the ids that some files give a key, one or a list, each once; a Gemma 3's also in its
+    `text_config`.
+    """
     found: dict[int, None] = {}
     for file in files:
         value = _given(file, key)
         values = value if isinstance(value, list) else [value]
-        found |= dict.fromkeys(id for id in values if isinstance(id, int) and not isinstance(id, bool))
+        found |= dict.fromkeys(
+            id for id in values if isinstance(id, int) and not isinstance(id, bool)
+        )
     return tuple(found)
 
 
@@ -130,16 +168,20 @@ def _given(config: dict[str, Any], key: str) -> Any:
     """Return the value of a key, which a model of more than text has in its `text_config`."""
     inner = config.get("text_config")
     value = config.get(key)
-    return inner.get(key) if value is None and isinstance(inner, dict) else value
+    if value is None and isinstance(inner, dict):
+        return inner.get(key)
+    return value
 
 
 def carry_declared(source: Path | None, target: Path, keep: bool = False) -> None:
     """Let the files beside one tokenizer say of another what they say of it, and nothing else.
 
     Args:
-      source: the tokenizer.json that they lie beside; None = there is none, so that nothing is declared.
+      source: the tokenizer.json that they lie beside; None = there is none, so that nothing is
+        declared.
       target: another tokenizer.json, perhaps of a token file (see `beside`).
-      keep: whether what the target has besides stays; otherwise the files that the source lacks are removed.
+      keep: whether what the target has besides stays; otherwise the files that the source lacks are
+        removed.
 
     Raises:
       OSError: a file cannot be written.
@@ -156,7 +198,8 @@ def carry_declared(source: Path | None, target: Path, keep: bool = False) -> Non
 
 
 def read_declared(tokenizer: Path) -> dict[str, bytes]:
-    """Return the content of each file that says something of a tokenizer, by name; of a config.json the ids alone.
+    """Return the content of each file that says something of a tokenizer, by name; of a config.json
+    the ids alone.
 
     Raises:
       UserError: one of them cannot be read.
@@ -174,11 +217,15 @@ def read_declared(tokenizer: Path) -> dict[str, bytes]:
 
 
 def _declaring(tokenizer: Path) -> list[str]:
-    """Return the names of the files beside a tokenizer that say something of it, but for the model's config.json."""
+    """Return the names of the files beside a tokenizer that say something of it, but for the
+    model's config.json.
+    """
     names = (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, PROCESSOR_TEMPLATE, GENERATION, TOKEN_IDS)
     found = [name for name in names if beside(tokenizer, name).exists()]
     for folder in TEMPLATE_FOLDERS:
-        found += [f"{folder}/{file.name}" for file in sorted(beside(tokenizer, folder).glob("*.jinja"))]
+        found += [
+            f"{folder}/{file.name}" for file in sorted(beside(tokenizer, folder).glob("*.jinja"))
+        ]
     return found
 
 
@@ -189,7 +236,8 @@ def _place(tokenizer: Path, name: str) -> Path:
 
 
 def carried_token_ids(tokenizer: Path) -> dict[str, Any]:
-    """Return the ids of the config.json that a tokenizer came with (see `carry_declared`): `{"eos_token_id": 2}`.
+    """Return the ids of the config.json that a tokenizer came with (see `carry_declared`):
+    `{"eos_token_id": 2}`.
 
     Raises:
       UserError: the file that has them cannot be read.
@@ -198,11 +246,14 @@ def carried_token_ids(tokenizer: Path) -> dict[str, Any]:
     return {key: there[key] for key in ID_KEYS if key in there}
 
 
-def find_ends(inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: int, origin: str, bos: Bos) -> TextEnds:
+def find_ends(
+    inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: int, origin: str, bos: Bos
+) -> TextEnds:
     """Find which ids a tokenizer's texts begin and end with.
 
-    The end is the tokenizer's `eos_token`, as in `transformers`. Where no file names one that the model has, it is the
-    first of the ids that end what is generated, and where there is none either, a special token of a usual name.
+    The end is the tokenizer's `eos_token`, as in `transformers`. Where no file names one that the
+    model has, it is the first of the ids that end what is generated, and where there is none
+    either, a special token of a usual name.
 
     Args:
       inner: the tokenizer.
@@ -220,17 +271,28 @@ def find_ends(inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: 
         for name in ("bos_token", "eos_token")
         if name in declared.names and known.id_of(declared.names[name]) is None
     ]
-    end = known.first(known.id_of(declared.names.get("eos_token")), *declared.ends)
+    end = known.first(
+        known.id_of(declared.names.get("eos_token")),
+        *declared.ends,
+    )
     if end is None:
         end = _guess_end(known)
         what = "none of its special tokens has a usual name for it, so documents are not closed"
         if end is not None:
             what = f"its special token {inner.id_to_token(end)!r} (id {end}) is taken"
         notes.append(f"{origin}: no file beside it says what ends a text; {what}")
-    put = known.first(find_put(inner, known.id_of(declared.names.get("bos_token"))))
+    put = known.first(
+        find_put(
+            inner,
+            known.id_of(declared.names.get("bos_token")),
+        )
+    )
     begin = _find_begin(known, declared, put, bos)
     if begin is None and bos is True:
-        raise UserError(f"data.bos=true: no file beside {origin} names a bos_token that it has: leave data.bos out")
+        raise UserError(
+            f"data.bos=true: no file beside {origin} names a bos_token that it has: leave "
+            "data.bos out"
+        )
     if bos == "auto" and begin != put:
         notes.append(_disagreement(inner, begin, put, origin))
     return TextEnds(begin, end, tuple(notes))
@@ -244,10 +306,15 @@ class _Known(NamedTuple):
 
     def first(self, *ids: int | None) -> int | None:
         """The first id that the model has."""
-        return next((id for id in ids if id is not None and self._has(id)), None)
+        return next(
+            (id for id in ids if id is not None and self._has(id)),
+            None,
+        )
 
     def id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.first(self.inner.token_to_id(token))
+        if token is None:
+            return None
+        return self.first(self.inner.token_to_id(token))
 
     def _has(self, id: int) -> bool:
         below = id < self.vocab_size or not self.vocab_size
@@ -255,7 +322,9 @@ class _Known(NamedTuple):
 
 
 def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
-    """Return the tokenizer.json of a tokenizer that puts an id before each text, or none, and nothing else."""
+    """Return the tokenizer.json of a tokenizer that puts an id before each text, or none, and
+    nothing else.
+    """
     from tokenizers.processors import TemplateProcessing
 
     token = None if begin is None else inner.id_to_token(begin)
@@ -266,18 +335,26 @@ def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
 
 
 def _guess_end(known: _Known) -> int | None:
-    """Return the special token that has a usual name of an end of text; a plain word, as `</s>` of HTML, is none."""
+    """Return the special token that has a usual name of an end of text; a plain word, as `</s>` of
+    HTML, is none.
+    """
     added = known.inner.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
     return known.first(*(known.id_of(name) for name in END_OF_TEXT if name in special))
 
 
-def _find_begin(known: _Known, declared: SpecialTokens, put: int | None, bos: Bos) -> int | None:
-    """Return the id that is put before each text, of a tokenizer whose post-processor puts an id there, or none.
+def _find_begin(
+    known: _Known,
+    declared: SpecialTokens,
+    put: int | None,
+    bos: Bos,
+) -> int | None:
+    """Return the id that is put before each text, of a tokenizer whose post-processor puts an id
+    there, or none.
 
-    By default `add_bos_token` of the tokenizer's config comes before the post-processor. So it does in `transformers`
-    4.57 for the tokenizers of LLaMA, Gemma and Cohere; for others, and for all in 5.24, the post-processor decides
-    alone. Where `transformers` wrote the folder the two agree.
+    By default `add_bos_token` of the tokenizer's config comes before the post-processor. So it does
+    in `transformers` 4.57 for the tokenizers of LLaMA, Gemma and Cohere; for others, and for all in
+    5.24, the post-processor decides alone. Where `transformers` wrote the folder the two agree.
     """
     if bos is False or (bos == "auto" and declared.add_bos is False):
         return None
@@ -287,20 +364,30 @@ def _find_begin(known: _Known, declared: SpecialTokens, put: int | None, bos: Bo
     return known.first(named, put, *(declared.begins if bos is True else ()))
 
 
-def _disagreement(inner: tokenizers.Tokenizer, begin: int | None, put: int | None, origin: str) -> str:
-    """Return the note on a config that says otherwise than the post-processor which id begins a text."""
+def _disagreement(
+    inner: tokenizers.Tokenizer, begin: int | None, put: int | None, origin: str
+) -> str:
+    """Return the note on a config that says otherwise than the post-processor which id begins a
+    text.
+    """
     if begin is None:
-        token, what, other = inner.id_to_token(put or 0), "begin without", "true"
+        token = inner.id_to_token(put or 0)
+        what = "begin without"
+        other = "true"
     else:
-        token, what, other = inner.id_to_token(begin), "begin with", "false"
+        token = inner.id_to_token(begin)
+        what = "begin with"
+        other = "false"
     return (
-        f"{origin}: texts {what} {token!r}, as add_bos_token of tokenizer_config.json says; its post-processor, which "
+        f"{origin}: texts {what} {token!r}, as add_bos_token of tokenizer_config.json says; its "
+        "post-processor, which "
         f"transformers 5 obeys, does otherwise, as data.bos={other} does"
     )
 
 
 def find_put(inner: tokenizers.Tokenizer, named: int | None) -> int | None:
-    """Return the id that a tokenizer's post-processor puts before a text; None where it puts none, or several.
+    """Return the id that a tokenizer's post-processor puts before a text; None where it puts none,
+    or several.
 
     Args:
       inner: the tokenizer.
@@ -308,9 +395,16 @@ def find_put(inner: tokenizers.Tokenizer, named: int | None) -> int | None:
     """
     try:
         found = inner.encode("a")
-    except Exception:  # a tokenizer of words may not know this one; the package raises no narrower exception
+    # a tokenizer of words may not know this one; the package raises no narrower exception
+    except Exception:
         found = inner.encode("")
-    before = [id for id, _ in takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True))]
-    if len(before) == len(found.ids):  # nothing is left of the text, so what follows it may stand here as well
+    before = [
+        id
+        for id, _ in takewhile(
+            lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True)
+        )
+    ]
+    # nothing is left of the text, so what follows it may stand here as well
+    if len(before) == len(found.ids):
         before = [id for id in before[:1] if id == named]
     return before[0] if len(before) == 1 else None

@@ -1,7 +1,8 @@
-"""Which forms of a message a chat template is given: text or parts, arguments of calls as text or as objects.
+"""Which forms of a message a chat template is given: text or parts, arguments of calls as text or
+as objects.
 
-Some templates take either, some only one, and write nothing, or Python's own form of a dictionary, where they are given
-the other. So each is tried on conversations whose words are known.
+Some templates take either, some only one, and write nothing, or Python's own form of a dictionary,
+where they are given the other. So each is tried on conversations whose words are known.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ _AS_TEXT = json.dumps(_ARGUMENTS)
 _ID = "callnumb1"
 """Mistral's templates take the ids of calls only in this form: nine letters or digits."""
 _NAME = "toolname"
-_TOOL = {"name": _NAME, "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {
+    "name": _NAME,
+    "description": "A tool.",
+    "parameters": {"type": "object", "properties": {}},
+}
 ABSENT: Any = object()
 """In place of a content: the message has no such key."""
 NO_CONTENT = (None, ABSENT, "")
@@ -37,7 +42,9 @@ class Forms(NamedTuple):
     needs_text: frozenset[str]
     """The roles whose content has to be text."""
     arguments: frozenset[type]
-    """What the arguments of a call may be: `dict`, `str` (JSON) or either; nothing where it writes no calls."""
+    """What the arguments of a call may be: `dict`, `str` (JSON) or either; nothing where it writes
+    no calls.
+    """
     no_content: tuple[Any, ...]
     """Those of `NO_CONTENT` with which it writes a call."""
     closes: bool
@@ -45,7 +52,9 @@ class Forms(NamedTuple):
 
 
 class _Calls(NamedTuple):
-    """What a template makes of a call in each form of its arguments, by what stands in place of the content."""
+    """What a template makes of a call in each form of its arguments, by what stands in place of the
+    content.
+    """
 
     as_object: dict[Any, str]
     as_text: dict[Any, str]
@@ -62,13 +71,26 @@ def find_forms(template: ChatTemplate, more: Mapping[str, Any]) -> Forms:
     system = {"role": "system", "content": _WORDS["system"]}
     talks = (plain, [system, *plain])
     as_text = _written(template, talks, others)
-    as_parts = _written(template, [[_in_parts(message) for message in talk] for talk in talks], others)
-    text, parts = _roles(as_text), _roles(as_parts)
+    as_parts = _written(
+        template, [[_in_parts(message) for message in talk] for talk in talks], others
+    )
+    text = _roles(as_text)
+    parts = _roles(as_parts)
     calls = _written_calls(template, others)
     arguments = _arguments(calls)
-    by_form = [by_content for kind, by_content in ((dict, calls.as_object), (str, calls.as_text)) if kind in arguments]
-    no_content = [content for content in NO_CONTENT if all(content in by_content for by_content in by_form)]
-    ends = [text.rpartition(_WORDS["assistant"])[2] for text in as_text + as_parts if _WORDS["assistant"] in text]
+    by_form = [
+        by_content
+        for kind, by_content in ((dict, calls.as_object), (str, calls.as_text))
+        if kind in arguments
+    ]
+    no_content = [
+        content for content in NO_CONTENT if all(content in by_content for by_content in by_form)
+    ]
+    ends = [
+        text.rpartition(_WORDS["assistant"])[2]
+        for text in as_text + as_parts
+        if _WORDS["assistant"] in text
+    ]
     return Forms(
         needs_parts=parts - text,
         needs_text=frozenset(_WORDS) - parts,
@@ -78,14 +100,18 @@ def find_forms(template: ChatTemplate, more: Mapping[str, Any]) -> Forms:
     )
 
 
-def _written(template: ChatTemplate, talks: Sequence[Sequence[Message]], more: Mapping[str, Any]) -> list[str]:
+def _written(
+    template: ChatTemplate, talks: Sequence[Sequence[Message]], more: Mapping[str, Any]
+) -> list[str]:
     """Return what a template makes of conversations, nothing where it refuses one."""
     found = try_render(template, [(talk, False) for talk in talks], more)
     return ["" if isinstance(one, str) else one.text for one in found]
 
 
 def _roles(texts: Sequence[str]) -> frozenset[str]:
-    """Return the roles whose word stands in a text, and not in Python's form of a list of parts, or in JSON."""
+    """Return the roles whose word stands in a text, and not in Python's form of a list of parts, or
+    in JSON.
+    """
     found = {role for role, word in _WORDS.items() for text in texts if word in text}
     printed = {role for role in found for text in texts if _printed_part(_WORDS[role], text)}
     return frozenset(found - printed)
@@ -103,10 +129,15 @@ def _written_calls(template: ChatTemplate, more: Mapping[str, Any]) -> _Calls:
     """Write a call in every form; a form in which it does not stand in the text is left out."""
     names = {**more, "tools": [{"type": "function", "function": _TOOL}]}
     asked = list(itertools.product((_ARGUMENTS, _AS_TEXT), NO_CONTENT))
-    texts = _written(template, [_calling(arguments, content) for arguments, content in asked], names)
+    texts = _written(
+        template, [_calling(arguments, content) for arguments, content in asked], names
+    )
     found = _Calls({}, {})
     # A null that the template writes as a word, as `{{ message.content }}` does, is none.
-    fewest = min((text.count("None") for text in texts if _VALUE in text), default=0)
+    fewest = min(
+        (text.count("None") for text in texts if _VALUE in text),
+        default=0,
+    )
     for (arguments, content), text in zip(asked, texts, strict=True):
         if text.count("None") > fewest:
             continue
@@ -118,7 +149,9 @@ def _written_calls(template: ChatTemplate, more: Mapping[str, Any]) -> _Calls:
 
 
 def _arguments(calls: _Calls) -> frozenset[type]:
-    """Return the forms that the arguments of a call may have; text only if it is written as the object is."""
+    """Return the forms that the arguments of a call may have; text only if it is written as the
+    object is.
+    """
     if not calls.as_object:
         return frozenset({str} if calls.as_text else ())
     both = calls.as_object.keys() & calls.as_text.keys()
@@ -138,7 +171,9 @@ def _calling(arguments: Any, content: Any) -> list[Message]:
 
 def _with_content(message: Mapping[str, Any], content: Any) -> dict[str, Any]:
     others = {key: value for key, value in message.items() if key != "content"}
-    return others if content is ABSENT else {**others, "content": content}
+    if content is ABSENT:
+        return others
+    return {**others, "content": content}
 
 
 def shape_messages(messages: Sequence[Message], forms: Forms, origin: str) -> list[Message]:
@@ -153,7 +188,10 @@ def shape_messages(messages: Sequence[Message], forms: Forms, origin: str) -> li
 def _shape(number: int, message: Message, forms: Forms, origin: str) -> Message:
     shaped = plain_message(message)
     content = message.get("content")
-    role = message["role"] if message["role"] in _WORDS else "user"
+    if message["role"] in _WORDS:
+        role = message["role"]
+    else:
+        role = "user"
     if isinstance(content, str) and role in forms.needs_parts:
         shaped["content"] = [{"type": "text", "text": content}]
     elif isinstance(content, list) and role in forms.needs_text:
@@ -161,19 +199,25 @@ def _shape(number: int, message: Message, forms: Forms, origin: str) -> Message:
     if calls := message.get("tool_calls"):
         if not forms.arguments:
             raise UserError(
-                f"message {number} calls tools, which the chat template {origin} does not write: take a template that "
+                f"message {number} calls tools, which the chat template {origin} does not "
+                "write: take a template that "
                 "does, or leave such conversations out"
             )
         shaped["tool_calls"] = [_shape_call(call, forms) for call in calls]
         own = message.get("content", ABSENT)
         if own in NO_CONTENT:
-            choices = [own] if own in forms.no_content else forms.no_content
+            if own in forms.no_content:
+                choices = [own]
+            else:
+                choices = forms.no_content
             shaped = _with_content(shaped, next(iter(choices), own))
     return shaped
 
 
 def _shape_call(call: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
-    """Return a call, which may be OpenAI's or the function alone, with arguments that the template can write."""
+    """Return a call, which may be OpenAI's or the function alone, with arguments that the template
+    can write.
+    """
     if isinstance(call.get("function"), dict):
         return {**call, "function": _shape_call(call["function"], forms)}
     arguments = call.get("arguments")
@@ -182,4 +226,6 @@ def _shape_call(call: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
             arguments = parse_json(arguments, "arguments")
     elif isinstance(arguments, dict) and dict not in forms.arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return dict(call) if arguments is None else {**call, "arguments": arguments}
+    if arguments is None:
+        return dict(call)
+    return {**call, "arguments": arguments}

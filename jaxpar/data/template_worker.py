@@ -1,8 +1,10 @@
-"""A process that renders chat templates, which are programs of strangers: it may take so much time and memory, no more.
+"""A process that renders chat templates, which are programs of strangers: it may take so much time
+and memory, no more.
 
-It is started as a script, so that it imports nothing but Jinja. Each line of its input is a JSON object with templates
-and names to render; each line of its output is the list of what they became. A computation that does not come to its
-end, even one inside a single operation, ends the process; `chat_template`, which started it, then says so.
+It is started as a script, so that it imports nothing but Jinja. Each line of its input is a JSON
+object with templates and names to render; each line of its output is the list of what they became.
+A computation that does not come to its end, even one inside a single operation, ends the process;
+`chat_template`, which started it, then says so.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ MEMORY = 2 * 2**30
 LONGEST = 2**26
 """Characters that it may write."""
 MARK_CHOICES = "".join(map(chr, range(0xE0F0, 0xE100)))
-"""Characters for private use, of which two that a text does not have mark what is generated in it."""
+"""Characters for private use, of which two that a text does not have mark what is generated in
+it.
+"""
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, with which templates mark what the assistant writes."""
+    """The tag `{% generation %} ... {% endgeneration %}`, with which templates mark what the
+    assistant writes.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -56,7 +62,9 @@ class _Marks:
 
 
 class _Missing(jinja2.Undefined):
-    """A name that nothing defines. It is written as nothing, as `transformers` does, and remembered."""
+    """A name that nothing defines. It is written as nothing, as `transformers` does, and
+    remembered.
+    """
 
     written: set[str] = set()  # noqa: RUF012
 
@@ -67,7 +75,9 @@ class _Missing(jinja2.Undefined):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, whose attributes may not begin with an underscore, as in `transformers`."""
+    """Jinja's namespace, whose attributes may not begin with an underscore, as in
+    `transformers`.
+    """
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -90,16 +100,24 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """JSON as `transformers` writes it; Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja's sandbox with the names and filters that `transformers` gives a template."""
     extensions = [_Generation, jinja2.ext.loopcontrols]
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     made.undefined = _Missing
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _refuse
@@ -116,7 +134,11 @@ def _compile(text: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(text)
 
 
-def _render(template: str, names: dict[str, Any], marks: tuple[str, str]) -> str:
+def _render(
+    template: str,
+    names: dict[str, Any],
+    marks: tuple[str, str],
+) -> str:
     _Marks.now = marks
     text = _compile(template).render(**names)
     if len(text) > LONGEST:
@@ -125,7 +147,9 @@ def _render(template: str, names: dict[str, Any], marks: tuple[str, str]) -> str
 
 
 def _answer(template: str, names: dict[str, Any]) -> dict[str, Any]:
-    """The text of a template, where its marks put what is generated, and the names that it lacked; or its error."""
+    """The text of a template, where its marks put what is generated, and the names that it lacked;
+    or its error.
+    """
     try:
         _Missing.written = set()
         text = _render(template, names, ("", ""))
@@ -133,7 +157,14 @@ def _answer(template: str, names: dict[str, Any]) -> dict[str, Any]:
         generated = None
         if "endgeneration" in template:
             free = [char for char in MARK_CHOICES if char not in text][:2]
-            generated = _marked_spans(text, _render(template, names, (free[0], free[1])), free) if free[1:] else None
+            if free[1:]:
+                generated = _marked_spans(
+                    text,
+                    _render(template, names, (free[0], free[1])),
+                    free,
+                )
+            else:
+                generated = None
     except MemoryError:
         return {"error": f"it takes more than {MEMORY >> 30} GiB of memory"}
     except Exception as error:  # whatever a stranger's program raises
@@ -142,8 +173,14 @@ def _answer(template: str, names: dict[str, Any]) -> dict[str, Any]:
     return {"text": text, "generated": generated, "undefined": undefined}
 
 
-def _marked_spans(text: str, marked: str, marks: list[str]) -> list[list[int]] | None:
-    """The characters [begin, end) of a text that stand between marks; None where marking has changed the text."""
+def _marked_spans(
+    text: str,
+    marked: str,
+    marks: list[str],
+) -> list[list[int]] | None:
+    """The characters [begin, end) of a text that stand between marks; None where marking has
+    changed the text.
+    """
     opening, closing = marks
     if marked.replace(opening, "").replace(closing, "") != text:
         return None
@@ -163,14 +200,20 @@ _IN_MACROS = frozenset({"caller", "varargs", "kwargs"})
 
 
 class _NamesRead:
-    """The names that a template reads where it has not set them itself, on one of the ways through it at least."""
+    """The names that a template reads where it has not set them itself, on one of the ways through
+    it at least.
+    """
 
     def __init__(self, tree: jinja2.nodes.Template):
         self.found: set[str] = set()
         self.macros = {macro.name for macro in tree.find_all(jinja2.nodes.Macro)}
         self._read(tree.body, set(_ENVIRONMENT.globals))
 
-    def _read(self, nodes: Iterable[jinja2.nodes.Node], known: set[str]) -> None:
+    def _read(
+        self,
+        nodes: Iterable[jinja2.nodes.Node],
+        known: set[str],
+    ) -> None:
         """Follow nodes in their order; what they set is added to the names that are known."""
         for node in nodes:
             self._read_one(node, known)
@@ -191,7 +234,14 @@ class _NamesRead:
             case jinja2.nodes.For():
                 self._read([node.iter], known)
                 inner = known | {"loop"}
-                self._read([node.target, *([node.test] if node.test else []), *node.body], inner)
+                self._read(
+                    [
+                        node.target,
+                        *([node.test] if node.test else []),
+                        *node.body,
+                    ],
+                    inner,
+                )
                 self._read(node.else_, set(known))
             case jinja2.nodes.Macro():
                 known.add(node.name)
@@ -206,7 +256,9 @@ class _NamesRead:
                 self._read(node.iter_child_nodes(), known)
 
     def _read_branches(self, node: jinja2.nodes.If, known: set[str]) -> None:
-        """Follow each branch; known afterwards is what all have set, but those that go no further."""
+        """Follow each branch; known afterwards is what all have set, but those that go no
+        further.
+        """
         sets: list[set[str]] = []
         for branch in (node, *node.elif_):
             self._read([branch.test], known)
@@ -224,7 +276,9 @@ def _goes_no_further(body: Iterable[jinja2.nodes.Node]) -> bool:
     for node in body:
         if isinstance(node, (jinja2.nodes.Break, jinja2.nodes.Continue)):
             return True
-        for call in node.find_all(jinja2.nodes.Call) if isinstance(node, jinja2.nodes.Output) else ():
+        for call in (
+            node.find_all(jinja2.nodes.Call) if isinstance(node, jinja2.nodes.Output) else ()
+        ):
             if isinstance(call.node, jinja2.nodes.Name) and call.node.name == "raise_exception":
                 return True
     return False
@@ -243,8 +297,10 @@ def _limit_time(seconds: int) -> None:
     if resource is not None:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         limit = int(time.process_time()) + 1 + seconds
-        # Below a limit of the machine's own, whose signal is the one that anybody sends who ends a process.
-        limit = limit if most < 0 else max(1, min(limit, most - 1))
+        # Below a limit of the machine's own, whose signal is the one that anybody sends who ends a
+        # process.
+        if not (most < 0):
+            limit = max(1, min(limit, most - 1))
         resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
 
 
@@ -260,7 +316,10 @@ def main() -> None:
         _limit_time(asked["seconds"])
         _Date.now = datetime.fromisoformat(asked["now"])
         template = asked["template"]
-        found = [_names(template)] if asked["names"] is None else [_answer(template, one) for one in asked["names"]]
+        if asked["names"] is None:
+            found = [_names(template)]
+        else:
+            found = [_answer(template, one) for one in asked["names"]]
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 

@@ -19,8 +19,9 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 def count_bytes(tokenizer: Tokenizer, before_N: np.ndarray, ids_N: np.ndarray) -> int:
     """Count the UTF-8 bytes of text that ids add to what stands before each.
 
-    Special tokens add none, and a token that is a part of a character adds the bytes that it has. What stands for text
-    that the tokenizer does not know adds none either, as its length is not known (see `unknown_id`).
+    Special tokens add none, and a token that is a part of a character adds the bytes that it has.
+    What stands for text that the tokenizer does not know adds none either, as its length is not
+    known (see `unknown_id`).
 
     Args:
       tokenizer: that of the ids.
@@ -33,16 +34,28 @@ def count_bytes(tokenizer: Tokenizer, before_N: np.ndarray, ids_N: np.ndarray) -
     if isinstance(tokenizer, BytesTokenizer):
         return len(ids_N)
     if isinstance(tokenizer, CharsTokenizer):
-        return _sum_of(np.array([len(char.encode()) for char in tokenizer.chars], np.int64), ids_N)
+        return _sum_of(
+            np.array(
+                [len(char.encode()) for char in tokenizer.chars],
+                np.int64,
+            ),
+            ids_N,
+        )
     sizes_V = _byte_level_sizes(tokenizer)
     if sizes_V is not None:
         return _sum_of(sizes_V, ids_N)
-    pairs_P, times_P = np.unique(np.stack([before_N, ids_N]), axis=1, return_counts=True)
+    pairs_P, times_P = np.unique(
+        np.stack([before_N, ids_N]),
+        axis=1,
+        return_counts=True,
+    )
     return int((_added_bytes(tokenizer, *pairs_P) * times_P).sum())
 
 
 def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id that stands for any text that a tokenizer does not know; None where it knows all text."""
+    """Return the id that stands for any text that a tokenizer does not know; None where it knows
+    all text.
+    """
     if not isinstance(tokenizer, HFTokenizer):
         return None
     model = json.loads(tokenizer.inner.to_str())["model"]
@@ -51,7 +64,9 @@ def unknown_id(tokenizer: Tokenizer) -> int | None:
     if isinstance(model.get("unk_id"), int):  # of Unigram
         return model["unk_id"]
     token = model.get("unk_token")
-    return None if token is None else tokenizer.inner.token_to_id(token)
+    if token is None:
+        return None
+    return tokenizer.inner.token_to_id(token)
 
 
 def _sum_of(sizes_V: np.ndarray, ids_N: np.ndarray) -> int:
@@ -64,7 +79,8 @@ def _special_ids(tokenizer: HFTokenizer) -> set[int]:
 
 
 def _byte_level_sizes(tokenizer: HFTokenizer) -> np.ndarray | None:
-    """Return the bytes of each id [V] of a tokenizer whose tokens are bytes, each written as a character.
+    """Return the bytes of each id [V] of a tokenizer whose tokens are bytes, each written as a
+    character.
 
     None where it is of another kind.
     """
@@ -73,7 +89,10 @@ def _byte_level_sizes(tokenizer: HFTokenizer) -> np.ndarray | None:
         return None
     added = tokenizer.inner.get_added_tokens_decoder()
     vocab = tokenizer.inner.get_vocab()
-    sizes_V = np.zeros(max(vocab.values(), default=-1) + 1, np.int64)
+    sizes_V = np.zeros(
+        max(vocab.values(), default=-1) + 1,
+        np.int64,
+    )
     for token, id in vocab.items():
         sizes_V[id] = len(token) if id not in added else len(token.encode())
     sizes_V[list(_special_ids(tokenizer))] = 0
@@ -85,7 +104,8 @@ def _added_bytes(tokenizer: HFTokenizer, before_P: np.ndarray, ids_P: np.ndarray
 
     After a special token a text begins.
     """
-    inner, special = tokenizer.inner, _special_ids(tokenizer)
+    inner = tokenizer.inner
+    special = _special_ids(tokenizer)
     contexts = [[] if int(id) in special else [int(id)] for id in before_P]
     together = [[*context, int(id)] for context, id in zip(contexts, ids_P, strict=True)]
     first_P = inner.decode_batch(contexts, skip_special_tokens=False)
@@ -95,5 +115,7 @@ def _added_bytes(tokenizer: HFTokenizer, before_P: np.ndarray, ids_P: np.ndarray
         if int(id) in special:
             continue
         is_byte = _BYTE.fullmatch(inner.id_to_token(int(id)) or "")
-        sizes_P[place] = 1 if is_byte else len(both_P[place].encode()) - len(first_P[place].encode())
+        sizes_P[place] = (
+            1 if is_byte else len(both_P[place].encode()) - len(first_P[place].encode())
+        )
     return sizes_P

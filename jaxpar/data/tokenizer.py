@@ -1,4 +1,6 @@
-"""Turns text into token ids and back, by bytes, by the characters of a text, or with a Hugging Face tokenizer.json."""
+"""Turns text into token ids and back, by bytes, by the characters of a text, or with a Hugging Face
+tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,32 @@ class BytesTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of some ids; what is not text, or not an id of this vocabulary, becomes U+FFFD."""
+        """Return the text of some ids; what is not text, or not an id of this vocabulary, becomes
+        U+FFFD.
+        """
         # The byte 255, which a larger id becomes, never occurs in UTF-8.
-        return np.minimum(ids, 255).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return (
+            np.minimum(ids, 255)
+            .astype(np.uint8)
+            .tobytes()
+            .decode(
+                "utf-8",
+                errors="replace",
+            )
+        )
 
     def to_json(self) -> str:
-        """Return all that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its own library reads."""
+        """Return all that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its
+        own library reads.
+        """
         return json.dumps({"tokenizer": "bytes"})
 
 
 @dataclass(frozen=True)
 class CharsTokenizer:
-    """Has one id per character of a fixed set, in code point order, like nanoGPT's character-level data."""
+    """Has one id per character of a fixed set, in code point order, like nanoGPT's character-level
+    data.
+    """
 
     chars: str
     file: Path | None = field(default=None, compare=False)
@@ -69,12 +85,18 @@ class CharsTokenizer:
         """Ids [N], int32; a UserError for a character outside the set."""
         ids = {char: i for i, char in enumerate(self.chars)}
         try:
-            return np.fromiter((ids[char] for char in text), np.int32, len(text))
+            return np.fromiter(
+                (ids[char] for char in text),
+                np.int32,
+                len(text),
+            )
         except KeyError as error:
             char = error.args[0]
             raise UserError(
-                f"character {char!r} at position {text.index(char)} is not one of the {len(self.chars)} characters "
-                "of the chars tokenizer, which are those of its training text: leave it out, or use the bytes tokenizer"
+                f"character {char!r} at position {text.index(char)} is not one of the "
+                f"{len(self.chars)} characters "
+                "of the chars tokenizer, which are those of its training text: leave it out, or "
+                "use the bytes tokenizer"
             ) from error
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -91,7 +113,9 @@ class HFTokenizer:
     inner: tokenizers.Tokenizer
     vocab_size: int
     end_of_text: int | None
-    """The id that closes a document, by what the files beside it say (`jaxpar.data.special_tokens`)."""
+    """The id that closes a document, by what the files beside it say
+    (`jaxpar.data.special_tokens`).
+    """
     begin_of_text: int | None = None
     """The id that is put before each text; None = none is (`data.bos`)."""
     file: Path | None = None
@@ -102,11 +126,16 @@ class HFTokenizer:
         return self.known(self.inner.encode(text, add_special_tokens=False).ids)
 
     def known(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the ids [N], int32, and refuse with a UserError those of special tokens that the model lacks."""
+        """Return the ids [N], int32, and refuse with a UserError those of special tokens that the
+        model lacks.
+        """
         found = np.array(ids, np.int32)
         if found.max(initial=-1) >= self.vocab_size:
             token = self.inner.id_to_token(int(found.max()))
-            raise UserError(f"the text has {token!r}, id {found.max()}, and the model only {self.vocab_size} tokens")
+            raise UserError(
+                f"the text has {token!r}, id {found.max()}, and the model only "
+                f"{self.vocab_size} tokens"
+            )
         return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -119,11 +148,15 @@ class HFTokenizer:
 Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
-def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0, bos: Bos = "auto") -> Tokenizer:
-    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (of `texts`), or that of a JSON file (`load_tokenizer`).
+def make_tokenizer(
+    name: str, texts: Iterable[str] = (), vocab_size: int = 0, bos: Bos = "auto"
+) -> Tokenizer:
+    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (of `texts`), or that of a JSON file
+    (`load_tokenizer`).
 
     Raises:
-      UserError: there is no such tokenizer, the file is not one, or `bos` asks for a begin of text that it lacks.
+      UserError: there is no such tokenizer, the file is not one, or `bos` asks for a begin of text
+        that it lacks.
     """
     if bos is True and name in ("bytes", "chars"):
         raise _no_begin(name)
@@ -138,7 +171,9 @@ def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0, bo
 
 
 def _no_begin(kind: str) -> UserError:
-    return UserError(f"data.bos=true: the tokenizer {kind} has no token that begins a text: leave data.bos out")
+    return UserError(
+        f"data.bos=true: the tokenizer {kind} has no token that begins a text: leave data.bos out"
+    )
 
 
 def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> Tokenizer:
@@ -146,12 +181,12 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
 
     What begins and ends its texts is read from the files beside it; `bos` is `data.bos`.
 
-    Special tokens beyond a `vocab_size` other than 0 do not count, and a text that has one is refused: Gemma 3 has one
-    for images, for which its models of text alone have no row.
+    Special tokens beyond a `vocab_size` other than 0 do not count, and a text that has one is
+    refused: Gemma 3 has one for images, for which its models of text alone have no row.
 
     Raises:
-      UserError: the file cannot be read or is not a tokenizer, the `hf` extra is missing, or `bos` asks for a begin of
-        text that it lacks.
+      UserError: the file cannot be read or is not a tokenizer, the `hf` extra is missing, or `bos`
+        asks for a begin of text that it lacks.
     """
     match read_json(Path(path)):
         case {"tokenizer": "bytes" | "chars" as kind} if bos is True:
@@ -162,24 +197,35 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
             return CharsTokenizer(chars, Path(path))
         case {"model": dict()}:
             return _hf_tokenizer(path, vocab_size, bos)
-    raise UserError(f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar saved")
+    raise UserError(
+        f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar "
+        "saved"
+    )
 
 
 def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError(f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'") from error
+        raise UserError(
+            f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'"
+        ) from error
     try:
-        inner = tokenizers.Tokenizer.from_str(read_text(Path(path)))  # `from_file` refuses a byte order mark
+        # `from_file` refuses a byte order mark
+        inner = tokenizers.Tokenizer.from_str(read_text(Path(path)))
     except UserError:
         raise
     except Exception as error:  # the package raises no narrower exception
         raise UserError(f"tokenizers cannot load {path}: {error}") from error
-    # Files made for a classifier cut and pad a text to its length, which would lose the rest of a document.
+    # Files made for a classifier cut and pad a text to its length, which would lose the rest of a
+    # document.
     inner.no_truncation()
     inner.no_padding()
-    beyond = {id for id, token in inner.get_added_tokens_decoder().items() if token.special and id >= vocab_size > 0}
+    beyond = {
+        id
+        for id, token in inner.get_added_tokens_decoder().items()
+        if token.special and id >= vocab_size > 0
+    }
     vocab = {token: id for token, id in inner.get_vocab().items() if id not in beyond}
     ends = find_ends(inner, read_special_tokens(path), vocab_size, str(path), bos)
     return HFTokenizer(
@@ -193,16 +239,29 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids [N] of a text, int32, between the ids that begin and end one, as far as the tokenizer has them.
+    """Ids [N] of a text, int32, between the ids that begin and end one, as far as the tokenizer has
+    them.
 
-    There are none of a text without anything but white space, or of which the tokenizer leaves nothing: to learn that
-    one document's end follows another's is to learn to write nothing.
+    There are none of a text without anything but white space, or of which the tokenizer leaves
+    nothing: to learn that one document's end follows another's is to learn to write nothing.
     """
-    ids = tokenizer.encode(text) if text.strip() else np.zeros(0, np.int32)
+    if text.strip():
+        ids = tokenizer.encode(text)
+    else:
+        ids = np.zeros(0, np.int32)
     if not len(ids):
         return ids
-    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    return np.concatenate([missing_begin(ids, tokenizer), ids, np.array(closing, np.int32)])
+    if tokenizer.end_of_text is None:
+        closing = []
+    else:
+        closing = [tokenizer.end_of_text]
+    return np.concatenate(
+        [
+            missing_begin(ids, tokenizer),
+            ids,
+            np.array(closing, np.int32),
+        ]
+    )
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
@@ -222,7 +281,8 @@ def missing_begin(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of each file by `encode_document`, in the dtype of `token_dtype`; an error names the file.
+    """Yield the ids of each file by `encode_document`, in the dtype of `token_dtype`; an error
+    names the file.
 
     A file that is a document without text yields no ids.
     """
@@ -235,7 +295,9 @@ def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.nda
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype in which ids are stored: little-endian uint16, or uint32 for a vocabulary too large for that."""
+    """Return the dtype in which ids are stored: little-endian uint16, or uint32 for a vocabulary
+    too large for that.
+    """
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -248,10 +310,17 @@ def read_text(file: Path) -> str:
     with reading(file):
         content = file.read_bytes()
     if content.startswith(UTF16_MARKS):
-        raise UserError(f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8")
+        raise UserError(
+            f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8"
+        )
     if b"\0" in content:
-        raise UserError(f"{file} is binary (NUL at byte {content.index(0)}), not text: is it data.source=tokens?")
+        raise UserError(
+            f"{file} is binary (NUL at byte {content.index(0)}), not text: is it "
+            "data.source=tokens?"
+        )
     try:
         return content.decode(UTF8)
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from error
+        raise UserError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first"
+        ) from error

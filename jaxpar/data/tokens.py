@@ -1,4 +1,5 @@
-"""Reads text and token files as one long stream of tokens, which is cut into windows; writes token files.
+"""Reads text and token files as one long stream of tokens, which is cut into windows; writes token
+files.
 
 Shapes: N tokens of a stream, B rows of this process, S sequence length, T = S + 1.
 """
@@ -35,11 +36,23 @@ from jaxpar.data.tokenizer import (
 )
 
 HostBatch = dict[str, np.ndarray]
-"""`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and `positions`; int32 [B, S]."""
+"""`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and
+`positions`; int32 [B, S].
+"""
 
-# Folders of the standard library that hold other packages, tests or generated tables, or are often not installed.
-_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
-                   "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
+# Folders of the standard library that hold other packages, tests or generated tables, or are often
+# not installed.
+_STDLIB_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "encodings",
+    "pydoc_data",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,9 @@ class Tokens:
     note: str = ""
     """What was left out."""
     begin_of_text: int | None = None
-    """The id that each window begins with, in place of its first; None = windows begin as they were cut."""
+    """The id that each window begins with, in place of its first; None = windows begin as they were
+    cut.
+    """
 
     @property
     def size(self) -> int:
@@ -73,7 +88,9 @@ class Tokens:
         return f"{self.size:,} tokens{self.note}"
 
     def split(self, val_fraction: float) -> tuple[Tokens, Tokens]:
-        """Split off the last `val_fraction`; a document may be cut in two, as in nanoGPT's split."""
+        """Split off the last `val_fraction`; a document may be cut in two, as in nanoGPT's
+        split.
+        """
         cut = int(self.size * (1 - val_fraction))
         starts = train_starts = val_starts = self.document_starts
         if starts is not None:
@@ -82,25 +99,36 @@ class Tokens:
             val_starts = np.maximum(starts[running:] - cut, 0)
         train = replace(self, tokens=self.tokens[:cut], document_starts=train_starts)
         held_out = self.tokens[cut:]
-        return train, replace(self, tokens=held_out, document_starts=val_starts, offset=cut, note="")
+        return train, replace(
+            self, tokens=held_out, document_starts=val_starts, offset=cut, note=""
+        )
 
 
 # Text, where each file is a document.
 
 
-def load_texts(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer]:
-    """Load text sources; an empty path is the standard library's. The tokenizer `chars` knows the characters of all."""
+def load_texts(
+    paths: Sequence[str], data: DataConfig, vocab_size: int
+) -> tuple[list[Tokens], Tokenizer]:
+    """Load text sources; an empty path is the standard library's. The tokenizer `chars` knows the
+    characters of all.
+    """
     sources = [_source_files(path, data) for path in paths]
     texts = (read_text(file) for files, _ in sources for file in files)
-    tokenizer, streams = make_tokenizer(data.tokenizer, texts, vocab_size, data.bos), []
+    tokenizer = make_tokenizer(data.tokenizer, texts, vocab_size, data.bos)
+    streams = []
     for files, origin in sources:
         documents = [document for document in encode_files(files, tokenizer) if len(document)]
         if not documents:
             raise UserError(f"{origin} {NOTHING_IN_IT}")
         ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
         starts = np.concatenate([[0], ends[:-1]])
-        note, origins, begin = left_out(len(files) - len(documents)), tuple(files), tokenizer.begin_of_text
-        found = Tokens(np.concatenate(documents), starts, origin, files=origins, note=note, begin_of_text=begin)
+        note = left_out(len(files) - len(documents))
+        origins = tuple(files)
+        begin = tokenizer.begin_of_text
+        found = Tokens(
+            np.concatenate(documents), starts, origin, files=origins, note=note, begin_of_text=begin
+        )
         streams.append(found)
     return streams, tokenizer
 
@@ -109,20 +137,28 @@ NOTHING_IN_IT = "is empty: there is no document with text in it"
 
 
 def left_out(empty: int, of: int = 0) -> str:
-    """Return the note on so many documents without text, which may be those `of` the first that were read."""
+    """Return the note on so many documents without text, which may be those `of` the first that
+    were read.
+    """
     among = f" of the first {of:,}" if of else ""
-    return f" (documents without text, left out: {empty:,}{among})" if empty else ""
+    if empty:
+        return f" (documents without text, left out: {empty:,}{among})"
+    return ""
 
 
 def _source_files(path: str, data: DataConfig) -> tuple[list[Path], str]:
     """Return the documents of a text source, and a name for it."""
     if path:
         return text_files(path), path
-    return stdlib_files(data.max_bytes), f"the standard library of Python {platform.python_version()}"
+    return stdlib_files(
+        data.max_bytes
+    ), f"the standard library of Python {platform.python_version()}"
 
 
 def stdlib_files(max_bytes: int) -> list[Path]:
-    """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no tests, no tables."""
+    """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no
+    tests, no tables.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     # The build of Python writes _sysconfigdata, which has paths of that machine.
     sources = [file for file in files_below(root, _STDLIB_LEFT_OUT) if file.match("*.py")]
@@ -130,15 +166,17 @@ def stdlib_files(max_bytes: int) -> list[Path]:
     total = np.cumsum([file.stat().st_size for file in files])
     files = files[: np.searchsorted(total, max_bytes, side="right")]
     if not files:
-        raise UserError(f"no standard library source in {root} fits in data.max_bytes={max_bytes}: raise it")
+        raise UserError(
+            f"no standard library source in {root} fits in data.max_bytes={max_bytes}: raise it"
+        )
     return files
 
 
 def text_files(path: str) -> list[Path]:
     """Return the file at `path`, or every text file in the folder, sorted by path.
 
-    Hidden and empty files of a folder are left out, and so are files with a NUL byte in their first 8 KiB (git's test
-    for binary), so that a picture among the texts does no harm.
+    Hidden and empty files of a folder are left out, and so are files with a NUL byte in their first
+    8 KiB (git's test for binary), so that a picture among the texts does no harm.
     """
     root = Path(path)
     if root.is_file():
@@ -149,12 +187,16 @@ def text_files(path: str) -> list[Path]:
         raise UserError(f"no file or folder {path}: look at data.path and data.val_path")
     files = [file for file in files_below(root) if not _looks_binary(file)]
     if not files:
-        raise UserError(f"folder {path} has no text in it: hidden, empty and binary files do not count")
+        raise UserError(
+            f"folder {path} has no text in it: hidden, empty and binary files do not count"
+        )
     return files
 
 
 def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """Return a folder's files, sorted by relative path, but no empty or hidden ones and none in `left_out` folders."""
+    """Return a folder's files, sorted by relative path, but no empty or hidden ones and none in
+    `left_out` folders.
+    """
     found = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(".") and name not in left_out]
@@ -166,12 +208,14 @@ def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
 def _looks_binary(file: Path) -> bool:
     with reading(file), file.open("rb") as opened:
         beginning = opened.read(8192)
-    return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)  # text, which `read_text` says is to convert
+    # text, which `read_text` says is to convert
+    return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)
 
 
-# A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
-# starts) and NAME.bin.tokenizer.json, with the files beside that tokenizer under such names too. A .bin alone is
-# nanoGPT's, whose ids are uint16, or llm.c's, which has a header; documents and tokenizer are unknown.
+# A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs
+# (raw int64 document starts) and NAME.bin.tokenizer.json, with the files beside that tokenizer
+# under such names too. A .bin alone is nanoGPT's, whose ids are uint16, or llm.c's, which has a
+# header; documents and tokenizer are unknown.
 
 _BEGIN = "begin_of_text"
 
@@ -179,24 +223,31 @@ _BEGIN = "begin_of_text"
 def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     """Write the text source of a config as a token file, and open it.
 
-    Of the config count `source`, `path`, `tokenizer`, `bos` and `max_bytes`. One document is in memory at a time,
-    progress goes to stderr, and each file appears whole or not at all. A UserError says what is wrong with the source
-    or the name, or why a file cannot be written.
+    Of the config count `source`, `path`, `tokenizer`, `bos` and `max_bytes`. One document is in
+    memory at a time, progress goes to stderr, and each file appears whole or not at all. A
+    UserError says what is wrong with the source or the name, or why a file cannot be written.
     """
     require_local_data(data)
     require_local(out)
     out = Path(out)
     if out.suffix != ".bin" or data.source == "tokens":
-        raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")
+        raise UserError(
+            f"tokenize writes text to a .bin file, found source={data.source} and {out}: try "
+            "tokens.bin"
+        )
     files, _ = _source_files(data.path if data.source == "text" else "", data)
     tokenizer = make_tokenizer(data.tokenizer, map(read_text, files), bos=data.bos)
-    dtype, count, documents = token_dtype(tokenizer.vocab_size), 0, 0
+    dtype = token_dtype(tokenizer.vocab_size)
+    count = 0
+    documents = 0
     said = PlainConsole(stderr=True, soft_wrap=True)
     for note in tokenizer.notes:
         said.print(note)
     try:
         with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
-            progress = track(files, "tokenizing", console=said, transient=True, disable=not said.is_terminal)
+            progress = track(
+                files, "tokenizing", console=said, transient=True, disable=not said.is_terminal
+            )
             for document in encode_files(progress, tokenizer):
                 if not len(document):
                     continue
@@ -216,9 +267,12 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     return replace(open_tokens(out), note=left_out(len(files) - documents))
 
 
-def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer | None]:
+def load_token_files(
+    paths: Sequence[str], data: DataConfig, vocab_size: int
+) -> tuple[list[Tokens], Tokenizer | None]:
     """Open token files, which must all have been written with one tokenizer, as far as they say."""
-    streams, named = [open_tokens(path) for path in paths], data.tokenizer
+    streams = [open_tokens(path) for path in paths]
+    named = data.tokenizer
     for stream in streams:
         require_ids(stream.tokens, vocab_size, stream.origin)
     files = {path: Path(path).with_suffix(".bin.tokenizer.json") for path in paths}
@@ -231,7 +285,8 @@ def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) ->
     for what, tokenizer in known.items():
         if tokenizer.to_json() != known[first].to_json():
             raise UserError(
-                f"{what} was tokenized otherwise than {first}, so its ids mean something else: write it again with "
+                f"{what} was tokenized otherwise than {first}, so its ids mean something else: "
+                "write it again with "
                 f"`jaxpar tokenize --tokenizer {files[first]}`"
             )
     tokenizer = known.get(first)
@@ -246,13 +301,20 @@ def _require_begin(stream: Tokens, begin: int | None) -> None:
     described = Path(stream.origin).with_suffix(".bin.json")
     meta = read_json(described) if described.exists() else {}
     there = meta.get(_BEGIN)
-    if _BEGIN not in meta and begin is not None and stream.document_starts is not None:  # written by an older version
+    # written by an older version
+    if _BEGIN not in meta and begin is not None and stream.document_starts is not None:
         there = begin if stream.tokens[0] == begin else None
     elif _BEGIN not in meta:
         return
     if there != begin:
-        found = "without a begin of text" if there is None else f"with id {there} before each document"
-        wanted = "takes none" if begin is None else f"puts id {begin} there"
+        if there is None:
+            found = "without a begin of text"
+        else:
+            found = f"with id {there} before each document"
+        if begin is None:
+            wanted = "takes none"
+        else:
+            wanted = f"puts id {begin} there"
         other = "false" if there is None else "true"
         raise UserError(
             f"{stream.origin} was written {found}, and this config {wanted}: set data.bos={other}, "
@@ -261,31 +323,52 @@ def _require_begin(stream: Tokens, begin: int | None) -> None:
 
 
 def open_tokens(path: str | Path) -> Tokens:
-    """Open a token file, memory-mapped, with those beside it; a UserError if one is missing, cut short or another's."""
+    """Open a token file, memory-mapped, with those beside it; a UserError if one is missing, cut
+    short or another's.
+    """
     path = Path(path)
     if path.suffix != ".bin":
-        raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
-    described, itself = path.with_suffix(".bin.json"), look_at(path)
+        raise UserError(
+            f"{path} is not a .bin file, which data.source=tokens reads: for text set "
+            "data.source=text"
+        )
+    described = path.with_suffix(".bin.json")
+    itself = look_at(path)
     kinds = {"dtype": str, "tokens": int, "documents": int}
-    meta: dict[str, Any] = read_json(described, kinds) if described.exists() else {"dtype": itself.dtype}
+    meta: dict[str, Any] = (
+        read_json(described, kinds) if described.exists() else {"dtype": itself.dtype}
+    )
     if meta.get("dtype") not in ("uint16", "uint32"):
-        raise UserError(f'{described} describes a token file, so it must say "dtype": "uint16" or "uint32"')
+        raise UserError(
+            f'{described} describes a token file, so it must say "dtype": "uint16" or "uint32"'
+        )
     if itself.says and meta["dtype"] != itself.dtype:
-        raise UserError(f"{path} has llm.c's header for {itself.dtype}, and {described} says {meta['dtype']}")
-    tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"), itself.offset)
+        raise UserError(
+            f"{path} has llm.c's header for {itself.dtype}, and {described} says {meta['dtype']}"
+        )
+    tokens = _memory_map(
+        path,
+        np.dtype(meta["dtype"]).newbyteorder("<"),
+        itself.offset,
+    )
     if not (itself.says or described.exists()):
         require_guess(tokens, path)
     docs = path.with_suffix(".bin.docs")
-    starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
+    if docs.exists():
+        starts = _memory_map(docs, np.dtype("<i8"))
+    else:
+        starts = None
     for what, found in (("tokens", tokens), ("documents", starts)):
         if found is not None and len(found) != meta.get(what, len(found)):
             raise UserError(
                 f"{path} has {len(found)} {what}, its .json says {meta[what]}: "
-                "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
+                "one of them was cut short or is from another run, so write them again with "
+                "`jaxpar tokenize`"
             )
     if starts is not None and not _begin_documents(starts, len(tokens)):
         raise UserError(
-            f"{docs} is damaged: its documents do not begin one after another in {path}, so write them again"
+            f"{docs} is damaged: its documents do not begin one after another in {path}, so "
+            "write them again"
         )
     there = tuple(file for file in (path, docs) if file.exists())
     return Tokens(tokens, starts, str(path), files=there)
@@ -301,7 +384,8 @@ def _memory_map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
         size = path.stat().st_size - offset
         if size == 0 or size % dtype.itemsize:
             raise UserError(
-                f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} ({dtype.name}): "
+                f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} "
+                f"({dtype.name}): "
                 "it was cut short, or needs a .bin.json beside it that gives another dtype"
             )
         return np.memmap(path, dtype, mode="r", offset=offset)
@@ -311,18 +395,23 @@ def _memory_map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
 
 
 def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
-    """Count the windows of seq_len tokens, plus the label of the last token, that begin at multiples of `stride`."""
+    """Count the windows of seq_len tokens, plus the label of the last token, that begin at
+    multiples of `stride`.
+    """
     return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
 
 
-def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> HostBatch:
+def read_windows(
+    stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int
+) -> HostBatch:
     """Read the windows that begin at `starts_B` as a batch.
 
-    Where texts begin with an id of their own (`begin_of_text`), so does each window, in place of its first token. That
-    token is still the last label of the window before, so none is lost.
+    Where texts begin with an id of their own (`begin_of_text`), so does each window, in place of
+    its first token. That token is still the last label of the window before, so none is lost.
 
-    If packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
-    or, where it began earlier, of the window, and the last token of a document has label -1.
+    If packed, `segments` numbers the documents of a window from 1, `positions` counts from the
+    start of the document or, where it began earlier, of the window, and the last token of a
+    document has label -1.
 
     Raises:
       UserError: the vocabulary does not have an id that was read.
@@ -332,16 +421,22 @@ def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool,
         row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
         at = stream.offset + starts_B[row] + place
         raise unknown_id(int(ids_BT[row, place]), stream.origin, at, vocab_size)
-    batch = {"tokens": ids_BT[:, :-1].astype(np.int32), "labels": ids_BT[:, 1:].astype(np.int32)}
+    batch = {
+        "tokens": ids_BT[:, :-1].astype(np.int32),
+        "labels": ids_BT[:, 1:].astype(np.int32),
+    }
     begin = stream.begin_of_text
     if begin is not None:
         batch["tokens"][:, 0] = begin
     if not pack and (begin is None or stream.document_starts is None):
         return batch
-    assert stream.document_starts is not None, "load_corpus refuses data.pack without document starts"
+    assert stream.document_starts is not None, (
+        "load_corpus refuses data.pack without document starts"
+    )
     where_BT = starts_B[:, None] + np.arange(seq_len + 1)
     document_BT = np.searchsorted(stream.document_starts, where_BT, side="right") - 1
-    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1  # nor is a begin of text, which is given, a label
+    # nor is a begin of text, which is given, a label
+    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1
     if not pack:
         return batch
     begin_BT = np.maximum(stream.document_starts[document_BT], starts_B[:, None])

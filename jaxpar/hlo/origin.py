@@ -1,9 +1,11 @@
-"""The origin of a task is the model's named scopes, the phase (forward or backward), and the line of Python.
+"""The origin of a task is the model's named scopes, the phase (forward or backward), and the line
+of Python.
 
-jax writes a path such as `jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/block/mlp/dot_general`. The last
-word is the operation, and some words are jax's own wrappers. jax.checkpoint puts `rematted_computation` on the path of
-what the backward runs again, that is, what is recomputed. The backward itself has `transpose(...)`, and the rest is
-forward.
+jax writes a path such as
+`jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/block/mlp/dot_general`. The last word
+is the operation, and some words are jax's own wrappers. jax.checkpoint puts `rematted_computation`
+on the path of what the backward runs again, that is, what is recomputed. The backward itself has
+`transpose(...)`, and the rest is forward.
 """
 
 from __future__ import annotations
@@ -24,22 +26,27 @@ from jaxpar.hlo.parse import Frame, Instruction, Module, words
 from jaxpar.hlo.tasks import Loop, Node, Phase, Place, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]
-"""(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models"). `OWN` stands for all
-files that belong to no installed package, nor to Python, nor to this library: those of somebody else's program."""
+"""(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models").
+`OWN` stands for all files that belong to no installed package, nor to Python, nor to this library:
+those of somebody else's program."""
 OWN = ("", "")
 
 _WRAPPERS = words(
-    "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat custom_vjp_call custom_jvp_call"
+    "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat "
+    "custom_vjp_call custom_jvp_call"
     " core_call pjit jit shard_map custom_partitioning scan"
 )
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 _MADE = ("copy", "control", "host_copy")
-"""Kinds of tasks that the compiler makes itself; it may give one the line of another instruction."""
+"""Kinds of tasks that the compiler makes itself; it may give one the line of another
+instruction.
+"""
 UPDATE = "update"
 """The scope of the optimizer's part of a step."""
-_TICKS = words("forward backward")  # the scopes of a pipeline's ticks, which enclose those of the model
+# the scopes of a pipeline's ticks, which enclose those of the model
+_TICKS = words("forward backward")
 
 
 def default_dirs() -> PackageDirs:
@@ -47,15 +54,19 @@ def default_dirs() -> PackageDirs:
     found = []
     for module, shown in (("jaxpar.models", "models"), ("jaxpar", "jaxpar")):
         spec = importlib.util.find_spec(module)
-        found += [(folder, shown) for folder in (spec.submodule_search_locations or ())] if spec else []
+        found += (
+            [(folder, shown) for folder in (spec.submodule_search_locations or ())] if spec else []
+        )
     return tuple(found)
 
 
 def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
-    """Find the scope, line and phase of one instruction; they are empty where the compiler kept nothing.
+    """Find the scope, line and phase of one instruction; they are empty where the compiler kept
+    nothing.
 
-    A fusion has the path of its last operation, but its work may be elsewhere: a fusion around a matmul belongs where
-    the matmul does. A fusion without metadata takes the place of what it wraps.
+    A fusion has the path of its last operation, but its work may be elsewhere: a fusion around a
+    matmul belongs where the matmul does. A fusion without metadata takes the place of what it
+    wraps.
     """
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
@@ -63,8 +74,13 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:
-    """Find the first matmul an instruction calls, else itself; if it has no path, the root or the last that has one."""
-    inner = module.computations.get(instruction.called[0]) if instruction.called else None
+    """Find the first matmul an instruction calls, else itself; if it has no path, the root or the
+    last that has one.
+    """
+    if instruction.called:
+        inner = module.computations.get(instruction.called[0])
+    else:
+        inner = None
     if inner is None or instruction.base not in ("fusion", "call", "async"):
         return instruction
     called = [_telling(module, one) for one in inner.instructions.values()]
@@ -72,26 +88,39 @@ def _telling(module: Module, instruction: Instruction) -> Instruction:
     matmuls = [one for one in named if one.opcode in ("dot", "convolution")]
     if matmuls or instruction.op_name:
         return next(iter(matmuls), instruction)
-    return next((one for one in named if one.name == inner.root), named[-1] if named else instruction)
+    return next(
+        (one for one in named if one.name == inner.root), named[-1] if named else instruction
+    )
 
 
 @lru_cache(maxsize=100_000)
 def decode(op_name: str) -> tuple[str, Phase]:
-    """Turn jax's path of an operation into its scope and phase, such as `("block/mlp", "backward")`.
+    """Turn jax's path of an operation into its scope and phase, such as `("block/mlp",
+    "backward")`.
 
-    An operation outside any derivative is "other" without a scope, and forward with one. In a pipeline's ticks the
-    model's scopes are the same, and a forward in the tick of a backward is recomputed. Operations that the compiler
-    merged into one, `block/(mlp/mul:attention/dot_general)`, have the scope that they share, and the phase of the
+    An operation outside any derivative is "other" without a scope, and forward with one. In a
+    pipeline's ticks the model's scopes are the same, and a forward in the tick of a backward is
+    recomputed. Operations that the compiler merged into one,
+    `block/(mlp/mul:attention/dot_general)`, have the scope that they share, and the phase of the
     first.
     """
     decoded = [_decode_path(pieces) for pieces in _paths(op_name)]
-    alike = takewhile(lambda level: len(set(level)) == 1, zip(*(scopes for scopes, _ in decoded), strict=False))
+    alike = takewhile(
+        lambda level: len(set(level)) == 1,
+        zip(
+            *(scopes for scopes, _ in decoded),
+            strict=False,
+        ),
+    )
     return "/".join(level[0] for level in alike), decoded[0][1]
 
 
 def _paths(op_name: str) -> list[list[str]]:
-    """Split a path into pieces; there are several paths where operations were merged, `block/(mlp/mul:head/dot)`."""
-    pieces = _pieces(op_name.split(";")[0])  # merged instructions have several paths, of which the first is taken
+    """Split a path into pieces; there are several paths where operations were merged,
+    `block/(mlp/mul:head/dot)`.
+    """
+    # merged instructions have several paths, of which the first is taken
+    pieces = _pieces(op_name.split(";")[0])
     if not pieces[-1].startswith("("):
         return [pieces]
     tails = _pieces(pieces[-1][1:-1], ":")
@@ -106,11 +135,25 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
         while match := _TRANSFORM.match(piece):
             backward |= match[1] == "transpose"
             inside |= match[1] == "jvp"
-            piece = "" if match[1] in ("jit", "pjit", "remat", "checkpoint") else match[2]
-        scopes += [w for w in piece.split("/") if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)]
-    outside = next((n for n, name in enumerate(scopes) if name not in _TICKS), len(scopes))
-    tick, scopes = scopes[0] if outside else "", scopes[outside:]
-    twice = next((n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]), None)
+            if match[1] in ("jit", "pjit", "remat", "checkpoint"):
+                piece = ""
+            else:
+                piece = match[2]
+        scopes += [
+            w
+            for w in piece.split("/")
+            if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)
+        ]
+    outside = next(
+        (n for n, name in enumerate(scopes) if name not in _TICKS),
+        len(scopes),
+    )
+    tick = scopes[0] if outside else ""
+    scopes = scopes[outside:]
+    twice = next(
+        (n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]),
+        None,
+    )
     scopes = scopes[:twice]  # a Pallas kernel's name, which stands there twice, is not a scope
     if scopes[:1] == [UPDATE]:
         return scopes, "update"
@@ -124,7 +167,8 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
 
 def _pieces(path: str, separator: str = "/") -> list[str]:
     """Split a path at the separators that stand in no bracket."""
-    pieces, depth = [""], 0
+    pieces = [""]
+    depth = 0
     for sign in path:
         depth += (sign == "(") - (sign == ")")
         if sign == separator and depth == 0:
@@ -135,12 +179,18 @@ def _pieces(path: str, separator: str = "/") -> list[str]:
 
 
 def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
-    """Write the innermost frame in the first directory that has any, `models/transformer.py:72`; empty if none has."""
+    """Write the innermost frame in the first directory that has any, `models/transformer.py:72`;
+    empty if none has.
+    """
     for folder, shown in dirs:
         for frame in frames:
-            if (folder, shown) == OWN and not any(_inside(frame.file, other) for other in _packages()):
-                file, here = Path(frame.file), Path.cwd()
-                return f"{file.relative_to(here) if file.is_relative_to(here) else file.name}:{frame.line}"
+            if (folder, shown) == OWN and not any(
+                _inside(frame.file, other) for other in _packages()
+            ):
+                file = Path(frame.file)
+                here = Path.cwd()
+                shown = file.relative_to(here) if file.is_relative_to(here) else file.name
+                return f"{shown}:{frame.line}"
             if folder and _inside(frame.file, folder):
                 return f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
     return ""
@@ -153,19 +203,26 @@ def _inside(file: str, folder: str) -> bool:
 @lru_cache(maxsize=1)
 def _packages() -> tuple[str, ...]:
     """Return the folders of Python, of the installed packages and of this library."""
-    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    others = [str(Path(jax.__file__).parents[1]), *(folder for folder, _ in default_dirs())]
+    installed = [
+        sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    others = [
+        str(Path(jax.__file__).parents[1]),
+        *(folder for folder, _ in default_dirs()),
+    ]
     return tuple(dict.fromkeys([*installed, *others]))
 
 
 def inherit(nodes: list[Node], around: Place) -> list[Node]:
-    """Give a place to those nodes of a list that the compiler made itself, since they have none of their own.
+    """Give a place to those nodes of a list that the compiler made itself, since they have none of
+    their own.
 
-    A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope.
-    A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its operands, which in
-    a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or depends on, else
-    to the loop `around` it. A phase or line of its own is kept. What computes at a line of its own is not the
-    compiler's: where that line stands in no scope, it has none.
+    A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest
+    such task with a scope. A matmul belongs to the neighbour in the innermost scope, and among
+    several to the latest of its operands, which in a backward is the gradient, not what was saved.
+    What is left belongs to the loop that it feeds or depends on, else to the loop `around` it. A
+    phase or line of its own is kept. What computes at a line of its own is not the compiler's:
+    where that line stands in no scope, it has none.
     """
     places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
@@ -175,7 +232,11 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
 
     def given(neighbours: Iterable[int]) -> list[Place]:
         """Return the places of neighbours, except bookkeeping on scalars and whole loops."""
-        return [places[at] for at in neighbours if isinstance(node := nodes[at], Task) and node.kind != "control"]
+        return [
+            places[at]
+            for at in neighbours
+            if isinstance(node := nodes[at], Task) and node.kind != "control"
+        ]
 
     tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
     settled = {at for at, task in tasks.items() if task.kind not in _MADE and task.place.source}
@@ -186,22 +247,34 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
     for position, task in tasks.items():
         if position in settled:
             continue
-        makers = task.depends[::-1] if task.kind == "matmul" else task.depends
+        if task.kind == "matmul":
+            makers = task.depends[::-1]
+        else:
+            makers = task.depends
         near = given(makers) + given(users[position])
         if task.kind == "matmul":
             near.sort(key=lambda place: -place.scope.count("/"))
         places[position] = _from(places[position], near)
-        loops = [node.place for at in (*users[position], *makers) if isinstance(node := nodes[at], Loop)]
-        found[position] = replace(task, place=_from(places[position], [*loops, around], anything=True))
+        loops = [
+            node.place for at in (*users[position], *makers) if isinstance(node := nodes[at], Loop)
+        ]
+        found[position] = replace(
+            task, place=_from(places[position], [*loops, around], anything=True)
+        )
     return found
 
 
 def _from(place: Place, near: Iterable[Place], anything: bool = False) -> Place:
-    """Return `place`; if it has no scope, take that of the first neighbour with one (or of any, with `anything`)."""
+    """Return `place`; if it has no scope, take that of the first neighbour with one (or of any,
+    with `anything`).
+    """
     if place.scope or (place.phase == "other" and place.source):
         return place
     near = [other for other in near if other.scope or anything]
     alike = [other for other in near if place.phase in ("other", other.phase)]
     other = next(iter(alike or near), place)
-    phase = other.phase if place.phase == "other" or other.phase == "update" else place.phase
+    if place.phase == "other" or other.phase == "update":
+        phase = other.phase
+    else:
+        phase = place.phase
     return Place(other.scope, place.source or other.source, phase)

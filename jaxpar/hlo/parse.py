@@ -1,8 +1,9 @@
-"""The parser turns a compiled module's text into typed data: computations, instructions, shapes and stack frames.
+"""The parser turns a compiled module's text into typed data: computations, instructions, shapes and
+stack frames.
 
-The text is `compiled.as_text()`. An instruction begins a line, and a small scanner matches the brackets and quotes in
-it. Attributes are kept as text under their names, and only the code that knows one reads it, so an attribute or opcode
-that this file has never seen is not an error.
+The text is `compiled.as_text()`. An instruction begins a line, and a small scanner matches the
+brackets and quotes in it. Attributes are kept as text under their names, and only the code that
+knows one reads it, so an attribute or opcode that this file has never seen is not an error.
 """
 
 from __future__ import annotations
@@ -17,17 +18,29 @@ from math import prod
 from jaxpar.base.errors import UserError
 
 _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{(\[\])},]')
-_OPEN, _CLOSE = "{([", "})]"
+_OPEN = "{(["
+_CLOSE = "})]"
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}(?:, execution_thread=[^\n]*)?$", re.M | re.S)
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}(?:, execution_thread=[^\n]*)?$", re.M | re.S
+)
 _NEXT = re.compile(r"^\s+(?=(?:ROOT )?%?[\w.\-]+ = )", re.M)
 _LINE_END = re.compile(r"\s*\n\s*")
 _WIDTH = re.compile(r"(?:bf|[fsuc])(\d+)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
-_CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
-          "called_computations", "async_wrapped_computation")  # fmt: skip
+_CALLS = (
+    "calls",
+    "to_apply",
+    "condition",
+    "body",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+    "async_wrapped_computation",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,9 @@ class Shape:
     @cached_property
     def elements(self) -> int:
         """The number of elements of an array, or of all arrays of a tuple."""
-        return sum(part.elements for part in self.parts) if self.dtype == "tuple" else prod(self.dims)
+        if self.dtype == "tuple":
+            return sum(part.elements for part in self.parts)
+        return prod(self.dims)
 
     @cached_property
     def bytes(self) -> int:
@@ -102,13 +117,17 @@ class Instruction:
 
     @property
     def base(self) -> str:
-        """The opcode without what makes it the start of an asynchronous pair: `copy` for copy-start."""
+        """The opcode without what makes it the start of an asynchronous pair: `copy` for
+        copy-start.
+        """
         return self.opcode.removesuffix("-start")
 
     @property
     def target(self) -> str:
         """The target of a custom call; empty for any other opcode."""
-        return self.attributes.get("custom_call_target", "") if self.opcode == "custom-call" else ""
+        if self.opcode == "custom-call":
+            return self.attributes.get("custom_call_target", "")
+        return ""
 
     @property
     def index(self) -> int:
@@ -117,23 +136,38 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """jax's path of the operation, `jit(step)/jvp(loss)/dot_general`; empty where the compiler made it."""
+        """jax's path of the operation, `jit(step)/jvp(loss)/dot_general`; empty where the compiler
+        made it.
+        """
         return self.metadata.get("op_name", "")
 
     @cached_property
     def called(self) -> tuple[str, ...]:
         """The names of the computations that it calls, in the order of `_CALLS`."""
         values = [self.attributes.get(key, "") for key in _CALLS]
-        return tuple(name.strip().lstrip("%") for value in values for name in value.strip("{}").split(",") if name)
+        return tuple(
+            name.strip().lstrip("%")
+            for value in values
+            for name in value.strip("{}").split(",")
+            if name
+        )
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """Read a list attribute such as `dimensions={0,1}`; it is empty when absent."""
-        return tuple(int(n) for n in re.findall(r"-?\d+", self.attributes.get(key, "")))
+        return tuple(
+            int(n)
+            for n in re.findall(
+                r"-?\d+",
+                self.attributes.get(key, ""),
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Computation:
-    """The instructions by name, in the order of the text, which is the schedule's if the module is scheduled."""
+    """The instructions by name, in the order of the text, which is the schedule's if the module is
+    scheduled.
+    """
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -142,15 +176,25 @@ class Computation:
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """The names of the parameters, in the order of their numbers."""
-        found = {int(i.literal): i.name for i in self.instructions.values() if i.opcode == "parameter"}
+        found = {
+            int(i.literal): i.name for i in self.instructions.values() if i.opcode == "parameter"
+        }
         return tuple(found[number] for number in sorted(found))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """List the instructions that an instruction uses, except those missing from a text that was cut short."""
-        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+        """List the instructions that an instruction uses, except those missing from a text that was
+        cut short.
+        """
+        return [
+            self.instructions[name] for name in instruction.operands if name in self.instructions
+        ]
 
-    def behind(self, name: str, through: Container[str] = ("copy", "bitcast")) -> Instruction | None:
-        """Find the instruction that made a value, past those that hand it on; None if the text was cut short."""
+    def behind(
+        self, name: str, through: Container[str] = ("copy", "bitcast")
+    ) -> Instruction | None:
+        """Find the instruction that made a value, past those that hand it on; None if the text was
+        cut short.
+        """
         found = self.instructions.get(name)
         while found is not None and found.opcode in through:
             found = self.instructions.get(found.operands[0])
@@ -190,7 +234,9 @@ class Module:
 
     @cached_property
     def tiled(self) -> bool:
-        """Whether it is compiled for a TPU: only there do layouts have tiles, and S(1) is memory on the chip."""
+        """Whether it is compiled for a TPU: only there do layouts have tiles, and S(1) is memory on
+        the chip.
+        """
         entry = self.computations[self.entry]
         return any(leaf.tiled for i in entry.instructions.values() for leaf in i.shape.leaves())
 
@@ -200,27 +246,40 @@ class Module:
         return prod(int(self.header.get(key, 1)) for key in ("replica_count", "num_partitions"))
 
     def called(self, instruction: Instruction) -> list[Computation]:
-        """List the computations that an instruction calls, except those missing from a text that was cut short."""
+        """List the computations that an instruction calls, except those missing from a text that
+        was cut short.
+        """
         return [self.computations[name] for name in instruction.called if name in self.computations]
 
     def body(self, loop: Instruction) -> Computation:
         """Return the body of a `while`."""
         return self.computations[loop.attributes["body"].lstrip("%")]
 
-    def handed_on(self, loop: Instruction, through: Container[str] = ("copy", "bitcast")) -> set[int]:
-        """Return the numbers of the state's parts that a `while` body hands on unchanged; `through`: see `behind`."""
+    def handed_on(
+        self, loop: Instruction, through: Container[str] = ("copy", "bitcast")
+    ) -> set[int]:
+        """Return the numbers of the state's parts that a `while` body hands on unchanged;
+        `through`: see `behind`.
+        """
         body = self.body(loop)
         root = body.instructions[body.root]
-        parts = [body.behind(name, through) for name in root.operands] if root.opcode == "tuple" else []
+        if root.opcode == "tuple":
+            parts = [body.behind(name, through) for name in root.operands]
+        else:
+            parts = []
         return {
-            n for n, part in enumerate(parts)
-            if part is not None and part.opcode == "get-tuple-element" and part.index == n
+            n
+            for n, part in enumerate(parts)
+            if part is not None
+            and part.opcode == "get-tuple-element"
+            and part.index == n
             and part.operands[0] in body.parameters
-        }  # fmt: skip
+        }
 
     def stack(self, instruction: Instruction) -> list[Frame]:
         """List an instruction's frames, innermost first."""
-        frames, number = [], int(instruction.metadata.get("stack_frame_id", 0))
+        frames = []
+        number = int(instruction.metadata.get("stack_frame_id", 0))
         while number in self.frames and len(frames) < 1000:
             frames.append(self.frames[number])
             number = self.frames[number].parent
@@ -231,37 +290,63 @@ def parse(text: str) -> Module:
     """Read a module's text.
 
     Raises:
-      UserError: there is no module or no entry computation, so this is not the text of a compiled program.
+      UserError: there is no module or no entry computation, so this is not the text of a compiled
+        program.
     """
     first = text.lstrip().partition("\n")[0]
     if not first.startswith("HloModule "):
-        raise UserError(f"not the text of a compiled module: it starts with {first[:40]!r}, try compiled.as_text()")
+        raise UserError(
+            f"not the text of a compiled module: it starts with {first[:40]!r}, try "
+            "compiled.as_text()"
+        )
     name, _, header = first.removeprefix("HloModule ").partition(",")
     found = list(_COMPUTATION.finditer(text))
-    computations = {title: _computation(title, body) for _, title, body in map(re.Match.groups, found)}
+    computations = {
+        title: _computation(title, body) for _, title, body in map(re.Match.groups, found)
+    }
     entry = next((match[2] for match in found if match[1]), None)
     if entry is None:
-        raise UserError(f"module {name.strip()} has no ENTRY computation: the text was cut short, read it whole")
-    return Module(name.strip(), fields(header), computations, entry, _frames(text[: found[0].start()].splitlines()[1:]))
+        raise UserError(
+            f"module {name.strip()} has no ENTRY computation: the text was cut short, read it whole"
+        )
+    return Module(
+        name.strip(),
+        fields(header),
+        computations,
+        entry,
+        _frames(text[: found[0].start()].splitlines()[1:]),
+    )
 
 
 def _computation(name: str, body: str) -> Computation:
     # An instruction may go on over several lines: a literal, or a kernel's own notes.
     lines = [_LINE_END.sub(" ", piece).strip() for piece in _NEXT.split(body) if " = " in piece]
     instructions = [_instruction(line.removeprefix("ROOT ")) for line in lines]
-    roots = [one.name for one, line in zip(instructions, lines, strict=True) if line.startswith("ROOT ")]
+    roots = [
+        one.name for one, line in zip(instructions, lines, strict=True) if line.startswith("ROOT ")
+    ]
     first = [one.name for one in instructions[:1]]  # the text may have no root
-    return Computation(name, {one.name: one for one in instructions}, (roots + first + [""])[0])
+    return Computation(
+        name,
+        {one.name: one for one in instructions},
+        (roots + first + [""])[0],
+    )
 
 
 def _instruction(line: str) -> Instruction:
     """Read a line of the form `%name = shape opcode(operands), attributes`."""
     name, _, rest = line.partition(" = ")
-    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    if rest.startswith("("):
+        end = _closing(rest, 0)
+    else:
+        end = rest.index(" ")
+    shape = rest[:end]
+    rest = rest[end:].lstrip()
     start = rest.index("(")
     end = _closing(rest, start)
-    opcode, inside, tail = rest[:start], rest[start + 1 : end - 1], rest[end:].lstrip(", ")
+    opcode = rest[:start]
+    inside = rest[start + 1 : end - 1]
+    tail = rest[end:].lstrip(", ")
     if opcode in ("constant", "parameter", "iota"):
         return Instruction(name.lstrip("%"), opcode, parse_shape(shape), (), inside, tail)
     # Older texts put each operand's shape before its name.
@@ -274,18 +359,27 @@ def parse_shape(text: str) -> Shape:
     """Read a shape `bf16[2,3]{1,0:T(8,128)S(1)}`, or a tuple of shapes in round brackets."""
     text = _COMMENT.sub("", text).strip()
     if text.startswith("("):
-        return Shape("tuple", parts=tuple(parse_shape(part) for part in split(text[1 : text.rindex(")")])))
+        return Shape(
+            "tuple", parts=tuple(parse_shape(part) for part in split(text[1 : text.rindex(")")]))
+        )
     if (match := _ARRAY.match(text)) is None:
         return Shape(text)
     layout = match[3] or ""
     space = _SPACE.search(layout)
     dims = tuple(int(dim) for dim in re.findall(r"\d+", match[2]))
-    return Shape(match[1], dims, "T(" in layout, int(space[1]) if space else 0)
+    return Shape(
+        match[1],
+        dims,
+        "T(" in layout,
+        int(space[1]) if space else 0,
+    )
 
 
 def split(text: str) -> list[str]:
     """Split a text at the commas that stand in no bracket and no quotes, and take comments out."""
-    pieces, depth, start = [], 0, 0
+    pieces = []
+    depth = 0
+    start = 0
     for mark in _MARK.finditer(text):
         sign = text[mark.start()]
         depth += (sign in _OPEN) - (sign in _CLOSE)
@@ -314,12 +408,16 @@ def fields(text: str) -> dict[str, str]:
 
 
 def words_of(text: str) -> dict[str, str]:
-    """Read `{key=value key="a b"}`, where spaces separate the pairs, as values by key without quotes."""
+    """Read `{key=value key="a b"}`, where spaces separate the pairs, as values by key without
+    quotes.
+    """
     return {key: _unquote(value) for key, value in _WORD.findall(text.strip("{}"))}
 
 
 def _unquote(value: str) -> str:
-    return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+    if value.startswith('"'):
+        return re.sub(r"\\(.)", r"\1", value[1:-1])
+    return value
 
 
 def _frames(lines: list[str]) -> dict[int, Frame]:
@@ -338,12 +436,17 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
     files = tables["FileNames"]
     places = {number: words_of(row) for number, row in tables["FileLocations"].items()}
     stacks = {number: words_of(row) for number, row in tables["StackFrames"].items()}
-    shift = 0 if any(row.get("parent_frame_id", "0") == "0" for row in stacks.values()) else 1
+    if any(row.get("parent_frame_id", "0") == "0" for row in stacks.values()):
+        shift = 0
+    else:
+        shift = 1
     frames = {}
     for number, row in stacks.items():
         place = places.get(int(row.get("file_location_id", 0)), {})
         file = _unquote(files.get(int(place.get("file_name_id", 0)), ""))
-        frames[number] = Frame(file, int(place.get("line", 0)), int(row.get("parent_frame_id", 0)) - shift)
+        frames[number] = Frame(
+            file, int(place.get("line", 0)), int(row.get("parent_frame_id", 0)) - shift
+        )
     return frames
 
 

@@ -1,9 +1,10 @@
 """`read_program(compiled.as_text())` turns scheduled HLO into a task graph.
 
-Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing (tuples, bitcasts,
-parameters) vanish, and dependencies go through them. Loops keep their bodies and get trip counts, calls are inlined,
-and the most expensive branch of a conditional is taken. Other modules know the details: `trips` counts those of loops,
-`work` counts FLOPs and bytes, `collectives` reads communication, `origin` finds where a task comes from.
+Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing
+(tuples, bitcasts, parameters) vanish, and dependencies go through them. Loops keep their bodies and
+get trip counts, calls are inlined, and the most expensive branch of a conditional is taken. Other
+modules know the details: `trips` counts those of loops, `work` counts FLOPs and bytes,
+`collectives` reads communication, `origin` finds where a task comes from.
 """
 
 from __future__ import annotations
@@ -19,45 +20,75 @@ from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, place_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, parse
 from jaxpar.hlo.tasks import Kind, Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
-from jaxpar.hlo.work import HOST, KernelCost, Multiplied, copied_bytes, kernel_work, result_of, traffic, work_of
+from jaxpar.hlo.work import (
+    HOST,
+    KernelCost,
+    Multiplied,
+    copied_bytes,
+    kernel_work,
+    result_of,
+    traffic,
+    work_of,
+)
 
 _PAIRED = ("recv", "recv-done", "send-done")
 _ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
-"""This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which operand."""
+"""This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which
+operand.
+"""
 _NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
 _HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')  # as the TPU compiler writes its estimate of one execution
+# as the TPU compiler writes its estimate of one execution
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def read_program(
-    text: str, package_dirs: PackageDirs | None = None, slice_of: Sequence[int] | None = None,
+    text: str,
+    package_dirs: PackageDirs | None = None,
+    slice_of: Sequence[int] | None = None,
     kernel_cost: KernelCost | None = None,
-) -> Program:  # fmt: skip
+) -> Program:
     """Read the task graph of a compiled module.
 
     Args:
       text: the text of a scheduled module, `compiled.as_text()`.
-      package_dirs: (directory, name shown) pairs in which a stack frame counts as a source line, the most telling
-        first; None = those of `jaxpar.models` and `jaxpar` as installed here.
+      package_dirs: (directory, name shown) pairs in which a stack frame counts as a source line,
+        the most telling first; None = those of `jaxpar.models` and `jaxpar` as installed here.
       slice_of: the slice of each device of the assignment, where there are several TPU slices.
-      kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them itself.
+      kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them
+        itself.
 
     Raises:
       UserError: this is not the text of a compiled module, or it is damaged.
     """
     try:
         return _read(text, package_dirs, slice_of, kernel_cost)
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         name = text.lstrip()[:80].partition(",")[0]
         why = f"{type(error).__name__}: {short(str(error))}"
-        raise UserError(f"{name} cannot be read ({why}): it is damaged, cut short, or in an unknown form") from error
+        raise UserError(
+            f"{name} cannot be read ({why}): it is damaged, cut short, or in an unknown form"
+        ) from error
 
 
 def _read(
-    text: str, package_dirs: PackageDirs | None, slice_of: Sequence[int] | None, kernel_cost: KernelCost | None
+    text: str,
+    package_dirs: PackageDirs | None,
+    slice_of: Sequence[int] | None,
+    kernel_cost: KernelCost | None,
 ) -> Program:
     module = parse(text)
-    dirs = default_dirs() if package_dirs is None else package_dirs
+    if package_dirs is None:
+        dirs = default_dirs()
+    else:
+        dirs = package_dirs
     reader = _Reader(module, dirs, devices_of(module, slice_of), kernel_cost)
     if module.header.get("is_scheduled") != "true":
         reader.notes.append("the module is not scheduled: its tasks are in the order of the text")
@@ -75,7 +106,9 @@ class _Value:
     tasks: frozenset[int] = frozenset()
     """The positions, in the list being read, of the tasks that make it."""
     state: int | None = None
-    """The index of the part of the loop's state that it is, made before this trip; None if it is none."""
+    """The index of the part of the loop's state that it is, made before this trip; None if it
+    is none.
+    """
     start: int | None = None
     """The position of the asynchronous task whose result it will be; None for a finished result."""
     parts: tuple[_Value, ...] = ()
@@ -83,7 +116,9 @@ class _Value:
 
     def part(self, index: int) -> _Value:
         """Return an element of a tuple, or the whole where its parts are not known separately."""
-        return self.parts[index] if index < len(self.parts) else self
+        if index < len(self.parts):
+            return self.parts[index]
+        return self
 
 
 _NOTHING = _Value()
@@ -103,7 +138,9 @@ class _Nodes:
 
     nodes: list[Node] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
-    """(position, index) pairs: the node there waits for what the loop state holds under that index."""
+    """(position, index) pairs: the node there waits for what the loop state holds under that
+    index.
+    """
     sent: dict[str, int] = field(default_factory=dict)
     """The position of each send to another device, by its name."""
 
@@ -122,12 +159,16 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def read(
-        self, computation: Computation, known: Mapping[int, Scalar], arguments: list[_Value], into: _Nodes
+        self,
+        computation: Computation,
+        known: Mapping[int, Scalar],
+        arguments: list[_Value],
+        into: _Nodes,
     ) -> _Value:
         """Append the tasks of a computation and return what its result depends on.
 
-        `known` holds the scalars of its one tuple parameter (a loop's state) that never change, for the trip counts
-        of loops inside.
+        `known` holds the scalars of its one tuple parameter (a loop's state) that never change, for
+        the trip counts of loops inside.
         """
         values: dict[str, _Value] = {}
         for instruction in computation.instructions.values():
@@ -135,7 +176,10 @@ class _Reader:
             opcode = instruction.opcode
             if opcode == "parameter":
                 number = int(instruction.literal)
-                value = arguments[number] if number < len(arguments) else _NOTHING
+                if number < len(arguments):
+                    value = arguments[number]
+                else:
+                    value = _NOTHING
             elif opcode == "tuple":
                 value = replace(_merge(operands), parts=tuple(operands))
             elif opcode == "get-tuple-element":
@@ -145,32 +189,54 @@ class _Reader:
             elif opcode == "conditional":
                 value = self._branch(instruction, operands, into)
             elif opcode == "call" and instruction.called:
-                value = self.read(self.module.computations[instruction.called[0]], {}, operands, into)
+                value = self.read(
+                    self.module.computations[instruction.called[0]], {}, operands, into
+                )
             elif opcode in _PAIRED and (send := paired_send(computation, instruction)):
                 value = _receive(instruction, into.sent.get(send), into)
             elif opcodes.is_done(self.module, instruction):
                 value = _finish(instruction, operands, into)
             elif opcodes.is_free(instruction):
-                value = operands[0] if len(operands) == 1 else _merge(operands)
+                if len(operands) == 1:
+                    value = operands[0]
+                else:
+                    value = _merge(operands)
             else:
                 value = self._task(computation, instruction, operands, into)
             values[instruction.name] = value
         return values.get(computation.root, _NOTHING)
 
-    def _task(self, computation: Computation, instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
+    def _task(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        operands: list[_Value],
+        into: _Nodes,
+    ) -> _Value:
         place = place_of(self.module, instruction, self.dirs)
         try:
             task = self._classify(computation, instruction, place)
         except (IndexError, KeyError, ValueError):  # unknown attributes
-            task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
-            self.notes.append(f"{task.name}: {task.opcode} in an unknown form, its work is not counted")
+            task = Task(
+                instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape)
+            )
+            self.notes.append(
+                f"{task.name}: {task.opcode} in an unknown form, its work is not counted"
+            )
         if task.collective and not task.collective.groups:
             self.notes.append(f"{task.name}: between which devices, the text does not say")
         if task.kind == "kernel" and not task.flops:
             kernel = f"{task.name} ({instruction.target})"
-            self.notes.append(f"{kernel}: a kernel without a cost estimate, its FLOPs are not counted")
+            self.notes.append(
+                f"{kernel}: a kernel without a cost estimate, its FLOPs are not counted"
+            )
         finished = [operand for operand in operands if operand.start is None]
-        position = into.add(replace(task, depends=tuple(sorted(_merge(finished).tasks))))
+        position = into.add(
+            replace(
+                task,
+                depends=tuple(sorted(_merge(finished).tasks)),
+            )
+        )
         made = _Value(frozenset({position}))
         if instruction.opcode == "send":
             into.sent[instruction.name] = position
@@ -178,14 +244,16 @@ class _Reader:
             return replace(made, start=position)
         if len(finished) == len(operands):
             return made
-        # Some results are operands handed on: they belong to a collective that goes on during this fusion.
+        # Some results are operands handed on: they belong to a collective that goes on during this
+        # fusion.
         pairs = _ALIAS.findall(instruction.attributes.get("output_to_operand_aliasing", ""))
         handed_on = {int(result): operands[int(operand)] for result, operand in pairs}
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
 
     def _classify(self, computation: Computation, instruction: Instruction, place: Place) -> Task:
-        """Make a task, without its dependencies, which says of what kind it is and how much work it does.
+        """Make a task, without its dependencies, which says of what kind it is and how much work it
+        does.
 
         Raises:
           IndexError, KeyError, ValueError: an attribute has an unknown form.
@@ -195,69 +263,110 @@ class _Reader:
         if collective and not opcodes.owns_collective(module, instruction):
             collective = None
         cycles = _CYCLES.search(instruction.tail)
-        work, bytes_ = work_of(module, computation, instruction), traffic(module, computation, instruction)
+        work = work_of(module, computation, instruction)
+        bytes_ = traffic(module, computation, instruction)
         if instruction.target and not work.flops:
             work, bytes_ = kernel_work(computation, instruction, bytes_, self.kernel_cost)
-        kind = "collective" if collective else _kind(module, computation, instruction, work)
+        if collective:
+            kind = "collective"
+        else:
+            kind = _kind(module, computation, instruction, work)
         shape = result_of(instruction)
         return Task(
-            instruction.name, instruction.opcode, kind, place, flops=work.flops,
+            instruction.name,
+            instruction.opcode,
+            kind,
+            place,
+            flops=work.flops,
             bytes=copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
             cycles=int(cycles[1]) if cycles and 0 < int(cycles[1]) < 2**60 else None,
-            dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype, shape=_shape_text(shape),
-            collective=collective, asynchronous=opcodes.is_start(module, instruction),
-        )  # fmt: skip
+            dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype,
+            shape=_shape_text(shape),
+            collective=collective,
+            asynchronous=opcodes.is_start(module, instruction),
+        )
 
     def _branch(self, instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
         """Inline the most expensive branch (by FLOPs, then by bytes)."""
 
         def cost(name: str) -> tuple[float, float]:
-            silent, trial = replace(self, notes=[]), _Nodes()
+            silent = replace(self, notes=[])
+            trial = _Nodes()
             silent.read(self.module.computations[name], {}, [], trial)
             tasks = list(walk(tuple(trial.nodes)))
-            return sum(task.flops * count for task, count in tasks), sum(task.bytes * count for task, count in tasks)
+            return sum(task.flops * count for task, count in tasks), sum(
+                task.bytes * count for task, count in tasks
+            )
 
-        best, count = max(instruction.called, key=cost), len(instruction.called)
-        self.notes.append(f"{instruction.name}: of {count} branches the most expensive, {best}, is taken")
-        operand = operands[1 + instruction.called.index(best) :][:1]  # the first operand selects the branch
+        best = max(instruction.called, key=cost)
+        count = len(instruction.called)
+        self.notes.append(
+            f"{instruction.name}: of {count} branches the most expensive, {best}, is taken"
+        )
+        # the first operand selects the branch
+        operand = operands[1 + instruction.called.index(best) :][:1]
         return self.read(self.module.computations[best], {}, operand, into)
 
     def _loop(
-        self, computation: Computation, instruction: Instruction, known: Mapping[int, Scalar], operand: _Value,
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        known: Mapping[int, Scalar],
+        operand: _Value,
         into: _Nodes,
-    ) -> _Value:  # fmt: skip
+    ) -> _Value:
         state = initial_state(self.module, computation, instruction, known)
         trips = trip_count(self.module, instruction, state)
         if trips is None:
             self.notes.append(f"{instruction.name}: no trip count in the text, taken as 1")
         width = len(instruction.shape.parts)
-        argument = _Value(parts=tuple(_Value(state=index) for index in range(width))) if width else _Value(state=0)
+        if width:
+            argument = _Value(parts=tuple(_Value(state=index) for index in range(width)))
+        else:
+            argument = _Value(state=0)
         inside = _Nodes()
         unchanged = invariant(self.module, instruction, state)
         root = self.read(self.module.body(instruction), unchanged, [argument], inside)
         ends = [root.part(index) for index in range(max(1, width))]
         self._close_waits(inside, ends)
         place = place_of(self.module, instruction, self.dirs)
-        depends = sorted(_merge([start for start in operand.parts or (operand,) if start.start is None]).tasks)
+        depends = sorted(
+            _merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
+        )
         nodes = tuple(inherit(inside.nodes, place))
-        position = into.add(Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(depends), place))
+        position = into.add(
+            Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(depends), place)
+        )
         made = _Value(frozenset({position}))
         parts = tuple(made if end.start is None else replace(made, start=position) for end in ends)
         return replace(made, parts=parts)
 
     def _close_waits(self, inside: _Nodes, ends: list[_Value]) -> None:
-        """Point waits for loop state at the previous trip's task; a task from before the loop is not waited for."""
+        """Point waits for loop state at the previous trip's task; a task from before the loop is
+        not waited for.
+        """
         for position, index in inside.waits:
-            name, start = inside.nodes[position].name, ends[index].start
+            name = inside.nodes[position].name
+            start = ends[index].start
             if start is None:
-                self.notes.append(f"{name}: waits for a task that was started before its loop; not waited for")
-            wait = Task(name, "wait", "control") if start is None else Wait(name, start, previous_trip=True)
+                self.notes.append(
+                    f"{name}: waits for a task that was started before its loop; not waited for"
+                )
+            if start is None:
+                wait = Task(name, "wait", "control")
+            else:
+                wait = Wait(name, start, previous_trip=True)
             inside.nodes[position] = wait
 
 
 def _finish(instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
-    """Add a wait if the operand is a started task; otherwise add nothing, since the task was not asynchronous."""
-    operand = operands[0] if len(operands) == 1 else _merge(operands)
+    """Add a wait if the operand is a started task; otherwise add nothing, since the task was not
+    asynchronous.
+    """
+    if len(operands) == 1:
+        operand = operands[0]
+    else:
+        operand = _merge(operands)
     if operand.start is not None:
         into.add(Wait(instruction.name, operand.start))
     elif operand.state is not None:
@@ -267,7 +376,9 @@ def _finish(instruction: Instruction, operands: list[_Value], into: _Nodes) -> _
 
 
 def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> _Value:
-    """Read the receiving half of a transfer whose task is the send, and wait for its end where the data is needed."""
+    """Read the receiving half of a transfer whose task is the send, and wait for its end where the
+    data is needed.
+    """
     if instruction.opcode != "recv-done" or sent is None:
         return _NOTHING
     into.add(Wait(instruction.name, sent))
@@ -282,26 +393,44 @@ def _shape_text(shape: Shape) -> str:
     return f"{largest} and {len(list(shape.leaves())) - 1} more"
 
 
-def _kind(module: Module, computation: Computation, instruction: Instruction, work: Multiplied) -> Kind:
+def _kind(
+    module: Module, computation: Computation, instruction: Instruction, work: Multiplied
+) -> Kind:
     if instruction.target:
-        return "matmul" if instruction.target.startswith(opcodes.GEMM_TARGETS) else "kernel"
+        if instruction.target.startswith(opcodes.GEMM_TARGETS):
+            return "matmul"
+        return "kernel"
     if work.flops:
         return "matmul"
     results = list(instruction.shape.leaves())
-    leaves = [*results, *(leaf for operand in computation.operands(instruction) for leaf in operand.shape.leaves())]
+    leaves = [
+        *results,
+        *(leaf for operand in computation.operands(instruction) for leaf in operand.shape.leaves()),
+    ]
     slices = instruction.opcode in ("dynamic-slice", "slice")
     if all(leaf.elements <= 1 for leaf in (results if slices else leaves)):
         return "control"  # bookkeeping on scalars, such as loop counters and offsets of slices
     moves = _only_moves(module, instruction)
-    if (moves and any(leaf.space == HOST for leaf in leaves)) or instruction.opcode in _HOST_TRANSFERS:
+    if (
+        moves and any(leaf.space == HOST for leaf in leaves)
+    ) or instruction.opcode in _HOST_TRANSFERS:
         return "host_copy"
     return "copy" if moves else "fusion"
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Return whether nothing is computed: a copy, a change of layout, a slice, or a fusion of these and offsets."""
+    """Return whether nothing is computed: a copy, a change of layout, a slice, or a fusion of these
+    and offsets.
+    """
     if instruction.base not in opcodes.CALLERS:
         return instruction.base in opcodes.MOVES
     inner = module.called(instruction)
-    called = [i for computation in inner for i in computation.instructions.values() if i.shape.elements > 1]
-    return bool(called) and all(i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called)
+    called = [
+        i
+        for computation in inner
+        for i in computation.instructions.values()
+        if i.shape.elements > 1
+    ]
+    return bool(called) and all(
+        i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called
+    )

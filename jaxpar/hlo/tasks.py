@@ -1,8 +1,10 @@
-"""A program describes what a compiled step does: tasks in schedule order, loops with their trip counts, and waits.
+"""A program describes what a compiled step does: tasks in schedule order, loops with their trip
+counts, and waits.
 
-A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost`) and replayed
-(`jaxpar.rehearse.timeline`). Nothing here knows a model or a mesh: a collective names its devices by their position in
-the program's device assignment, which is the mesh's devices in row-major order.
+A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost`) and
+replayed (`jaxpar.rehearse.timeline`). Nothing here knows a model or a mesh: a collective names its
+devices by their position in the program's device assignment, which is the mesh's devices in
+row-major order.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place in the model that a task comes from; strings are empty where the compiler kept no trace."""
+    """The place in the model that a task comes from; strings are empty where the compiler kept no
+    trace.
+    """
 
     scope: str = ""
     """The named scopes without jax's own wrappers: `block/attention`."""
@@ -31,7 +35,9 @@ class Place:
 
 
 def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
-    """Count the bytes one device of a group sends in a bandwidth-optimal ring; `size` is as in `Collective.bytes`."""
+    """Count the bytes one device of a group sends in a bandwidth-optimal ring; `size` is as in
+    `Collective.bytes`.
+    """
     if kind == "ppermute":
         return float(size)
     return size * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
@@ -43,16 +49,24 @@ class Collective:
 
     kind: CollectiveKind
     groups: Groups
-    """The positions of the devices that take part together; for a ppermute, the (source, target) pairs."""
+    """The positions of the devices that take part together; for a ppermute, the (source, target)
+    pairs.
+    """
     bytes: int
-    """The bytes of one group's whole array: the gathered output, the input to be scattered, or the array summed; for
-    an all-to-all, of one device's input; for a ppermute, of one message."""
+    """The bytes of one group's whole array: the gathered output, the input to be scattered, or the
+    array summed; for an all-to-all, of one device's input; for a ppermute, of one message."""
     dtype: str
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes one device sends in a bandwidth-optimal algorithm (ring), as a plan's closed form predicts."""
-        return sent_bytes(self.kind, self.bytes, len(self.groups[0]) if self.groups else 1)
+        """The bytes one device sends in a bandwidth-optimal algorithm (ring), as a plan's closed
+        form predicts.
+        """
+        return sent_bytes(
+            self.kind,
+            self.bytes,
+            len(self.groups[0]) if self.groups else 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +81,13 @@ class Task:
     depends: tuple[int, ...] = ()
     """The positions, in the same list of nodes, of the nodes whose results it needs."""
     flops: float = 0.0
-    """2 x the multiply-adds of matmuls and convolutions, also inside a fusion; elementwise work does not count."""
+    """2 x the multiply-adds of matmuls and convolutions, also inside a fusion; elementwise work
+    does not count.
+    """
     bytes: int = 0
-    """The bytes moved to and from device memory (HBM); operands the compiler put on the chip (VMEM) do not count."""
+    """The bytes moved to and from device memory (HBM); operands the compiler put on the chip (VMEM)
+    do not count.
+    """
     cycles: int | None = None
     """The compiler's own estimate, in clock cycles; None where it made none."""
     dtype: str = ""
@@ -83,7 +101,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The `done` half of an asynchronous task: the schedule stops here until that task has finished."""
+    """The `done` half of an asynchronous task: the schedule stops here until that task has
+    finished.
+    """
 
     name: str
     task: int
@@ -117,11 +137,15 @@ class Program:
 
 
 def walk(nodes: tuple[Node, ...]) -> Iterator[tuple[Task, int]]:
-    """Yield every task of a program (or loop body) with how often it runs in one step: `(task, count)` pairs."""
+    """Yield every task of a program (or loop body) with how often it runs in one step: `(task,
+    count)` pairs.
+    """
     return ((task, count) for _, task, count in walk_paths(nodes))
 
 
-def walk_paths(nodes: tuple[Node, ...], times: int = 1, path: Path = ()) -> Iterator[tuple[Path, Task, int]]:
+def walk_paths(
+    nodes: tuple[Node, ...], times: int = 1, path: Path = ()
+) -> Iterator[tuple[Path, Task, int]]:
     """Yield every task with its path and how often it runs in one step."""
     for i, node in enumerate(nodes):
         if isinstance(node, Loop):

@@ -1,8 +1,10 @@
-"""The trips of a loop are counted by following its counter, as an integer, until its condition fails.
+"""The trips of a loop are counted by following its counter, as an integer, until its condition
+fails.
 
-The state of a loop is a tuple. Elements whose initial value is a known scalar are followed: the body says what each
-becomes, and the condition says when to stop. A constant may stand in the condition, be passed in the tuple, or come
-from an outer loop that never changes it. A loop whose end depends on data has no count.
+The state of a loop is a tuple. Elements whose initial value is a known scalar are followed: the
+body says what each becomes, and the condition says when to stop. A constant may stand in the
+condition, be passed in the tuple, or come from an outer loop that never changes it. A loop whose
+end depends on data has no count.
 """
 
 from __future__ import annotations
@@ -21,39 +23,67 @@ _STATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # as the CPU and GPU 
 _MOST = 2**16
 """A loop that still runs after so many trips has no count."""
 _COMPUTE: dict[str, Callable[..., Scalar]] = {
-    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "negate": lambda a: -a,
-    "maximum": max, "minimum": min, "clamp": lambda low, value, high: min(max(value, low), high),
-    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.not_,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "negate": lambda a: -a,
+    "maximum": max,
+    "minimum": min,
+    "clamp": lambda low, value, high: min(max(value, low), high),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "not": operator.not_,
     "select": lambda chosen, yes, no: yes if chosen else no,
-    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
-}  # fmt: skip
+    "EQ": operator.eq,
+    "NE": operator.ne,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+}
 """What opcodes make of scalars, and comparisons by their direction."""
-_COMPUTE |= dict.fromkeys(("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier"), lambda a: a)
+_COMPUTE |= dict.fromkeys(
+    ("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier"), lambda a: a
+)
 
 
-def initial_state(module: Module, computation: Computation, loop: Instruction, state: State) -> dict[int, Scalar]:
-    """Find the known scalars of a loop's tuple on its first trip; `state` is that of the loop around it."""
+def initial_state(
+    module: Module, computation: Computation, loop: Instruction, state: State
+) -> dict[int, Scalar]:
+    """Find the known scalars of a loop's tuple on its first trip; `state` is that of the loop
+    around it.
+    """
     source = computation.behind(loop.operands[0], ("copy", "optimization-barrier", "bitcast"))
     if source is None:
         return {}
-    names = source.operands if source.opcode == "tuple" else (source.name,)
+    if source.opcode == "tuple":
+        names = source.operands
+    else:
+        names = (source.name,)
     return _scalars(module, computation, dict(enumerate(names)), state)
 
 
 def invariant(module: Module, loop: Instruction, state: State) -> dict[int, Scalar]:
-    """Return the part of a loop's known state that its body hands on unchanged, and is so known on every trip."""
+    """Return the part of a loop's known state that its body hands on unchanged, and is so known on
+    every trip.
+    """
     unchanged = module.handed_on(loop)
     return {n: value for n, value in state.items() if n in unchanged}
 
 
-def _scalars(module: Module, computation: Computation, names: Mapping[int, str], state: State) -> dict[int, Scalar]:
+def _scalars(
+    module: Module, computation: Computation, names: Mapping[int, str], state: State
+) -> dict[int, Scalar]:
     """Evaluate some instructions, and keep those that are scalars with a known value."""
     values = {n: evaluate(module, computation, name, state) for n, name in names.items()}
     return {n: value for n, value in values.items() if value is not None}
 
 
 def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
-    """Count how often the body of a `while` runs, from its `initial_state`; None where the text does not tell."""
+    """Count how often the body of a `while` runs, from its `initial_state`; None where the text
+    does not tell.
+    """
     stated = _STATED.search(loop.attributes.get("backend_config", ""))
     if stated:
         return int(stated[1])
@@ -61,25 +91,39 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
         return None  # the text was cut short
     condition, body = module.called(loop)
     root = body.instructions[body.root]
-    results = root.operands if root.opcode == "tuple" else (root.name,)
+    if root.opcode == "tuple":
+        results = root.operands
+    else:
+        results = (root.name,)
     state = initial
     for trips in range(_MOST):
         going = evaluate(module, condition, condition.root, state)
         if not going:
             return None if going is None else trips
-        state = _scalars(module, body, {n: results[n] for n in state if n < len(results)}, state)
+        state = _scalars(
+            module,
+            body,
+            {n: results[n] for n in state if n < len(results)},
+            state,
+        )
     return None
 
 
 def evaluate(
-    module: Module, computation: Computation, name: str, state: State, arguments: tuple[Scalar | None, ...] = ()
+    module: Module,
+    computation: Computation,
+    name: str,
+    state: State,
+    arguments: tuple[Scalar | None, ...] = (),
 ) -> Scalar | None:
-    """Compute the scalar that an instruction makes (integers do not wrap here); None where it is not known.
+    """Compute the scalar that an instruction makes (integers do not wrap here); None where it is
+    not known.
 
     Args:
       module: the module in which called computations are found.
       computation: the computation in which the instruction `name` stands.
-      state: the known elements of the computation's one tuple parameter, or the parameter itself under 0.
+      state: the known elements of the computation's one tuple parameter, or the parameter itself
+        under 0.
       arguments: the values of the parameters of a fusion or call; then there is no state.
     """
     memo: dict[str, Scalar | None] = {}
@@ -88,7 +132,11 @@ def evaluate(
         if name not in memo:
             memo[name] = None
             instruction = computation.instructions.get(name)
-            if instruction is not None and instruction.shape.elements == 1 and instruction.shape.dtype != "tuple":
+            if (
+                instruction is not None
+                and instruction.shape.elements == 1
+                and instruction.shape.dtype != "tuple"
+            ):
                 memo[name] = fresh(instruction)
         return memo[name]
 
@@ -99,17 +147,28 @@ def evaluate(
                 return _literal(instruction.literal)
             case "parameter":
                 number = int(instruction.literal)
-                return arguments[number] if arguments else state.get(number)
+                if arguments:
+                    return arguments[number]
+                return state.get(number)
             case "get-tuple-element":
                 is_state = source and source[0].opcode == "parameter" and not arguments
-                return state.get(instruction.index) if is_state else None
+                if is_state:
+                    return state.get(instruction.index)
+                return None
             case "copy-done":  # look through its start, which has the shape of a tuple
-                return value(source[0].operands[0]) if source and source[0].opcode == "copy-start" else None
+                if source and source[0].opcode == "copy-start":
+                    return value(source[0].operands[0])
+                return None
         values = tuple(value(operand) for operand in instruction.operands)
         if instruction.opcode in ("fusion", "call"):
             inner = module.called(instruction)
-            return evaluate(module, inner[0], inner[0].root, {}, values) if inner else None
-        name = instruction.attributes.get("direction", "") if instruction.opcode == "compare" else instruction.opcode
+            if inner:
+                return evaluate(module, inner[0], inner[0].root, {}, values)
+            return None
+        if instruction.opcode == "compare":
+            name = instruction.attributes.get("direction", "")
+        else:
+            name = instruction.opcode
         compute = None if None in values else _COMPUTE.get(name)
         return compute(*values) if compute else None
 

@@ -1,10 +1,12 @@
-"""XLA:CPU may run some collectives at once, although it can tell them apart only by their order; this finds them.
+"""XLA:CPU may run some collectives at once, although it can tell them apart only by their order;
+this finds them.
 
-XLA:CPU starts the collectives of a computation in the order of its schedule. A single collective blocks until it is
-done. But a loop or a branch with collectives counts as started as soon as its first op has started, and it goes on
-beside what follows, unless that reads what the loop writes. All collectives of a `shard_map` share one channel, so two
-that run at once are confused if devices reach them in different orders: they get each other's data, or wait for ever.
-On GPU the host runs a loop to its end before the next op of the stream, and TPU programs have one schedule.
+XLA:CPU starts the collectives of a computation in the order of its schedule. A single collective
+blocks until it is done. But a loop or a branch with collectives counts as started as soon as its
+first op has started, and it goes on beside what follows, unless that reads what the loop writes.
+All collectives of a `shard_map` share one channel, so two that run at once are confused if devices
+reach them in different orders: they get each other's data, or wait for ever. On GPU the host runs a
+loop to its end before the next op of the stream, and TPU programs have one schedule.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 _NESTED = ("while", "conditional", "call")
 
 _Made = frozenset[str] | tuple["_Made", ...]
-"""The loops and branches with collectives that an instruction's result depends on; a tuple has them for each part."""
+"""The loops and branches with collectives that an instruction's result depends on; a tuple has them
+for each part.
+"""
 
 
 def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
-    """Find loops and branches with collectives, each with the next collective if that does not depend on its result.
+    """Find loops and branches with collectives, each with the next collective if that does not
+    depend on its result.
 
-    It is enough to look at neighbours: what is started after the second comes after the first as well.
+    It is enough to look at neighbours: what is started after the second comes after the first as
+    well.
 
     The text is `compiled.as_text()` of a scheduled module.
 
@@ -35,14 +41,18 @@ def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
     """
     module = parse(text)
     bearing: dict[str, bool] = {}
-    for name, computation in module.computations.items():  # a computation stands before those that call it
+    # a computation stands before those that call it
+    for name, computation in module.computations.items():
         bearing[name] = any(_bears(i, bearing) for i in computation.instructions.values())
-    found = [_in(module, module.computations[name], bearing) for name, bears in bearing.items() if bears]
+    found = [
+        _in(module, module.computations[name], bearing) for name, bears in bearing.items() if bears
+    ]
     return [pair for pairs in found for pair in pairs]
 
 
 def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) -> None:
-    """Refuse a program for these CPUs whose collectives may be confused, since its numbers could be wrong.
+    """Refuse a program for these CPUs whose collectives may be confused, since its numbers could be
+    wrong.
 
     Raises:
       UserError: the program has such collectives; the message names the first two.
@@ -52,9 +62,12 @@ def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) 
         return
     for loop, after in find_unordered(compiled.as_text() or ""):
         raise UserError(
-            f"XLA:CPU may run {loop.op_name or loop.name} and {after.op_name or after.name} at once and mix up their "
-            "collectives, since neither needs the other's result: numbers could be wrong. Where these are your own "
-            "loops, have the second use something of the first; other devices than CPUs keep them in order"
+            f"XLA:CPU may run {loop.op_name or loop.name} and {after.op_name or after.name} at "
+            "once and mix up their "
+            "collectives, since neither needs the other's result: numbers could be wrong. Where "
+            "these are your own "
+            "loops, have the second use something of the first; other devices than CPUs keep "
+            "them in order"
         )
 
 
@@ -64,7 +77,9 @@ def _bears(instruction: Instruction, bearing: dict[str, bool]) -> bool:
     return instruction.opcode in COLLECTIVES
 
 
-def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> list[tuple[Instruction, Instruction]]:
+def _in(
+    module: Module, computation: Computation, bearing: dict[str, bool]
+) -> list[tuple[Instruction, Instruction]]:
     found: list[tuple[Instruction, Instruction]] = []
     made: dict[str, _Made] = {}
     last: Instruction | None = None
@@ -74,20 +89,28 @@ def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> l
             made[instruction.name] = operands
             continue
         if instruction.opcode == "get-tuple-element":
-            made[instruction.name] = operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
+            made[instruction.name] = (
+                operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
+            )
             continue
         all_of = _flat(operands)
         if _bears(instruction, bearing):
             if last is not None and last.opcode in _NESTED and last.name not in all_of:
                 found.append((last, instruction))
-            last, all_of = instruction, all_of | {instruction.name}
+            last = instruction
+            all_of = all_of | {instruction.name}
         made[instruction.name] = all_of
         if instruction.opcode == "while" and isinstance(state := operands[0], tuple):
-            # A reader of a part that the loop hands on as it is need not wait for it; but a copy is made by the loop.
+            # A reader of a part that the loop hands on as it is need not wait for it; but a copy is
+            # made by the loop.
             untouched = module.handed_on(instruction, through=())
-            made[instruction.name] = tuple(part if k in untouched else all_of for k, part in enumerate(state))
+            made[instruction.name] = tuple(
+                part if k in untouched else all_of for k, part in enumerate(state)
+            )
     return found
 
 
 def _flat(made: _Made) -> frozenset[str]:
-    return frozenset[str]().union(*map(_flat, made)) if isinstance(made, tuple) else made
+    if isinstance(made, tuple):
+        return frozenset[str]().union(*map(_flat, made))
+    return made

@@ -1,9 +1,12 @@
-"""Attention behind one function, the masks that it takes, and matmuls of grouped rows. No kernel knows of a mesh.
+"""Attention behind one function, the masks that it takes, and matmuls of grouped rows. No kernel
+knows of a mesh.
 
-    out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, masks.Causal() & masks.Window(1023))
+    out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, masks.Causal() &
+    masks.Window(1023))
 
-`masks` is an algebra of what a query may see, which the reference, the kernels and context parallelism share.
-`attention.dispatch` takes the first implementation that can serve; each is held against `attention.call.reference`.
+`masks` is an algebra of what a query may see, which the reference, the kernels and context
+parallelism share. `attention.dispatch` takes the first implementation that can serve; each is held
+against `attention.call.reference`.
 """
 
 from jaxpar.kernels.attention.dispatch import attention

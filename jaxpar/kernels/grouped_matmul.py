@@ -1,4 +1,5 @@
-"""Matmuls of rows that belong to different experts, on one device: each row is multiplied by its expert's matrix.
+"""Matmuls of rows that belong to different experts, on one device: each row is multiplied by its
+expert's matrix.
 
 Rows lie in the order of the experts, and `counts_ME` says how many each buffer has for each expert.
 
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
 )
 
 
@@ -24,20 +27,30 @@ def grouped_matmul(x_RI: Array, weight_EIO: Array, counts_ME: Array) -> Array:
 
 def grouped_weight_gradient(x_RI: Array, dy_RO: Array, counts_ME: Array) -> Array:
     """The gradients of the experts' matrices [E, I, O], summed in float32."""
-    sizes_E, float32 = jnp.sum(counts_ME, axis=0), jnp.dtype(jnp.float32)
-    return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
+    sizes_E = jnp.sum(counts_ME, axis=0)
+    float32 = jnp.dtype(jnp.float32)
+    return jax.lax.ragged_dot_general(
+        x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32
+    )
 
 
 def expert_order(counts_ME: Array, rows: int) -> Array | None:
-    """The permutation that takes rows from the order of the buffers to that of the experts, empty rows last; None =
-    they are in that order already."""
+    """The permutation that takes rows from the order of the buffers to that of the experts, empty
+    rows last; None = they are in that order already."""
     if len(counts_ME) == 1:
         return None
     ends_ME = jnp.cumsum(counts_ME, axis=1)
-    expert_MR = jnp.sum(jnp.arange(rows // len(counts_ME))[:, None] >= ends_ME[:, None], axis=-1)
+    expert_MR = jnp.sum(
+        jnp.arange(rows // len(counts_ME))[:, None] >= ends_ME[:, None],
+        axis=-1,
+    )
     return jnp.argsort(expert_MR.reshape(-1), stable=True)
 
 
 def inverse(order: Array) -> Array:
     """The permutation that undoes this one."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    return (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    )

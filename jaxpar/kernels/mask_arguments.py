@@ -1,4 +1,6 @@
-"""Ids of documents, and what is given in place of a mask, checked so that nonsense is a sentence and no other mask."""
+"""Ids of documents, and what is given in place of a mask, checked so that nonsense is a sentence
+and no other mask.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import numpy as np
 from jaxpar.base.errors import UserError, short
 
 
-def require_ids(name: str, ids: object, shape: Sequence[int] | None = None) -> None:
+def require_ids(
+    name: str,
+    ids: object,
+    shape: Sequence[int] | None = None,
+) -> None:
     """Refuse ids of documents that are not an array [B, S] of whole numbers.
 
     Args:
@@ -26,12 +32,22 @@ def require_ids(name: str, ids: object, shape: Sequence[int] | None = None) -> N
     found: Any = getattr(ids, "shape", None)
     wrong = found is None or (len(found) != 2 if shape is None else tuple(found) != tuple(shape))
     if wrong:
-        wanted = f"{name} {tuple(shape)}" if shape is not None else f"{name} as an array [batch, sequence]"
-        given = tuple(found) if found is not None else short(ids)
+        if shape is not None:
+            wanted = f"{name} {tuple(shape)}"
+        else:
+            wanted = f"{name} as an array [batch, sequence]"
+        if found is not None:
+            given = tuple(found)
+        else:
+            given = short(ids)
         raise UserError(f"Segments needs {wanted}, an id for each token, and was given {given}")
     dtype = getattr(ids, "dtype", object)
-    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)):  # text and padding are ids too
-        raise UserError(f"Segments needs {name} of an integer dtype, an id for each token, and was given {dtype}")
+    # text and padding are ids too
+    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)):
+        raise UserError(
+            f"Segments needs {name} of an integer dtype, an id for each token, and was given "
+            f"{dtype}"
+        )
 
 
 def describe_no_mask(value: object, base: type) -> str:
@@ -45,4 +61,7 @@ def describe_no_mask(value: object, base: type) -> str:
         return f"the class {value.__name__}: write {value.__name__}()"
     if not isinstance(value, jax.Array | np.ndarray):
         return short(value)
-    return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
+    return (
+        f"an array {value.dtype}{list(value.shape)}: a map of what is seen is "
+        "BlockSparse(map, block_q, block_k)"
+    )

@@ -1,4 +1,6 @@
-"""Several processes of one run under Ray Train, which starts all of them again when one has died."""
+"""Several processes of one run under Ray Train, which starts all of them again when one has
+died.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,29 @@ if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
 
 _SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1", "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a process that reports a row waits until Ray has read the one before
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    # a process that reports a row waits until Ray has read the one before
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour that Ray's warning says will come
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
-}  # fmt: skip
+}
 
 
 @contextmanager
-def ray_started(address: str, cpus: int = 0) -> Iterator[tuple[Any, str, Queue]]:
-    """Give Ray, connected to a cluster or started on this machine, a folder for its records, and a queue: what is put
-    there, anywhere in the cluster, is a line on this screen. Ray's own log is kept from it.
+def ray_started(
+    address: str,
+    cpus: int = 0,
+) -> Iterator[tuple[Any, str, Queue]]:
+    """Give Ray, connected to a cluster or started on this machine, a folder for its records, and a
+    queue: what is put there, anywhere in the cluster, is a line on this screen. Ray's own log is
+    kept from it.
 
     Args:
-      address: the cluster's, as `ray.init` takes it; empty = $RAY_ADDRESS, or this machine if that is not set.
+      address: the cluster's, as `ray.init` takes it; empty = $RAY_ADDRESS, or this machine if that
+        is not set.
       cpus: how many processes shall have a place on this machine.
 
     Raises:
@@ -61,8 +71,12 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[tuple[Any, str, Queue]]
         raise UserError(f"this needs Ray, and {error}: pip install 'jaxpar[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS", "local")
     with tempfile.TemporaryDirectory() as folder:
-        here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
-        os.environ.setdefault("TPU_LOG_DIR", folder)  # or Ray reads all that libtpu has ever logged on this machine
+        if address == "local":
+            here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+        else:
+            here = {}
+        # or Ray reads all that libtpu has ever logged on this machine
+        os.environ.setdefault("TPU_LOG_DIR", folder)
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **here)
         except ConnectionError as error:
@@ -79,55 +93,82 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[tuple[Any, str, Queue]]
 
 
 def launch(
-    config: Config, folder: Path, workers: int = 0, target: Target | None = None, max_failures: int = 0,
+    config: Config,
+    folder: Path,
+    workers: int = 0,
+    target: Target | None = None,
+    max_failures: int = 0,
     address: str = "",
-) -> dict[str, Any]:  # fmt: skip
-    """Train a config in several processes, which start again together from the last checkpoint when one has died.
+) -> dict[str, Any]:
+    """Train a config in several processes, which start again together from the last checkpoint when
+    one has died.
 
     Args:
       config: the experiment. Its mesh is over all processes.
       folder: the run folder, on storage that all hosts share.
       workers: processes on simulated CPU devices. With a target there is one for each of its hosts.
       target: the TPU slices or GPU nodes of the cluster to run on; None = CPU.
-      max_failures: how often they start again after a crash. What the user must mend is not tried again.
+      max_failures: how often they start again after a crash. What the user must mend is not tried
+        again.
       address: see `ray_started`.
 
     Returns:
-      The step that the run reached, its last losses, and whether it was told to stop, as the first process returned
-      them to Ray; nothing where the processes failed more often than `max_failures`.
+      The step that the run reached, its last losses, and whether it was told to stop, as the first
+      process returned them to Ray; nothing where the processes failed more often than
+      `max_failures`.
 
     Raises:
       UserError: see `jaxpar.train.run`.
     """
     require_local(folder)
-    platform = {"tpu": "tpu", "cuda": "gpu"}[target.platform] if target else "cpu"
-    config = check(replace(config, mesh=replace(config.mesh, platform=platform, distributed=True)))
+    if target:
+        platform = {"tpu": "tpu", "cuda": "gpu"}[target.platform]
+    else:
+        platform = "cpu"
+    config = check(
+        replace(
+            config,
+            mesh=replace(config.mesh, platform=platform, distributed=True),
+        )
+    )
     if target:
         check_mesh(config.mesh, target)
     elif workers < 1:
-        raise UserError("how many processes? --workers 2 for CPU devices of a mesh, or --target for TPUs or GPUs")
+        raise UserError(
+            "how many processes? --workers 2 for CPU devices of a mesh, or --target for TPUs or "
+            "GPUs"
+        )
     elif devices_needed(config.mesh) % workers:
-        raise UserError(f"--workers {workers} does not divide the {devices_needed(config.mesh)} devices of the mesh")
+        raise UserError(
+            f"--workers {workers} does not divide the {devices_needed(config.mesh)} devices of "
+            "the mesh"
+        )
     with ray_started(address, workers) as (ray, records, lines):
         from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 
-        train, places = ray.train, _places(target, workers)
+        train = ray.train
+        places = _places(target, workers)
         for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
-            needed, here = count * places["num_workers"], int(ray.cluster_resources().get(kind, 0))
+            needed = count * places["num_workers"]
+            here = int(ray.cluster_resources().get(kind, 0))
             if here < needed:  # it may be one that grows
                 lines.put(f"waiting for {needed} {kind}s: the Ray cluster has {here}")
-        failures, told = train.FailureConfig(max_failures=max_failures), [_tell_of_failures(lines)]
+        failures = train.FailureConfig(max_failures=max_failures)
+        told = [_tell_of_failures(lines)]
         trainer = JaxTrainer(
             _work,
             train_loop_config=job_of(config, folder) | {"mark": uuid4().hex, "lines": lines},
             scaling_config=train.ScalingConfig(**places),
-            run_config=train.RunConfig(storage_path=records, failure_config=failures, callbacks=told),
+            run_config=train.RunConfig(
+                storage_path=records, failure_config=failures, callbacks=told
+            ),
         )
         try:
             found = trainer.fit().return_value or {}
         except train.TrainingFailedError:
             return {}
-        except SystemExit as stop:  # Ray's handler of Ctrl-C ends the processes, then the program with code 0
+        # Ray's handler of Ctrl-C ends the processes, then the program with code 0
+        except SystemExit as stop:
             raise KeyboardInterrupt from stop
     if "error" in found:
         raise UserError(found["error"])
@@ -136,11 +177,17 @@ def launch(
 
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
     """What a process of Ray needs to train a config: `read_job` reads it there."""
-    return {"config": to_toml(config, RESOLVED), "folder": str(folder.absolute()), "here": os.getcwd()}
+    return {
+        "config": to_toml(config, RESOLVED),
+        "folder": str(folder.absolute()),
+        "here": os.getcwd(),
+    }
 
 
 def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
-    """The config and the run folder of a job. The process goes where paths of data are relative to, if that is here."""
+    """The config and the run folder of a job. The process goes where paths of data are relative to,
+    if that is here.
+    """
     if Path(job["here"]).is_dir():
         os.chdir(job["here"])
     return parse(job["config"], "the config"), Path(job["folder"])
@@ -160,13 +207,20 @@ def _print_lines(lines: Queue) -> None:
 
 
 def _tell_of_failures(lines: Queue) -> Any:
-    """Make what Ray calls when processes have failed: it says which, with the last line of what they said."""
+    """Make what Ray calls when processes have failed: it says which, with the last line of what
+    they said.
+    """
     from ray.train import UserCallback  # pyright: ignore[reportMissingImports]
 
     class Failures(UserCallback):
-        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        def after_exception(
+            self, run_context: Any, worker_exceptions: dict[int, Exception]
+        ) -> None:
             for rank, error in sorted(worker_exceptions.items()):
-                lines.put(f"process {rank} failed: {str(error).strip().splitlines()[-1].partition('. ')[0][:200]}")
+                lines.put(
+                    f"process {rank} failed: "
+                    f"{str(error).strip().splitlines()[-1].partition('. ')[0][:200]}"
+                )
 
     return Failures()
 
@@ -175,7 +229,8 @@ class _Lines(io.TextIOBase):
     """A standard output whose lines go to a queue."""
 
     def __init__(self, lines: Queue):
-        self._lines, self._rest = lines, ""
+        self._lines = lines
+        self._rest = ""
 
     def write(self, text: str) -> int:
         *whole, self._rest = (self._rest + text).split("\n")
@@ -185,11 +240,16 @@ class _Lines(io.TextIOBase):
 
 
 def _places(target: Target | None, workers: int) -> dict[str, Any]:
-    """Say how many processes there are, and what each has, in the words of `ray.train.ScalingConfig`."""
+    """Say how many processes there are, and what each has, in the words of
+    `ray.train.ScalingConfig`.
+    """
     if target is None:
         return {"num_workers": workers}
     name = target.platform.upper().replace("CUDA", "GPU")
-    places: dict[str, Any] = {"num_workers": target.hosts, "resources_per_worker": {name: math.prod(target.host_shape)}}
+    places: dict[str, Any] = {
+        "num_workers": target.hosts,
+        "resources_per_worker": {name: math.prod(target.host_shape)},
+    }
     if name == "GPU":
         return places | {"use_gpu": True}
     kind = "TPU-" + target.vendor_name.partition("-")[0].upper()
@@ -197,8 +257,8 @@ def _places(target: Target | None, workers: int) -> dict[str, Any]:
 
 
 def _work(job: dict[str, Any]) -> dict[str, Any]:
-    """What each process does; Ray hands the first one's dict back. A mistake of the user's is returned, not raised:
-    Ray would start all processes again."""
+    """What each process does; Ray hands the first one's dict back. A mistake of the user's is
+    returned, not raised: Ray would start all processes again."""
     import ray.train  # pyright: ignore[reportMissingImports]
 
     (config, folder), context = read_job(job), ray.train.get_context()
@@ -208,7 +268,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         start(config.mesh)
         with redirect_stdout(_Lines(job["lines"])):
             _require_shared(folder, job["mark"])
-            result = train_config(config, folder, report=lambda step, row: ray.train.report({"step": step, **row}))
+            result = train_config(
+                config, folder, report=lambda step, row: ray.train.report({"step": step, **row})
+            )
         return result._asdict()
     except UserError as error:
         return {"error": str(error)}
@@ -218,7 +280,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say_who(rank: int, count: int) -> None:
-    """Set what `base.runtime.start` joins by; on TPUs and GPUs Ray has joined the processes already."""
+    """Set what `base.runtime.start` joins by; on TPUs and GPUs Ray has joined the processes
+    already.
+    """
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
     from ray.util import get_node_ip_address  # pyright: ignore[reportMissingImports]
 
@@ -233,12 +297,17 @@ def _say_who(rank: int, count: int) -> None:
 
 
 def _require_shared(folder: Path, mark: str) -> None:
-    """Check that all processes see a file that the first writes beside the run folder: `mark` makes its name unique."""
-    file, first = folder.parent / f".{folder.name}.{mark}", jax.process_index() == 0
+    """Check that all processes see a file that the first writes beside the run folder: `mark` makes
+    its name unique.
+    """
+    file = folder.parent / f".{folder.name}.{mark}"
+    first = jax.process_index() == 0
 
     def look() -> None:
         if not file.exists():
-            what = f"host {socket.gethostname()} does not see what process 0 writes in {folder.parent}"
+            what = (
+                f"host {socket.gethostname()} does not see what process 0 writes in {folder.parent}"
+            )
             raise UserError(f"{what}: give --run on storage that all hosts share")
 
     run_together(lambda: write_whole(file, "") if first else None)

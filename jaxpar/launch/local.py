@@ -1,5 +1,5 @@
-"""What each process of a run does: a config settled and, if asked, verified; then trained, with pictures of its memory
-and its loss."""
+"""What each process of a run does: a config settled and, if asked, verified; then trained, with
+pictures of its memory and its loss."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ from jaxpar.verify.of_config import require
 _EVERY = 60.0  # seconds between two drawings of loss.png
 
 
-def train_config(config: Config, folder: Path, verify: bool = False, report: Report | None = None) -> Result:
-    """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify the plan if asked
-    (see `TrainArgs`), and train it; every process calls `report` with each row (see `jaxpar.train.loop.run`).
+def train_config(
+    config: Config, folder: Path, verify: bool = False, report: Report | None = None
+) -> Result:
+    """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify
+    the plan if asked (see `TrainArgs`), and train it; every process calls `report` with each row
+    (see `jaxpar.train.loop.run`).
 
     Raises:
       UserError: see `run`; for too little memory it says what would fit.
@@ -44,7 +47,8 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
     devices = start(config.mesh)
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
-    make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
+    # what is wrong with the layout or the data is said before a budget is solved
+    make_plan(config, devices)
     config = with_template_date(config, folder)
     data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
     corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
@@ -57,10 +61,13 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
             parts, has = _memory_parts(config, plan)
             predicted = [part._asdict() for part in parts]
             said = CompiledBytes.of(memory, platform_of(plan.mesh.devices.flat[0]))._asdict()
-            text = json.dumps({"predicted": predicted, "compiled": said, "device_has": has}, indent=1)
+            text = json.dumps(
+                {"predicted": predicted, "compiled": said, "device_has": has}, indent=1
+            )
             write_whole(folder / "memory.json", text + "\n")
 
-    entropy, drawn = unigram_entropy(corpus.train.sample), time.monotonic()
+    entropy = unigram_entropy(corpus.train.sample)
+    drawn = time.monotonic()
 
     def draw() -> None:
         try:
@@ -92,7 +99,9 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
 
 
 def _memory_parts(config: Config, plan: Plan) -> tuple[list[MemoryPart], int]:
-    """The predicted parts of a step's memory on a device of a plan, and the bytes that the device has."""
+    """The predicted parts of a step's memory on a device of a plan, and the bytes that the
+    device has.
+    """
     device = plan.mesh.devices.flat[0]
     return memory_account(config, plan, platform_of(device)), memory_of(device)
 
@@ -102,4 +111,6 @@ def _draw_loss(config: Config, folder: Path, entropy: float) -> None:
 
     parameters = count_text(Model(config.model).parameter_count())
     title = f"{folder.name}: {config.model.family}, {parameters} parameters"
-    save_figure(loss_figure(read_metrics(folder), title, {"unigram entropy": entropy}), folder / "loss.png")
+    save_figure(
+        loss_figure(read_metrics(folder), title, {"unigram entropy": entropy}), folder / "loss.png"
+    )

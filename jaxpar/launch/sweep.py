@@ -1,4 +1,6 @@
-"""A run for every combination of some settings, under Ray Tune, and what came of them: a table, a file, a picture."""
+"""A run for every combination of some settings, under Ray Tune, and what came of them: a table, a
+file, a picture.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from jaxpar.train.metrics import read_metrics
 
 
 class Trial(NamedTuple):
-    """How the run of one combination of settings ended: losses in nats a token, medians of its rates."""
+    """How the run of one combination of settings ended: losses in nats a token, medians of its
+    rates.
+    """
 
     settings: str
     """`mesh.tensor=2 train.learning_rate=1e-3`."""
@@ -36,7 +40,8 @@ class Trial(NamedTuple):
 
 
 def grid(over: Sequence[str]) -> list[list[str]]:
-    """Return every combination of `["mesh.tensor=1,2", ...]`, as settings: `[["mesh.tensor=1", ...], ...]`.
+    """Return every combination of `["mesh.tensor=1,2", ...]`, as settings: `[["mesh.tensor=1",
+    ...], ...]`.
 
     Raises:
       UserError: a word names no values, or there is none.
@@ -45,15 +50,22 @@ def grid(over: Sequence[str]) -> list[list[str]]:
     for word in over:
         key, equals, values = word.partition("=")
         if not (equals and values and "." in key):
-            raise UserError(f"--over takes settings with their values, as in mesh.tensor=1,2,4: found {word!r}")
+            raise UserError(
+                f"--over takes settings with their values, as in mesh.tensor=1,2,4: found {word!r}"
+            )
         axes.append([f"{key}={value}" for value in re.split(r",(?![^\[(]*[\])])", values)])
     if not axes:
-        raise UserError("over which settings? --over mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4")
+        raise UserError(
+            "over which settings? --over mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4"
+        )
     return [list(combination) for combination in itertools.product(*axes)]
 
 
-def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int = 0, address: str = "") -> list[Trial]:
-    """Train each config in a folder of its own under `folder`; write `results.csv` and `results.png` there.
+def sweep(
+    trials: Mapping[str, Config | UserError], folder: Path, per_trial: int = 0, address: str = ""
+) -> list[Trial]:
+    """Train each config in a folder of its own under `folder`; write `results.csv` and
+    `results.png` there.
 
     Args:
       trials: for each combination of settings its config, or why there is none.
@@ -67,9 +79,17 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
     require_local(folder)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    found = {settings: Trial(settings, error=str(e)) for settings, e in trials.items() if isinstance(e, UserError)}
-    configs = {settings: config for settings, config in trials.items() if isinstance(config, Config)}
-    jobs = {settings: job_of(config, folder / _name(settings)) for settings, config in configs.items()}
+    found = {
+        settings: Trial(settings, error=str(e))
+        for settings, e in trials.items()
+        if isinstance(e, UserError)
+    }
+    configs = {
+        settings: config for settings, config in trials.items() if isinstance(config, Config)
+    }
+    jobs = {
+        settings: job_of(config, folder / _name(settings)) for settings, config in configs.items()
+    }
     on_cpu = all(config.mesh.platform == "cpu" for config in configs.values())
     with ray_started(address) as (ray, records, lines):
         from ray import tune  # pyright: ignore[reportMissingImports]
@@ -84,8 +104,12 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
         )
         ended: Any = tuner.fit() if jobs else ()
         for result in ended:
-            settings, known = result.config["settings"], {key: result.metrics.get(key) for key in Trial._fields}
-            last = str(result.error).strip().splitlines()[-1] if result.error else ""
+            settings = result.config["settings"]
+            known = {key: result.metrics.get(key) for key in Trial._fields}
+            if result.error:
+                last = str(result.error).strip().splitlines()[-1]
+            else:
+                last = ""
             found[settings] = Trial(settings, error=last) if last else Trial(**known)
     results = [found[settings] for settings in trials]
     text = io.StringIO(newline="")
@@ -104,12 +128,16 @@ def _name(settings: str) -> str:
 
 
 def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, float]:
-    """What Ray shall keep for a run: `count` CPUs, GPUs or TPU chips, or those of the largest machine."""
+    """What Ray shall keep for a run: `count` CPUs, GPUs or TPU chips, or those of the largest
+    machine.
+    """
     kinds = ["CPU"] if on_cpu else ["TPU", "GPU", "CPU"]
     kind = next(kind for kind in kinds if ray.cluster_resources().get(kind))
     most = int(max(node["Resources"].get(kind, 0) for node in ray.nodes()))
     if count > most:
-        raise UserError(f"--per-trial {count}: no machine of the Ray cluster has more than {most} {kind}s")
+        raise UserError(
+            f"--per-trial {count}: no machine of the Ray cluster has more than {most} {kind}s"
+        )
     return {kind.replace("CPU", "cpu").replace("GPU", "gpu"): count or most}
 
 
@@ -123,23 +151,40 @@ def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
         return Trial(settings, error=str(error))
     rows = read_metrics(folder)
     last = {key: value for row in rows for key, value in row.items()}
-    rates = {key: [row[key] for row in rows if key in row] for key in ("tokens_per_second", "step_seconds")}
+    rates = {
+        key: [row[key] for row in rows if key in row]
+        for key in ("tokens_per_second", "step_seconds")
+    }
     trial = Trial(
-        settings, last.get("loss"), last.get("final_val_loss", last.get("val_loss")),
-        **{key: median(values[1:] or values) for key, values in rates.items() if values},  # the first is of the start
-    )  # fmt: skip
-    lines.put(f"{settings}: loss {trial.loss:.4f}, {count_text(trial.tokens_per_second or 0)} tok/s")
+        settings,
+        last.get("loss"),
+        last.get("final_val_loss", last.get("val_loss")),
+        # the first is of the start
+        **{key: median(values[1:] or values) for key, values in rates.items() if values},
+    )
+    lines.put(
+        f"{settings}: loss {trial.loss:.4f}, {count_text(trial.tokens_per_second or 0)} tok/s"
+    )
     return trial
 
 
 def results_table(results: Sequence[Trial]) -> Table:
     """The table of a sweep, a row for each combination."""
-    words = [re.split(r" (?=\w+\.[\w.]+=)", trial.settings) for trial in results]  # a value may have spaces
+    # a value may have spaces
+    words = [re.split(r" (?=\w+\.[\w.]+=)", trial.settings) for trial in results]
     keys = [word.partition("=")[0] for word in words[0]]
-    table = Table(*keys, "loss", "validation", "tok/s", "step", "refused or failed", box=None, pad_edge=False)
+    table = Table(
+        *keys, "loss", "validation", "tok/s", "step", "refused or failed", box=None, pad_edge=False
+    )
     forms = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.3f} s")
     for trial, settings in zip(results, words, strict=True):
         numbers = (trial.loss, trial.val_loss, trial.tokens_per_second, trial.step_seconds)
-        shown = [form.format(x) if x is not None else "" for form, x in zip(forms, numbers, strict=True)]
-        table.add_row(*(word.partition("=")[2] for word in settings), *shown, trial.error)
+        shown = [
+            form.format(x) if x is not None else "" for form, x in zip(forms, numbers, strict=True)
+        ]
+        table.add_row(
+            *(word.partition("=")[2] for word in settings),
+            *shown,
+            trial.error,
+        )
     return table

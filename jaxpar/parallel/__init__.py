@@ -1,8 +1,10 @@
-"""What a model calls for a matmul, a lookup, attention, experts and a loss, and what those are made of.
+"""What a model calls for a matmul, a lookup, attention, experts and a loss, and what those are made
+of.
 
-Each op takes a `jaxpar.Layout` and keyword options, is trainable, and works inside any jitted function. `Ops` binds
-them to a plan. Behind them are collectives inside `shard_map` (`collectives`, `ring_matmul`), attention over a split
-sequence (`context`, `token_order`), recomputation (`remat`), host memory and the pipeline.
+Each op takes a `jaxpar.Layout` and keyword options, is trainable, and works inside any jitted
+function. `Ops` binds them to a plan. Behind them are collectives inside `shard_map` (`collectives`,
+`ring_matmul`), attention over a split sequence (`context`, `token_order`), recomputation (`remat`),
+host memory and the pipeline.
 """
 
 from jaxpar.parallel._attention import attention, choose_attention, fit_heads
@@ -13,7 +15,20 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import in_natural_order, in_order
 
 __all__ = [
-    "LossSums", "Ops", "RouterSums", "attention", "choose_attention", "column_linear", "dropout", "expert_mlp",
-    "fit_heads", "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "rank_linear",
+    "LossSums",
+    "Ops",
+    "RouterSums",
+    "attention",
+    "choose_attention",
+    "column_linear",
+    "dropout",
+    "expert_mlp",
+    "fit_heads",
+    "in_natural_order",
+    "in_order",
+    "linear_cross_entropy",
+    "logits",
+    "lookup",
+    "rank_linear",
     "row_linear",
-]  # fmt: skip
+]

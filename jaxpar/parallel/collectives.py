@@ -1,7 +1,9 @@
-"""Moves between layouts inside `shard_map`: what is gathered, what is summed, and over which mesh axes.
+"""Moves between layouts inside `shard_map`: what is gathered, what is summed, and over which mesh
+axes.
 
-If XLA chose the collectives, it might turn partial sums into all-reduces and small gathers into large ones. Here every
-collective of an op is written out in its place, so that a layout's communication is known in closed form.
+If XLA chose the collectives, it might turn partial sums into all-reduces and small gathers into
+large ones. Here every collective of an op is written out in its place, so that a layout's
+communication is known in closed form.
 """
 
 from __future__ import annotations
@@ -23,15 +25,20 @@ Out = TypeVar("Out")
 Tree = TypeVar("Tree")
 
 
-def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes: PyTree) -> Callable[..., Out]:
-    """Return a function that runs `local` on every device's own part of the arrays; on one device it is `local` itself.
+def manual(
+    local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes: PyTree
+) -> Callable[..., Out]:
+    """Return a function that runs `local` on every device's own part of the arrays; on one device
+    it is `local` itself.
 
-    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, even where
-    these have size 1. With only a part manual, XLA:CPU aborts at a bfloat16 `psum`, and Mosaic kernels are refused.
+    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the
+    other axes, even where these have size 1. With only a part manual, XLA:CPU aborts at a bfloat16
+    `psum`, and Mosaic kernels are refused.
 
     Args:
       local: a function of local arrays that names its collectives.
-      in_axes: the logical axes of each argument, in trees of the arguments' forms (an array's axes are a tuple).
+      in_axes: the logical axes of each argument, in trees of the arguments' forms (an array's axes
+        are a tuple).
       out_axes: the same for what it returns.
     """
     around = jax.sharding.get_abstract_mesh().manual_axes
@@ -40,22 +47,32 @@ def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes:
         return local
 
     def specs(axes: PyTree) -> PyTree:
-        return jax.tree.map(layout.spec, axes, is_leaf=is_axes)  # None stays, for an argument that is None
+        # None stays, for an argument that is None
+        return jax.tree.map(layout.spec, axes, is_leaf=is_axes)
 
     return jax.shard_map(
-        local, mesh=None if around else layout.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes),
-        axis_names=axes, check_vma=False,
-    )  # fmt: skip
+        local,
+        mesh=None if around else layout.mesh,
+        in_specs=specs(in_axes),
+        out_specs=specs(out_axes),
+        axis_names=axes,
+        check_vma=False,
+    )
 
 
 def manual_vjp(
-    forward: Callable[..., Out], backward: Callable[..., tuple[PyTree, ...]], layout: Layout,
-    in_axes: tuple[PyTree, ...], out_axes: PyTree,
-) -> Callable[..., Out]:  # fmt: skip
-    """`manual(forward, ...)` with its gradient written out, so that every collective of it stands where it should.
+    forward: Callable[..., Out],
+    backward: Callable[..., tuple[PyTree, ...]],
+    layout: Layout,
+    in_axes: tuple[PyTree, ...],
+    out_axes: PyTree,
+) -> Callable[..., Out]:
+    """`manual(forward, ...)` with its gradient written out, so that every collective of it stands
+    where it should.
 
-    The arguments are kept for `backward`, which takes them and the cotangent of the result of `forward`. It returns the
-    gradient of each argument, laid out as gradients are (`state_axes`), and None for an argument of integers.
+    The arguments are kept for `backward`, which takes them and the cotangent of the result of
+    `forward`. It returns the gradient of each argument, laid out as gradients are (`state_axes`),
+    and None for an argument of integers.
     """
 
     @jax.custom_vjp
@@ -64,7 +81,9 @@ def manual_vjp(
 
     def pull(args: tuple[PyTree, ...], cotangent: Out) -> tuple[PyTree, ...]:
         def gradient_axes(axes: Axes, x: jax.Array) -> Axes | None:
-            return state_axes(axes) if jnp.issubdtype(x.dtype, jnp.floating) else None
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                return state_axes(axes)
+            return None
 
         gradients = jax.tree.map(gradient_axes, in_axes, args, is_leaf=is_axes)
         return manual(backward, layout, (*in_axes, out_axes), gradients)(*args, cotangent)
@@ -73,22 +92,29 @@ def manual_vjp(
     return run
 
 
-def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout) -> jax.Array | None:
-    """Return a turn, an int32 zero that is ready only after these arrays: what `waits` for it runs after their ops.
+def turn_after(
+    turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout
+) -> jax.Array | None:
+    """Return a turn, an int32 zero that is ready only after these arrays: what `waits` for it runs
+    after their ops.
 
-    Only XLA:CPU needs it; elsewhere a turn is None. XLA:CPU starts collectives in the order of its schedule, but counts
-    a loop or a branch as started as soon as its first op is. What is inside may then run beside a later collective,
-    unless that one depends on the loop's result. All collectives of a `shard_map` share one channel there, so two
-    devices that reach two of them in different orders exchange each other's data, or wait for ever. GPUs and TPUs run a
-    loop to its end before the op that follows it. The arrays are results of ops that may hold collectives.
+    Only XLA:CPU needs it; elsewhere a turn is None. XLA:CPU starts collectives in the order of its
+    schedule, but counts a loop or a branch as started as soon as its first op is. What is inside
+    may then run beside a later collective, unless that one depends on the loop's result. All
+    collectives of a `shard_map` share one channel there, so two devices that reach two of them in
+    different orders exchange each other's data, or wait for ever. GPUs and TPUs run a loop to its
+    end before the op that follows it. The arrays are results of ops that may hold collectives.
     """
     if turn is None:
         return None
 
     def local(turn: jax.Array, arrays: PyTree) -> jax.Array:
         for array in jax.tree.leaves(arrays):
-            bits = jax.lax.bitcast_convert_type(array[(0,) * array.ndim].astype(jnp.float32), jnp.int32)
-            turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # it holds for every square, but XLA does not know
+            bits = jax.lax.bitcast_convert_type(
+                array[(0,) * array.ndim].astype(jnp.float32), jnp.int32
+            )
+            # it holds for every square, but XLA does not know
+            turn = jnp.where(bits * bits & 3 < 2, turn, 1)
         return turn
 
     return manual(local, layout, ((), axes), ())(turn, arrays)
@@ -96,7 +122,12 @@ def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Lay
 
 def waits(x: Tree, turn: jax.Array | None) -> Tree:
     """Return the same arrays, ready only after `turn`."""
-    return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
+    if turn is None:
+        return x
+    return jax.tree.map(
+        lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)),
+        x,
+    )
 
 
 def platform_of(layout: Layout) -> str:
@@ -105,38 +136,56 @@ def platform_of(layout: Layout) -> str:
 
 
 def capability_of(layout: Layout) -> str:
-    """The compute capability of the layout's GPUs, `9.0`, which need not be here; empty for other devices."""
+    """The compute capability of the layout's GPUs, `9.0`, which need not be here; empty for other
+    devices.
+    """
     return str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
 
 
 def first_turn(layout: Layout) -> jax.Array | None:
-    """The turn before anything has run; None where the layout's devices keep collectives in order by themselves."""
-    return jnp.int32(0) if platform_of(layout) == "cpu" else None
+    """The turn before anything has run; None where the layout's devices keep collectives in order
+    by themselves.
+    """
+    if platform_of(layout) == "cpu":
+        return jnp.int32(0)
+    return None
 
 
-def gather(x: jax.Array, stored: Axes, used: Axes, layout: Layout) -> jax.Array:
-    """Inside `manual`: move `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
+def gather(
+    x: jax.Array,
+    stored: Axes,
+    used: Axes,
+    layout: Layout,
+) -> jax.Array:
+    """Inside `manual`: move `x` from the layout it is stored in to the one it is used in, split
+    over fewer mesh axes.
 
     Raises:
-      UserError: the mesh axes that split a dim as it is used are not the first of those that split it as stored.
+      UserError: the mesh axes that split a dim as it is used are not the first of those that split
+        it as stored.
     """
     for dim, moved in further_split(stored, used, layout):
         x = jax.lax.all_gather(x, moved, axis=dim, tiled=True)
     return x
 
 
-def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, layout: Layout) -> jax.Array:
-    """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh axes `partial`.
+def reduce(
+    x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, layout: Layout
+) -> jax.Array:
+    """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh
+    axes `partial`.
 
-    The sum is reduce-scattered over those axes that split a dim of the stored layout, and all-reduced over the others.
-    Where a dim is split over an axis along which `x` is the same on every device, each device keeps its own piece.
+    The sum is reduce-scattered over those axes that split a dim of the stored layout, and
+    all-reduced over the others. Where a dim is split over an axis along which `x` is the same on
+    every device, each device keeps its own piece.
 
     Raises:
       UserError: as for `gather`.
     """
     left = set(partial)
     for dim, moved in further_split(stored, used, layout):
-        for summed, run in groupby(moved, left.__contains__):  # outermost first: each cuts the piece left by the last
+        # outermost first: each cuts the piece left by the last
+        for summed, run in groupby(moved, left.__contains__):
             mesh_axes = tuple(run)
             cut = reduce_scatter if summed else own_piece
             x = cut(x, mesh_axes, dim, layout.pieces(mesh_axes))
@@ -145,54 +194,99 @@ def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, 
     return jax.lax.psum(x, rest) if rest else x
 
 
-def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
-    """Inside `manual`: return each device's piece of `dim`, of an array that is the same along these mesh axes."""
+def own_piece(
+    x: jax.Array,
+    mesh_axes: tuple[MeshAxis, ...],
+    dim: int,
+    pieces: int,
+) -> jax.Array:
+    """Inside `manual`: return each device's piece of `dim`, of an array that is the same along
+    these mesh axes.
+    """
     size = x.shape[dim] // pieces
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
 
 
-def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
+def reduce_scatter(
+    x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int
+) -> jax.Array:
     """Inside `manual`: sum over mesh axes and leave each device with its piece of `dim`.
 
-    The pieces are first moved to the front, each as rows whose lanes are full where its dims allow. In other forms
-    XLA:TPU may use an all-reduce of the whole and a slice, which sends twice the bytes. This happens with a dim in the
-    middle, with a last dim of 16-bit numbers or of pieces that fill half the lanes, and with a few long rows.
+    The pieces are first moved to the front, each as rows whose lanes are full where its dims allow.
+    In other forms XLA:TPU may use an all-reduce of the whole and a slice, which sends twice the
+    bytes. This happens with a dim in the middle, with a last dim of 16-bit numbers or of pieces
+    that fill half the lanes, and with a few long rows.
     """
-    front, back, piece = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // pieces
+    front = x.shape[:dim]
+    back = x.shape[dim + 1 :]
+    piece = x.shape[dim] // pieces
     if not back and piece % LANES == 0 and x.dtype.itemsize == 4:
         return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
     widths = [math.prod(back[n:]) for n in range(len(back))] or [piece]
-    width = next((width for width in reversed(widths) if width % LANES == 0), widths[0])
+    width = next(
+        (width for width in reversed(widths) if width % LANES == 0),
+        widths[0],
+    )
     if back:
-        x = jax.lax.optimization_barrier(x.reshape(*front, x.shape[dim], -1, width))
-    x = jnp.moveaxis(x.reshape(*front, pieces, -1, width), dim, 0).reshape(pieces, -1, width)
-    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0).reshape(*front, piece, *back)
+        x = jax.lax.optimization_barrier(
+            x.reshape(
+                *front,
+                x.shape[dim],
+                -1,
+                width,
+            )
+        )
+    x = jnp.moveaxis(x.reshape(*front, pieces, -1, width), dim, 0).reshape(
+        pieces,
+        -1,
+        width,
+    )
+    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0).reshape(
+        *front,
+        piece,
+        *back,
+    )
 
 
 def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array | int:
-    """Inside `manual`: this device's first row in the whole array, where each device has `rows` of a logical axis."""
+    """Inside `manual`: this device's first row in the whole array, where each device has `rows` of
+    a logical axis.
+    """
     split = layout.mesh_axes(axis)
     return jax.lax.axis_index(split) * rows if split else 0
 
 
 def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:
-    """The mesh axes that split any of these logical axes: a sum along these logical axes is partial over them."""
+    """The mesh axes that split any of these logical axes: a sum along these logical axes is partial
+    over them.
+    """
     return tuple(mesh_axis for axis in axes for mesh_axis in layout.mesh_axes(axis))
 
 
-def further_split(stored: Axes, used: Axes, layout: Layout) -> list[tuple[int, tuple[MeshAxis, ...]]]:
-    """Find the dims that the stored layout splits further than the used one, and the mesh axes of the difference.
+def further_split(
+    stored: Axes, used: Axes, layout: Layout
+) -> list[tuple[int, tuple[MeshAxis, ...]]]:
+    """Find the dims that the stored layout splits further than the used one, and the mesh axes of
+    the difference.
 
     Raises:
-      UserError: the mesh axes that split a dim as it is used are not the first of those that split it as stored.
+      UserError: the mesh axes that split a dim as it is used are not the first of those that split
+        it as stored.
     """
     moves = []
     for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):
-        split, kept = layout.mesh_axes(outer), layout.mesh_axes(inner)
+        split = layout.mesh_axes(outer)
+        kept = layout.mesh_axes(inner)
         if split[: len(kept)] != kept:
-            fitting = ", ".join((*kept, *(axis for axis in split if axis not in kept)))
+            fitting = ", ".join(
+                (
+                    *kept,
+                    *(axis for axis in split if axis not in kept),
+                )
+            )
             raise UserError(
-                f"dim {dim} is used split over {_words(inner, kept)} and stored split over {_words(outer, split)}, "
+                f"dim {dim} is used split over {_words(inner, kept)} and stored split over "
+                f"{_words(outer, split)}, "
                 f"which does not begin with it: try rules.{outer}=({fitting})"
             )
         if extra := split[len(kept) :]:

@@ -1,10 +1,12 @@
-"""Cross-entropy of the output layer without all of its logits: only some of the scores exist at a time.
+"""Cross-entropy of the output layer without all of its logits: only some of the scores exist at a
+time.
 
-The gradient is made in the forward pass, while the scores are there (the idea of Hsu et al. 2024, arXiv:2410.10989,
-section 3.2), and only the gradients of x and of the matrix are kept. In one form, scores are made once, for some tokens
-at a time; for every such chunk the matrix is read and its float32 gradient is added to. In the other, scores are made
-for some of the vocabulary at a time: that slice of the matrix is gathered, and its gradient is made once, summed and
-scattered, before the next slice. A token's softmax is then known only after the last slice, so scores are made twice:
+The gradient is made in the forward pass, while the scores are there (the idea of Hsu et al. 2024,
+arXiv:2410.10989, section 3.2), and only the gradients of x and of the matrix are kept. In one form,
+scores are made once, for some tokens at a time; for every such chunk the matrix is read and its
+float32 gradient is added to. In the other, scores are made for some of the vocabulary at a time:
+that slice of the matrix is gathered, and its gradient is made once, summed and scattered, before
+the next slice. A token's softmax is then known only after the last slice, so scores are made twice:
 four matmuls where three would do. `tiling` chooses the cheaper form.
 
 Shapes: B batch, S sequence, T tokens of a chunk, N chunks or slices, D embed, V vocab.
@@ -41,7 +43,8 @@ class LossSums(NamedTuple):
       loss: negative log-likelihood in nats plus the z-loss; this is what is differentiated.
       nll: negative log-likelihood in nats; no gradient flows through it.
       tokens: how many labels count.
-      routed: the router's means over the layers, which the loss includes, weighted; None in a model without experts.
+      routed: the router's means over the layers, which the loss includes, weighted; None in a model
+        without experts.
     """
 
     loss: Float[Array, ""]
@@ -63,21 +66,32 @@ _SUMS: PyTree = LossSums((), (), ())  # pyright: ignore[reportArgumentType]
 
 
 def linear_cross_entropy(
-    x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], labels_BS: Int[Array, "B S"], layout: Layout, *,
-    vocab_size: int = 0, z_loss: float = 0.0, softcap: float = 0.0, loss_mib: int = 4096,
-) -> LossSums:  # fmt: skip
-    """Compute the summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
+    x_BSD: Float[Array, "B S D"],
+    head_VD: Float[Array, "V D"],
+    labels_BS: Int[Array, "B S"],
+    layout: Layout,
+    *,
+    vocab_size: int = 0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    loss_mib: int = 4096,
+) -> LossSums:
+    """Compute the summed cross-entropy of `x @ head.T` against the labels; a label below zero does
+    not count.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
-      head_VD: the vocabulary matrix, with logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
+      head_VD: the vocabulary matrix, with logical axes ("vocab", "embed"); its rows past
+        `vocab_size` are padding.
       vocab_size: the true vocabulary; 0 = all rows.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
-      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
+        they are.
       loss_mib: how many MiB of a device the loss may hold: see `tiling`.
 
     Raises:
-      UserError: the rules split tokens and vocabulary over the same mesh axis, or an argument is out of its range.
+      UserError: the rules split tokens and vocabulary over the same mesh axis, or an argument is
+        out of its range.
     """
     require_layout(layout, "linear_cross_entropy")
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
@@ -85,7 +99,8 @@ def linear_cross_entropy(
     layout.sharding(GATHERED[:2], labels_BS.shape, "labels")
     if labels_BS.shape != x_BSD.shape[:2] or not jnp.issubdtype(labels_BS.dtype, jnp.integer):
         raise UserError(
-            f"linear_cross_entropy takes an integer label for each token {x_BSD.shape[:2]}, and was given "
+            f"linear_cross_entropy takes an integer label for each token {x_BSD.shape[:2]}, and "
+            "was given "
             f"{labels_BS.dtype} of shape {labels_BS.shape}"
         )
     require_whole("linear_cross_entropy", "vocab_size", vocab_size, least=0, most=head_VD.shape[0])
@@ -111,30 +126,62 @@ def _sums_and_gradients(
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
     """Compute the sums and, where they are wanted, the gradients of x and of the matrix."""
 
-    def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, tuple[Array, Array] | None]:
-        x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(labels_BS.size, -1)
-        tiles = tiling(len(x_TD), len(head_VD), x_TD.shape[1], layout, how.loss_mib)
+    def local(
+        x_BSD: Array, head_VD: Array, labels_BS: Array
+    ) -> tuple[LossSums, tuple[Array, Array] | None]:
+        x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(
+            labels_BS.size, -1
+        )
+        tiles = tiling(
+            len(x_TD),
+            len(head_VD),
+            x_TD.shape[1],
+            layout,
+            how.loss_mib,
+        )
         by, count = (_by_chunks, tiles.chunks) if tiles.slices == 1 else (_by_slices, tiles.slices)
-        sums, gradients = by(x_TD, head_VD, labels_BS.reshape(-1), count, layout, how, wanted)
+        sums, gradients = by(
+            x_TD,
+            head_VD,
+            labels_BS.reshape(-1),
+            count,
+            layout,
+            how,
+            wanted,
+        )
         axes = split_over(GATHERED[:2], layout)
-        sums = jax.lax.psum(sums, axes) if axes else sums
+        if axes:
+            sums = jax.lax.psum(sums, axes)
         if gradients is None:
             return sums, None
-        dx_BSD, dhead_VD = gradients[0].reshape(*labels_BS.shape, -1), gradients[1]
+        dx_BSD = gradients[0].reshape(*labels_BS.shape, -1)
+        dhead_VD = gradients[1]
         dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
         return sums, (dx_BSD.astype(x_BSD.dtype), dhead_VD.astype(head_VD.dtype))
 
     outs = (_SUMS, (STORED, state_axes(_HEAD)) if wanted else None)
-    return manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)(x_BSD, head_VD, labels_BS)
+    return manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)(
+        x_BSD,
+        head_VD,
+        labels_BS,
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
+def _sums(
+    layout: Layout,
+    how: _Scores,
+    x_BSD: Array,
+    head_VD: Array,
+    labels_BS: Array,
+) -> LossSums:
     return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=False)[0]
 
 
 def _sums_backward(layout, how, gradients, cotangents):
-    dx_BSD, dhead_VD = ((gradient * cotangents.loss).astype(gradient.dtype) for gradient in gradients)
+    dx_BSD, dhead_VD = (
+        (gradient * cotangents.loss).astype(gradient.dtype) for gradient in gradients
+    )
     return dx_BSD, dhead_VD, None
 
 
@@ -142,32 +189,49 @@ _sums.defvjp(partial(_sums_and_gradients, wanted=True), _sums_backward)
 
 
 class Tiling(NamedTuple):
-    """The number of chunks of a device's tokens, and the number of slices of its rows of the vocabulary matrix."""
+    """The number of chunks of a device's tokens, and the number of slices of its rows of the
+    vocabulary matrix.
+    """
 
     chunks: int
     slices: int
 
 
-def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) -> Tiling:
-    """Choose the cheaper form of the loss, and one that holds no more than `loss_mib`, as far as that is possible.
+def tiling(
+    tokens: int,
+    rows: int,
+    embed: int,
+    layout: Layout,
+    loss_mib: int,
+) -> Tiling:
+    """Choose the cheaper form of the loss, and one that holds no more than `loss_mib`, as far as
+    that is possible.
 
-    Each chunk of tokens reads the matrix twice, and reads and writes its float32 gradient: 12 bytes per entry. Slices
-    make scores twice, at 2 FLOPs per token and entry, and gather the matrix again. Where a chip does 160 to 300 FLOPs
-    in the time of a byte of its memory (`jaxpar.meshes.chips`), the two are equal at about `_CHUNK` tokens per chunk.
+    Each chunk of tokens reads the matrix twice, and reads and writes its float32 gradient: 12 bytes
+    per entry. Slices make scores twice, at 2 FLOPs per token and entry, and gather the matrix
+    again. Where a chip does 160 to 300 FLOPs in the time of a byte of its memory
+    (`jaxpar.meshes.chips`), the two are equal at about `_CHUNK` tokens per chunk.
 
-    The loss holds the scores and, where the matrix is split over `embed` too, the gathered part of it with its float32
-    gradient. In that case slices save this memory as well; otherwise chunks are made larger instead. `tokens` and
-    `rows` of the matrix are those of one device.
+    The loss holds the scores and, where the matrix is split over `embed` too, the gathered part of
+    it with its float32 gradient. In that case slices save this memory as well; otherwise chunks are
+    made larger instead. `tokens` and `rows` of the matrix are those of one device.
     """
-    most, moved = loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), layout)
+    most = loss_mib * 2**20
+    moved = further_split(state_axes(_HEAD), (_HEAD[0], None), layout)
     of_row = embed * (layout.dtype.itemsize + 4) if moved else 0
     left = most - rows * of_row
     fitting = max(min(left, _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)), 0) // (4 * rows)
     by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
     if fitting >= min(tokens, _CHUNK) or not moved:
         return by_chunks
-    divisors = [n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)]
-    fits = (n for n in divisors if rows // n * (of_row + 4 * tokens) <= most and 4 * tokens * rows // n <= _SCORES)
+    divisors = [
+        n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)
+    ]
+    fits = (
+        n
+        for n in divisors
+        if rows // n * (of_row + 4 * tokens) <= most and 4 * tokens * rows // n <= _SCORES
+    )
     slices = next(fits, 0)
     if not slices and left >= 4 * rows * min(tokens, _ROWS):
         return by_chunks
@@ -177,72 +241,124 @@ def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) ->
     return Tiling(1, slices)
 
 
-# By chunks of a device's tokens. Here and below, inside `manual`: gradients of x have still to be summed over the
-# devices that split the vocabulary, and those of the matrix are as they are stored.
+# By chunks of a device's tokens. Here and below, inside `manual`: gradients of x have still to be
+# summed over the devices that split the vocabulary, and those of the matrix are as they are stored.
 
 
 def _by_chunks(
-    x_TD: Array, head_VD: Array, labels_T: Array, chunks: int, layout: Layout, how: _Scores, wanted: bool
+    x_TD: Array,
+    head_VD: Array,
+    labels_T: Array,
+    chunks: int,
+    layout: Layout,
+    how: _Scores,
+    wanted: bool,
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
     used_VD = use(head_VD, _HEAD, layout)
     first = first_row("vocab", len(used_VD), layout)
 
     def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
-        (total, dhead_VD), (x_TD, labels_T) = carry, chunk
+        (total, dhead_VD) = carry
+        (x_TD, labels_T) = chunk
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, first, how)
         sums, dlse_T, lse_T = _sums_of(_score_sums(logits_TV, is_label_TV), labels_T, layout, how)
         total = jax.tree.map(jnp.add, total, sums)
         if not wanted:
             return (total, None), None
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(layout.dtype)
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(
+            layout.dtype
+        )
         dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
-        return (total, dhead_VD), jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
+        return (total, dhead_VD), jnp.matmul(
+            dlogits_TV, used_VD, preferred_element_type=layout.dtype
+        )
 
     nothing = jnp.zeros(())
-    dhead_zeros_VD = jnp.zeros(used_VD.shape, jnp.float32) if wanted else None
+    if wanted:
+        dhead_zeros_VD = jnp.zeros(used_VD.shape, jnp.float32)
+    else:
+        dhead_zeros_VD = None
     zeros: PyTree = LossSums(nothing, nothing, nothing), dhead_zeros_VD
-    (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
+    (total, dhead_VD), dx_NTD = jax.lax.scan(
+        add,
+        zeros,
+        _chunks(x_TD, labels_T, chunks),
+    )
     if not wanted:
         return total, None
-    dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], layout), ("vocab", None), state_axes(_HEAD), layout)
-    return total, (dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)], dhead_VD)
+    dhead_VD = reduce(
+        dhead_VD, split_over(GATHERED[:2], layout), ("vocab", None), state_axes(_HEAD), layout
+    )
+    return total, (
+        dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)],
+        dhead_VD,
+    )
 
 
 def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
-    """Cut tokens into N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that do not count."""
+    """Cut tokens into N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that
+    do not count.
+    """
     missing = -len(labels_T) % N
-    x_TD, labels_T = jnp.pad(x_TD, ((0, missing), (0, 0))), jnp.pad(labels_T, (0, missing), constant_values=-1)
-    return x_TD.reshape(N, -1, x_TD.shape[1]), labels_T.reshape(N, -1)
+    x_TD = jnp.pad(x_TD, ((0, missing), (0, 0)))
+    labels_T = jnp.pad(labels_T, (0, missing), constant_values=-1)
+    return x_TD.reshape(N, -1, x_TD.shape[1]), labels_T.reshape(
+        N,
+        -1,
+    )
 
 
 class _Seen(NamedTuple):
-    """For a part of the vocabulary: a token's largest score, its sum of exp(score - largest), and its label's score."""
+    """For a part of the vocabulary: a token's largest score, its sum of exp(score - largest), and
+    its label's score.
+    """
 
     most_T: Array
     total_T: Array
     label_T: Array
 
 
-def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores) -> tuple[Array, Array]:
-    """Return the float32 scores [T, V] of the rows from `first` on, and which of them are the labels'."""
+def _scores(
+    x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores
+) -> tuple[Array, Array]:
+    """Return the float32 scores [T, V] of the rows from `first` on, and which of them are the
+    labels'.
+    """
     entries_V = first + jnp.arange(head_VD.shape[0])
-    logits_TV = cap_scores(jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap)
+    logits_TV = cap_scores(
+        jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap
+    )
     # The label's score is a masked sum, not a gather, which stays local to each vocabulary shard.
     return jnp.where(entries_V < how.vocab_size, logits_TV, MASKED), entries_V == labels_T[:, None]
 
 
 def _score_sums(logits_TV: Array, is_label_TV: Array) -> _Seen:
     most_T = jnp.max(logits_TV, axis=-1)
-    total_T = jnp.sum(jnp.exp(logits_TV - most_T[:, None]), axis=-1)
-    return _Seen(most_T, total_T, jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1))
+    total_T = jnp.sum(
+        jnp.exp(logits_TV - most_T[:, None]),
+        axis=-1,
+    )
+    return _Seen(
+        most_T,
+        total_T,
+        jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1),
+    )
 
 
-def _sums_of(seen: _Seen, labels_T: Array, layout: Layout, how: _Scores) -> tuple[LossSums, Array, Array]:
-    """The sums over all devices, the loss's gradient by each token's log-sum-exp, and the log-sum-exps."""
-    vocab, (most_T, total_T, label_T) = layout.mesh_axes("vocab"), seen
+def _sums_of(
+    seen: _Seen, labels_T: Array, layout: Layout, how: _Scores
+) -> tuple[LossSums, Array, Array]:
+    """The sums over all devices, the loss's gradient by each token's log-sum-exp, and the
+    log-sum-exps.
+    """
+    vocab = layout.mesh_axes("vocab")
+    (most_T, total_T, label_T) = seen
     if vocab:
         most_T = jax.lax.pmax(most_T, vocab)
-        total_T, label_T = jax.lax.psum((total_T * jnp.exp(seen.most_T - most_T), label_T), vocab)
+        total_T, label_T = jax.lax.psum(
+            (total_T * jnp.exp(seen.most_T - most_T), label_T),
+            vocab,
+        )
     lse_T = most_T + jnp.log(total_T)
     counts_T = (labels_T >= 0).astype(jnp.float32)
     nll = jnp.sum(counts_T * (lse_T - label_T))
@@ -250,10 +366,16 @@ def _sums_of(seen: _Seen, labels_T: Array, layout: Layout, how: _Scores) -> tupl
     return LossSums(loss, nll, jnp.sum(counts_T)), counts_T * (1 + 2 * how.z_loss * lse_T), lse_T
 
 
-def _dlogits(logits_TV: Array, is_label_TV: Array, labels_T: Array, dlse_T: Array, lse_T: Array, how: _Scores) -> Array:
+def _dlogits(
+    logits_TV: Array, is_label_TV: Array, labels_T: Array, dlse_T: Array, lse_T: Array, how: _Scores
+) -> Array:
     softmax_TV = jnp.exp(logits_TV - lse_T[:, None])
     counts_T = (labels_T >= 0).astype(jnp.float32)
-    dlogits_TV = dlse_T[:, None] * softmax_TV - jnp.where(is_label_TV, counts_T[:, None], 0)
+    dlogits_TV = dlse_T[:, None] * softmax_TV - jnp.where(
+        is_label_TV,
+        counts_T[:, None],
+        0,
+    )
     return through_cap(dlogits_TV, logits_TV, how.softcap)
 
 
@@ -261,19 +383,43 @@ def _dlogits(logits_TV: Array, is_label_TV: Array, labels_T: Array, dlse_T: Arra
 
 
 def _by_slices(
-    x_TD: Array, head_VD: Array, labels_T: Array, slices: int, layout: Layout, how: _Scores, wanted: bool
+    x_TD: Array,
+    head_VD: Array,
+    labels_T: Array,
+    slices: int,
+    layout: Layout,
+    how: _Scores,
+    wanted: bool,
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
-    rows, tokens = len(head_VD) // slices, split_over(GATHERED[:2], layout)
-    parts = head_VD.reshape(slices, rows, -1), first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices)
+    rows = len(head_VD) // slices
+    tokens = split_over(GATHERED[:2], layout)
+    parts = (
+        head_VD.reshape(slices, rows, -1),
+        first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices),
+    )
 
     def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
-        new = _score_sums(*_scores(x_TD, labels_T, use(part[0], _HEAD, layout), part[1], how))
+        new = _score_sums(
+            *_scores(
+                x_TD,
+                labels_T,
+                use(part[0], _HEAD, layout),
+                part[1],
+                how,
+            )
+        )
         most_T = jnp.maximum(seen.most_T, new.most_T)
-        total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new.total_T * jnp.exp(new.most_T - most_T)
+        total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new.total_T * jnp.exp(
+            new.most_T - most_T
+        )
         return _Seen(most_T, total_T, seen.label_T + new.label_T), None
 
     nothing = jnp.zeros(labels_T.shape)
-    seen, _ = jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), parts)
+    seen, _ = jax.lax.scan(
+        add,
+        _Seen(nothing + MASKED, nothing, nothing),
+        parts,
+    )
     sums, dlse_T, lse_T = _sums_of(seen, labels_T, layout, how)
     if not wanted:
         return sums, None
@@ -281,11 +427,27 @@ def _by_slices(
     def pull(dx_TD: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         used_VD = use(part[0], _HEAD, layout)
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(layout.dtype)
-        # Rows come last: a scatter over the first dim stays a scatter in this loop; XLA:TPU makes others all-reduces.
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(
+            layout.dtype
+        )
+        # Rows come last: a scatter over the first dim stays a scatter in this loop; XLA:TPU makes
+        # others all-reduces.
         dhead_DV = jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=jnp.float32)
         dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
-        return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), state_axes(_HEAD)[::-1], layout)
+        return dx_TD, reduce(
+            dhead_DV,
+            tokens,
+            (None, _HEAD[0]),
+            state_axes(_HEAD)[::-1],
+            layout,
+        )
 
-    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), parts)
-    return sums, (dx_TD.astype(layout.dtype), dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1]))
+    dx_TD, dhead_NDV = jax.lax.scan(
+        pull,
+        jnp.zeros(x_TD.shape, jnp.float32),
+        parts,
+    )
+    return sums, (
+        dx_TD.astype(layout.dtype),
+        dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1]),
+    )

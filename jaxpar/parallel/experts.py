@@ -1,21 +1,25 @@
-"""A mixture-of-experts MLP whose experts lie on different devices: every token is sent to the experts it chooses.
+"""A mixture-of-experts MLP whose experts lie on different devices: every token is sent to the
+experts it chooses.
 
-The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): it takes a float32 softmax over all experts,
-keeps its k largest weights and scales them to add up to one. A device routes its own tokens of the residual stream;
-nothing is gathered first. For every chosen expert it writes the token as a row into a buffer for the device that has
-the expert, and an all-to-all over the mesh axes of `experts` exchanges the buffers. There the rows are gathered over
-the axes that split `mlp` and multiplied expert by expert; a second all-to-all brings their scattered sums back.
+The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): it takes a float32
+softmax over all experts, keeps its k largest weights and scales them to add up to one. A device
+routes its own tokens of the residual stream; nothing is gathered first. For every chosen expert it
+writes the token as a row into a buffer for the device that has the expert, and an all-to-all over
+the mesh axes of `experts` exchanges the buffers. There the rows are gathered over the axes that
+split `mlp` and multiplied expert by expert; a second all-to-all brings their scattered sums back.
 
-No token is dropped. Shapes are static, so buffers have the size of the worst case: all tokens of a device may choose
-experts of the same device, but each of them at most min(k, experts there), so no buffer overflows.
+No token is dropped. Shapes are static, so buffers have the size of the worst case: all tokens of a
+device may choose experts of the same device, but each of them at most min(k, experts there), so no
+buffer overflows.
 
-Per layer, one device sends the following over X devices along `experts`, with T tokens of dim D on a device and E
-experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in the compute dtype, with R = X T
-min(k, E / X) rows. A block that is recomputed repeats the two of its forward. A layer also exchanges E integers (how
-many rows are meant for each expert), forward only.
+Per layer, one device sends the following over X devices along `experts`, with T tokens of dim D on
+a device and E experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in
+the compute dtype, with R = X T min(k, E / X) rows. A block that is recomputed repeats the two of
+its forward. A layer also exchanges E integers (how many rows are meant for each expert), forward
+only.
 
-Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen of a token, X devices along `experts`, T tokens of one,
-N = T K, R rows.
+Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen of a token, X devices along
+`experts`, T tokens of one, N = T K, R rows.
 """
 
 from __future__ import annotations
@@ -31,12 +35,18 @@ from jaxtyping import Array, Bool, Float
 from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, require_layout, state_axes
-from jaxpar.kernels.grouped_matmul import expert_order, grouped_matmul, grouped_weight_gradient, inverse
+from jaxpar.kernels.grouped_matmul import (
+    expert_order,
+    grouped_matmul,
+    grouped_weight_gradient,
+    inverse,
+)
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
 from jaxpar.parallel.remat import named
 
-# Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is [1, 1, R, D].
+# Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is
+# [1, 1, R, D].
 _ROWS: Axes = ("batch", "residual_seq", None, None)
 _USED: Axes = ("batch", "seq", None, None)
 _HIDDEN: Axes = ("batch", "seq", None, "mlp")
@@ -48,12 +58,14 @@ _SCALAR: Axes = ()
 
 
 class RouterSums(NamedTuple):
-    """Sums over the text of a batch, without its padding, or over its sequences, each weighted by its tokens of text.
+    """Sums over the text of a batch, without its padding, or over its sequences, each weighted by
+    its tokens of text.
 
     Attributes:
-      balance: load balance of a sequence, E sum_e f_e P_e, where f is the share of its choices that fall on an expert
-        and P the expert's mean probability (Switch, arXiv:2101.03961, section 2.2); it is 1 where all are alike. It is
-        taken sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
+      balance: load balance of a sequence, E sum_e f_e P_e, where f is the share of its choices that
+        fall on an expert and P the expert's mean probability (Switch, arXiv:2101.03961, section
+        2.2); it is 1 where all are alike. It is taken sequence by sequence (DeepSeek-V3,
+        arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
       z: squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
     """
 
@@ -73,15 +85,21 @@ class _Places(NamedTuple):
 
 
 def expert_mlp(
-    x_BSD: Float[Array, "B S D"], router_DE: Float[Array, "D E"], gate_EDF: Float[Array, "E D F"],
-    up_EDF: Float[Array, "E D F"], down_EFD: Float[Array, "E F D"], layout: Layout, *, experts_per_token: int,
+    x_BSD: Float[Array, "B S D"],
+    router_DE: Float[Array, "D E"],
+    gate_EDF: Float[Array, "E D F"],
+    up_EDF: Float[Array, "E D F"],
+    down_EFD: Float[Array, "E F D"],
+    layout: Layout,
+    *,
+    experts_per_token: int,
     text_BS: Bool[Array, "B S"] | None = None,
-) -> tuple[Float[Array, "B S D"], RouterSums]:  # fmt: skip
+) -> tuple[Float[Array, "B S D"], RouterSums]:
     """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
 
-    The weights of several experts are their probabilities, scaled to add up to one (Mixtral, arXiv:2401.04088, section
-    2.1). That of a single one is its probability as it is (Switch, arXiv:2101.03961, section 2.1): scaled, it would be
-    one, and no gradient would reach the router.
+    The weights of several experts are their probabilities, scaled to add up to one (Mixtral,
+    arXiv:2401.04088, section 2.1). That of a single one is its probability as it is (Switch,
+    arXiv:2101.03961, section 2.1): scaled, it would be one, and no gradient would reach the router.
 
     Args:
       x_BSD: the normed residual stream, in its own layout.
@@ -89,13 +107,16 @@ def expert_mlp(
       gate_EDF: logical axes ("experts", "embed", "mlp").
       up_EDF: the same.
       down_EFD: logical axes ("experts", "mlp", "embed").
-      text_BS: which tokens are text; the others, padding, have no part in the router's sums. None = all are.
+      text_BS: which tokens are text; the others, padding, have no part in the router's sums. None =
+        all are.
 
     Returns:
-      The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's sums.
+      The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's
+      sums.
 
     Raises:
-      UserError: the rules split experts over a mesh axis that splits no tokens, or an argument does not fit the others.
+      UserError: the rules split experts over a mesh axis that splits no tokens, or an argument does
+        not fit the others.
     """
     require_layout(layout, "expert_mlp")
     layout.sharding(STORED, x_BSD.shape, "x")
@@ -105,33 +126,52 @@ def expert_mlp(
     for axis in layout.mesh_axes("experts"):
         if axis not in tokens:
             raise UserError(
-                f"rules.experts splits the experts over {axis}={layout.mesh.shape[axis]}, which splits no tokens, so "
-                f"its devices would all send the same: add {axis} to rules.batch, or take it out of rules.experts"
+                f"rules.experts splits the experts over {axis}={layout.mesh.shape[axis]}, which "
+                "splits no tokens, so "
+                f"its devices would all send the same: add {axis} to rules.batch, or take it "
+                "out of rules.experts"
             )
     if text_BS is None:
         text_BS = jnp.ones(x_BSD.shape[:2], bool)
     with jax.named_scope("router"):
-        routed = cast(tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE, text_BS))
+        routed = cast(
+            tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE, text_BS)
+        )
         weights_BSK, chosen_BSK, balance, z = routed
         places = _find_places(chosen_BSK, router_DE.shape[1], layout)
     with jax.named_scope("dispatch"):
-        rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(x_BSD.astype(layout.dtype), places.sources)
+        rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(
+            x_BSD.astype(layout.dtype), places.sources
+        )
         rows = named(_exchange(layout, rows), "expert_input")
     with jax.named_scope("experts"):
         gate, up = _grouped_product(layout, rows, places.counts, (gate_EDF, up_EDF), sums=False)
-        hidden = named(jax.nn.silu(named(gate, "gate")) * named(up, "up"), "mlp_hidden")
+        hidden = named(
+            jax.nn.silu(named(gate, "gate")) * named(up, "up"),
+            "mlp_hidden",
+        )
         (rows,) = _grouped_product(layout, hidden, places.counts, (down_EFD,), sums=True)
     with jax.named_scope("combine"):
         rows = named(_exchange(layout, rows), "expert_out")
-        y_BSD = _each(_combine, layout, ((_ROWS, STORED), STORED), STORED)((rows, weights_BSK), places.slots)
+        y_BSD = _each(_combine, layout, ((_ROWS, STORED), STORED), STORED)(
+            (rows, weights_BSK), places.slots
+        )
     return y_BSD, RouterSums(balance, z)
 
 
 def _require_experts(
-    width: int, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int
+    width: int,
+    router_DE: Array,
+    gate_EDF: Array,
+    up_EDF: Array,
+    down_EFD: Array,
+    experts_per_token: int,
 ) -> None:
-    """Refuse weights that do not fit together or the input, and more experts of a token than there are."""
-    experts, hidden = router_DE.shape[-1], gate_EDF.shape[-1]
+    """Refuse weights that do not fit together or the input, and more experts of a token than there
+    are.
+    """
+    experts = router_DE.shape[-1]
+    hidden = gate_EDF.shape[-1]
     wanted = {
         "router": (router_DE, (width, experts)),
         "gate": (gate_EDF, (experts, width, hidden)),
@@ -140,17 +180,25 @@ def _require_experts(
     }
     for name, (weight, shape) in wanted.items():
         if weight.shape != shape:
-            raise UserError(f"expert_mlp: {name} has shape {weight.shape}, and the others and x ask for {shape}")
+            raise UserError(
+                f"expert_mlp: {name} has shape {weight.shape}, and the others and x ask for {shape}"
+            )
     require_whole("expert_mlp", "experts_per_token", experts_per_token, least=1, most=experts)
 
 
 def _require_text(text_BS: Any, shape: tuple[int, ...]) -> None:
-    """Refuse what is no boolean for each token: numbers would weigh the tokens in the router's sums."""
+    """Refuse what is no boolean for each token: numbers would weigh the tokens in the router's
+    sums.
+    """
     if text_BS is None:
         return
-    found, dtype = getattr(text_BS, "shape", None), getattr(text_BS, "dtype", object)
+    found = getattr(text_BS, "shape", None)
+    dtype = getattr(text_BS, "dtype", object)
     if found != shape or not jnp.issubdtype(dtype, jnp.bool_):
-        given = short(text_BS) if found is None else f"{dtype} of shape {tuple(found)}"
+        if found is None:
+            given = short(text_BS)
+        else:
+            given = f"{dtype} of shape {tuple(found)}"
         raise UserError(
             f"expert_mlp takes text_BS as a boolean for each token {shape}, and was given {given}: "
             "write tokens != padding, for one"
@@ -158,43 +206,75 @@ def _require_text(text_BS: Any, shape: tuple[int, ...]) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array, text_BS: Array) -> tuple[Array, ...]:
-    """Return float32 weights [B, S, K], the chosen experts [B, S, K], and the sums of balance and z."""
+def _route(
+    layout: Layout, k: int, x_BSD: Array, router_DE: Array, text_BS: Array
+) -> tuple[Array, ...]:
+    """Return float32 weights [B, S, K], the chosen experts [B, S, K], and the sums of balance
+    and z.
+    """
     return _route_forward(layout, k, x_BSD, router_DE, text_BS)[0]
 
 
 def _route_forward(layout, k, x_BSD, router_DE, text_BS):
-    def local(x_BSD: Array, router_DE: Array, text_BS: Array) -> tuple[tuple[Array, ...], Array]:
+    def local(
+        x_BSD: Array,
+        router_DE: Array,
+        text_BS: Array,
+    ) -> tuple[tuple[Array, ...], Array]:
         logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, layout))
         chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
-        choices_BSE = jnp.sum(jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]), axis=2)
+        choices_BSE = jnp.sum(
+            jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]),
+            axis=2,
+        )
         choices_BE = jnp.sum(choices_BSE * text_BS[..., None], axis=1)
-        along, tokens = layout.mesh_axes("residual_seq"), split_over(STORED[:2], layout)
-        choices_BE = jax.lax.psum(choices_BE, along) if along else choices_BE
+        along = layout.mesh_axes("residual_seq")
+        tokens = split_over(STORED[:2], layout)
+        if along:
+            choices_BE = jax.lax.psum(choices_BE, along)
         # Each token of text makes k choices; a row of padding alone makes none.
-        share_BE = choices_BE / jnp.maximum(jnp.sum(choices_BE, axis=1, keepdims=True), 1)
+        share_BE = choices_BE / jnp.maximum(
+            jnp.sum(choices_BE, axis=1, keepdims=True),
+            1,
+        )
         weights_BSK, *sums = _weigh(logits_BSE, chosen_BSK, share_BE, text_BS)
         balance, z = jax.lax.psum(jnp.stack(sums), tokens) if tokens else sums
         return (weights_BSK, chosen_BSK, balance, z), share_BE
 
     outs = ((STORED, STORED, _SCALAR, _SCALAR), ("batch", None))
-    found, share_BE = manual(local, layout, (STORED, _ROUTER, STORED[:2]), outs)(x_BSD, router_DE, text_BS)
+    found, share_BE = manual(local, layout, (STORED, _ROUTER, STORED[:2]), outs)(
+        x_BSD, router_DE, text_BS
+    )
     return found, (x_BSD, router_DE, found[1], share_BE, text_BS)
 
 
 def _route_backward(layout, k, residuals, cotangents):
     def local(
-        x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, text_BS: Array, given: PyTree
+        x_BSD: Array,
+        router_DE: Array,
+        chosen_BSK: Array,
+        share_BE: Array,
+        text_BS: Array,
+        given: PyTree,
     ) -> tuple[Array, Array]:
         def weigh(x_BSD: Array, whole_DE: Array) -> tuple[Array, Array, Array]:
             return _weigh(_router_logits(x_BSD, whole_DE), chosen_BSK, share_BE, text_BS)
 
         _, pull = jax.vjp(weigh, x_BSD, _whole_router(router_DE, layout))
         dx_BSD, drouter_DE = pull(given)
-        return dx_BSD, reduce(drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(_ROUTER), layout)
+        return dx_BSD, reduce(
+            drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(_ROUTER), layout
+        )
 
     dweights, _, dbalance, dz = cotangents
-    layouts = (STORED, _ROUTER, STORED, ("batch", None), STORED[:2], (STORED, _SCALAR, _SCALAR))
+    layouts = (
+        STORED,
+        _ROUTER,
+        STORED,
+        ("batch", None),
+        STORED[:2],
+        (STORED, _SCALAR, _SCALAR),
+    )
     run = manual(local, layout, layouts, (STORED, state_axes(_ROUTER)))
     return *run(*residuals, (dweights, dbalance, dz)), None
 
@@ -208,63 +288,96 @@ def _whole_router(router_DE: Array, layout: Layout) -> Array:
 
 def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
     # The product is in full float32 on any device: a rounded score may choose another expert.
-    return jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(
+        x_BSD.astype(jnp.float32),
+        router_DE,
+        precision=jax.lax.Precision.HIGHEST,
+    )
 
 
-def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array, text_BS: Array) -> tuple[Array, Array, Array]:
-    """The weights of the chosen experts, and the sums of balance and z over a device's text for constant shares."""
+def _weigh(
+    logits_BSE: Array, chosen_BSK: Array, share_BE: Array, text_BS: Array
+) -> tuple[Array, Array, Array]:
+    """The weights of the chosen experts, and the sums of balance and z over a device's text for
+    constant shares.
+    """
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     weights_BSK = jnp.take_along_axis(probabilities_BSE, chosen_BSK, axis=-1)
     if weights_BSK.shape[-1] > 1:
         weights_BSK /= jnp.sum(weights_BSK, axis=-1, keepdims=True)
-    balance_BS = logits_BSE.shape[-1] * jnp.sum(probabilities_BSE * share_BE[:, None], axis=-1)
+    balance_BS = logits_BSE.shape[-1] * jnp.sum(
+        probabilities_BSE * share_BE[:, None],
+        axis=-1,
+    )
     z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
     return weights_BSK, jnp.sum(balance_BS * text_BS), jnp.sum(z_BS * text_BS)
 
 
 def _find_places(chosen_BSK: Array, experts: int, layout: Layout) -> _Places:
-    """Give every choice a row; the rows of a buffer are in the order of its experts, and then of the tokens."""
+    """Give every choice a row; the rows of a buffer are in the order of its experts, and then of
+    the tokens.
+    """
     X = layout.size("experts")
 
     def local(chosen_BSK: Array) -> _Places:
-        T, K = chosen_BSK.shape[0] * chosen_BSK.shape[1], chosen_BSK.shape[2]
+        T = chosen_BSK.shape[0] * chosen_BSK.shape[1]
+        K = chosen_BSK.shape[2]
         expert_N = chosen_BSK.reshape(-1)
         rows = T * min(K, experts // X)  # of the buffer for one device
         device_N = expert_N // (experts // X)
         rank_N = inverse(jnp.argsort(expert_N, stable=True))
-        counts_XE = jnp.sum(jax.nn.one_hot(expert_N, experts, dtype=jnp.int32), axis=0).reshape(X, -1)
+        counts_XE = jnp.sum(jax.nn.one_hot(expert_N, experts, dtype=jnp.int32), axis=0).reshape(
+            X, -1
+        )
         filled_X = jnp.sum(counts_XE, axis=1)
         slot_N = device_N * rows + rank_N - (jnp.cumsum(filled_X) - filled_X)[device_N]
         sources_R = jnp.full(X * rows, -1).at[slot_N].set(jnp.arange(T * K) // K)
-        return _Places(sources_R[None, None], slot_N.reshape(chosen_BSK.shape), _swap(counts_XE, layout)[None, None])
+        return _Places(
+            sources_R[None, None],
+            slot_N.reshape(chosen_BSK.shape),
+            _swap(counts_XE, layout)[None, None],
+        )
 
     outs = _Places(_SOURCES, STORED, _ROWS)  # pyright: ignore[reportArgumentType]
     return manual(local, layout, (STORED,), outs)(chosen_BSK)
 
 
 def _swap(x: Array, layout: Layout) -> Array:
-    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`; its own inverse."""
+    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`;
+    its own inverse.
+    """
     axes = layout.mesh_axes("experts")
-    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+    if axes:
+        return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(layout: Layout, rows: Array) -> Array:
-    """Send each buffer of rows to the device it is meant for. The way back is the same, and so is the gradient's."""
+    """Send each buffer of rows to the device it is meant for. The way back is the same, and so is
+    the gradient's.
+    """
 
     def local(rows: Array) -> Array:
         return _swap(rows[0, 0], layout)[None, None]
 
-    return manual(local, layout, (_ROWS,), _ROWS)(rows) if layout.mesh_axes("experts") else rows
+    if layout.mesh_axes("experts"):
+        return manual(local, layout, (_ROWS,), _ROWS)(rows)
+    return rows
 
 
 _exchange.defvjp(
-    lambda layout, rows: (_exchange(layout, rows), None), lambda layout, _, drows: (_exchange(layout, drows),)
+    lambda layout, rows: (_exchange(layout, rows), None),
+    lambda layout, _, drows: (_exchange(layout, drows),),
 )
 
 
-def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: Axes) -> Callable[..., Array]:
-    """Run `local(arrays, places)` on each device's part; neither it nor its backward sends anything."""
+def _each(
+    local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: Axes
+) -> Callable[..., Array]:
+    """Run `local(arrays, places)` on each device's part; neither it nor its backward sends
+    anything.
+    """
 
     def backward(arrays: PyTree, places: Array, cotangent: Array) -> tuple[PyTree, None]:
         return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0], None
@@ -275,7 +388,11 @@ def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes
 def _copies(x_BSD: Array, sources: Array) -> Array:
     """Return a row for each source, and zeros where the row is empty."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-    return jnp.where(sources[..., None] >= 0, x_TD[jnp.maximum(sources, 0)], 0)
+    return jnp.where(
+        sources[..., None] >= 0,
+        x_TD[jnp.maximum(sources, 0)],
+        0,
+    )
 
 
 def _combine(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
@@ -288,55 +405,93 @@ def _combine(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
 def _grouped_product(
     layout: Layout, x: Array, counts: Array, weights: tuple[Array, ...], *, sums: bool
 ) -> tuple[Array, ...]:
-    """Multiply rows by the weights of their experts, as `jaxpar.parallel.linear` does for the rows of one weight.
+    """Multiply rows by the weights of their experts, as `jaxpar.parallel.linear` does for the rows
+    of one weight.
 
-    The weights are column linears [E, D, F] that share a gather of the rows. With `sums` there is one row linear [E, F,
-    D], which takes hidden rows in the order of the experts and scatters their sums. No result of an empty row is read.
+    The weights are column linears [E, D, F] that share a gather of the rows. With `sums` there is
+    one row linear [E, F, D], which takes hidden rows in the order of the experts and scatters their
+    sums. No result of an empty row is read.
     """
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
 
-    def forward(x: Array, counts: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        counts_ME, used = _counts_used(counts, layout), [use(weight, axes, layout) for weight in weights]
+    def forward(
+        x: Array,
+        counts: Array,
+        weights: tuple[Array, ...],
+    ) -> tuple[Array, ...]:
+        counts_ME = _counts_used(counts, layout)
+        used = [use(weight, axes, layout) for weight in weights]
         if sums:
             return (_rows_from(counts_ME, grouped_matmul(x[0, 0], used[0], counts_ME), layout),)
         x_RD = _rows_to(counts_ME, x.astype(layout.dtype), layout)
         return tuple(grouped_matmul(x_RD, weight, counts_ME)[None, None] for weight in used)
 
-    def backward(x: Array, counts: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> PyTree:
+    def backward(
+        x: Array, counts: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]
+    ) -> PyTree:
         counts_ME = _counts_used(counts, layout)
         swapped = [jnp.swapaxes(use(weight, axes, layout), 1, 2) for weight in weights]
         if sums:
-            x_RI, dys_RO = x[0, 0], [_rows_to(counts_ME, dys[0], layout)]
+            x_RI = x[0, 0]
+            dys_RO = [_rows_to(counts_ME, dys[0], layout)]
             dx = grouped_matmul(dys_RO[0], swapped[0], counts_ME)[None, None]
         else:
-            x_RI, dys_RO = _rows_to(counts_ME, x, layout), [dy[0, 0] for dy in dys]
-            products = [grouped_matmul(dy, weight, counts_ME) for dy, weight in zip(dys_RO, swapped, strict=True)]
+            x_RI = _rows_to(counts_ME, x, layout)
+            dys_RO = [dy[0, 0] for dy in dys]
+            products = [
+                grouped_matmul(dy, weight, counts_ME)
+                for dy, weight in zip(dys_RO, swapped, strict=True)
+            ]
             dx = _rows_from(counts_ME, sum(products[1:], products[0]), layout)
-        # All tokens of an expert are on its device, except those along axes that do not split experts.
+        # All tokens of an expert are on its device, except those along axes that do not split
+        # experts.
         others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         sums_EIO = (grouped_weight_gradient(x_RI, dy, counts_ME) for dy in dys_RO)
-        stored = (reduce(dweight, others, used_axes(axes), state_axes(axes), layout) for dweight in sums_EIO)
-        return dx, None, tuple(x.astype(weight.dtype) for x, weight in zip(stored, weights, strict=True))
+        stored = (
+            reduce(dweight, others, used_axes(axes), state_axes(axes), layout)
+            for dweight in sums_EIO
+        )
+        return (
+            dx,
+            None,
+            tuple(x.astype(weight.dtype) for x, weight in zip(stored, weights, strict=True)),
+        )
 
     in_axes = x_axes, _ROWS, (axes,) * len(weights)
-    return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(x, counts, weights)
+    return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(
+        x, counts, weights
+    )
 
 
 def _counts_used(counts: Array, layout: Layout) -> Array:
-    """Inside `manual`: return the counts [buffers, E] of the rows as used, where the sequence is gathered."""
-    return gather(counts, _ROWS, _USED, layout).reshape(-1, counts.shape[-1])
+    """Inside `manual`: return the counts [buffers, E] of the rows as used, where the sequence is
+    gathered.
+    """
+    return gather(counts, _ROWS, _USED, layout).reshape(
+        -1,
+        counts.shape[-1],
+    )
 
 
 def _rows_to(counts_ME: Array, x: Array, layout: Layout) -> Array:
-    """Inside `manual`: gather a device's rows [1, 1, R, D] and put them in the order of the experts."""
-    x_RD = gather(x, _ROWS, _USED, layout).reshape(-1, x.shape[-1])
+    """Inside `manual`: gather a device's rows [1, 1, R, D] and put them in the order of the
+    experts.
+    """
+    x_RD = gather(x, _ROWS, _USED, layout).reshape(
+        -1,
+        x.shape[-1],
+    )
     order = expert_order(counts_ME, len(x_RD))
     return x_RD if order is None else x_RD[order]
 
 
 def _rows_from(counts_ME: Array, y_RD: Array, layout: Layout) -> Array:
-    """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
+    """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on
+    the way.
+    """
     if (order := expert_order(counts_ME, len(y_RD))) is not None:
         y_RD = y_RD[inverse(order)]
     parts = layout.size("residual_seq") // layout.size("seq")
-    return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, _ROWS, layout)
+    return reduce(
+        y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, _ROWS, layout
+    )

@@ -1,4 +1,6 @@
-"""Host memory: where it can be used, where it is known to fail, and a check that it does not fail on this device."""
+"""Host memory: where it can be used, where it is known to fail, and a check that it does not fail
+on this device.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,36 @@ from jaxpar.base.errors import UserError
 
 PyTree = Any
 HOST = "pinned_host"
-# The two programs do the same in the same order; a compiler that fuses them differently may round by a few ulps.
+# The two programs do the same in the same order; a compiler that fuses them differently may round
+# by a few ulps.
 _TOLERANCE = 1e-5
 
 
-KNOWN_BAD = {("gpu", "0.11.0"): "scan residuals in host memory give silently wrong gradients (openxla/xla#46231)"}
+KNOWN_BAD = {
+    (
+        "gpu",
+        "0.11.0",
+    ): "scan residuals in host memory give silently wrong gradients (openxla/xla#46231)"
+}
 """What happens with a platform and a jaxlib that offload wrongly."""
 
 
 def known_problem(platform: str, jaxlib: str) -> str:
-    """What is known to go wrong with offloaded activations on this platform and jaxlib; empty = nothing."""
+    """What is known to go wrong with offloaded activations on this platform and jaxlib; empty =
+    nothing.
+    """
     what = KNOWN_BAD.get((platform, jaxlib))
-    return f"jaxlib {jaxlib} on {platform.upper()}: {what}" if what else ""
+    if what:
+        return f"jaxlib {jaxlib} on {platform.upper()}: {what}"
+    return ""
 
 
 def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
-    """Refuse to offload where it cannot be done, or, unless `anyway`, where it is known to give wrong results.
+    """Refuse to offload where it cannot be done, or, unless `anyway`, where it is known to give
+    wrong results.
 
-    `what` is the setting that asks for it, and the device one that the plan is for, which may be absent.
+    `what` is the setting that asks for it, and the device one that the plan is for, which may be
+    absent.
 
     Raises:
       UserError: the version is known to be wrong, or the device has no host memory.
@@ -42,13 +56,15 @@ def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
     bad = known_problem(device.platform, version("jaxlib"))
     if bad and not anyway:
         raise UserError(
-            f"{what}: {bad}. Install another jaxlib, or leave it on the device; memory.offload_anyway=True has it all "
+            f"{what}: {bad}. Install another jaxlib, or leave it on the device; "
+            "memory.offload_anyway=True has it all "
             "the same, after a check of a small gradient"
         )
     kinds = memory_kinds(device)
     if kinds and HOST not in kinds:
         raise UserError(
-            f"{what}: {device.device_kind} has no host memory that a program can use ({HOST}), only "
+            f"{what}: {device.device_kind} has no host memory that a program can use ({HOST}), "
+            "only "
             f"{', '.join(kinds)}: save it, or recompute it"
         )
 
@@ -60,7 +76,9 @@ def on_host(x: jax.Array) -> jax.Array:
 
 def on_device(x: jax.Array) -> jax.Array:
     """Fetch an array of a traced function to the device; if it is there already, it stays."""
-    return jax.device_put(x, jax.memory.Space.Device) if in_host_memory(x) else x
+    if in_host_memory(x):
+        return jax.device_put(x, jax.memory.Space.Device)
+    return x
 
 
 def in_host_memory(x: jax.Array) -> bool:
@@ -68,11 +86,14 @@ def in_host_memory(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def compile_absent(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """Compile for devices that may be absent, with these options of the compiler beside those of the jitted function.
+def compile_absent(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compile for devices that may be absent, with these options of the compiler beside those of
+    the jitted function.
 
-    Where JAX keeps programs, it cannot read those of an absent GPU again: they are compiled anew, and its warning,
-    which nobody could mend, is left out.
+    Where JAX keeps programs, it cannot read those of an absent GPU again: they are compiled anew,
+    and its warning, which nobody could mend, is left out.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
@@ -86,21 +107,29 @@ def lower_for(
     platform: str,
     keywords: Mapping[str, PyTree] | None = None,
 ) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
-    """Trace and lower a jitted function for devices that may be absent, with some of its arguments in host memory.
+    """Trace and lower a jitted function for devices that may be absent, with some of its arguments
+    in host memory.
 
-    An absent GPU knows no kinds of memory and its shardings forget them, so they are written into the lowered program.
-    The arguments are ShapeDtypeStructs with shardings; `host` says for each whether it lies in host memory. None of the
-    `keywords`, which the function takes by name, does.
+    An absent GPU knows no kinds of memory and its shardings forget them, so they are written into
+    the lowered program. The arguments are ShapeDtypeStructs with shardings; `host` says for each
+    whether it lies in host memory. None of the `keywords`, which the function takes by name, does.
     """
-    leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
-    forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
+    leaves = jax.tree.leaves(arguments)
+    flags = jax.tree.leaves(host)
+    forgotten = any(
+        flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True)
+    )
 
-    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> Any:  # a shape; in host memory an abstract value
+    # a shape; in host memory an abstract value
+    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> Any:
         if not (flag and forgotten):
             return leaf
         return jax.make_jaxpr(on_host)(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).out_avals[0]
 
-    traced = jitted.trace(*jax.tree.map(there, arguments, host), **(keywords or {}))
+    traced = jitted.trace(
+        *jax.tree.map(there, arguments, host),
+        **(keywords or {}),
+    )
     lowered = traced.lower(lowering_platforms=(platform,))
     if not forgotten:
         return traced, lowered
@@ -116,7 +145,9 @@ def lower_for(
 
 
 def memory_kinds(device: jax.Device) -> list[str]:
-    """The kinds of memory that a program on this device can use; none where the device does not say."""
+    """The kinds of memory that a program on this device can use; none where the device does not
+    say.
+    """
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # the device is absent, and clients raise different errors
@@ -129,35 +160,53 @@ def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> N
     Raises:
       UserError: the two gradients differ.
     """
-    error, where = gradient_error(device), f"{device.device_kind}, jaxlib {version('jaxlib')}"
+    error = gradient_error(device)
+    where = f"{device.device_kind}, jaxlib {version('jaxlib')}"
     if not error <= _TOLERANCE:
         raise UserError(
-            f"offloading gives wrong gradients here ({where}): a small scan's is off by {error:.1e} of its size with "
+            f"offloading gives wrong gradients here ({where}): a small scan's is off by "
+            f"{error:.1e} of its size with "
             "its activations in host memory. Install another jaxlib, or offload nothing"
         )
-    say(f"offload: a small scan's gradient is the same with its activations in host memory ({where})")
+    say(
+        "offload: a small scan's gradient is the same with its activations in host memory "
+        f"({where})"
+    )
 
 
 def gradient_error(device: jax.Device) -> float:
-    """The error of a small scan's gradient with activations in host memory, relative to its largest entry."""
+    """The error of a small scan's gradient with activations in host memory, relative to its largest
+    entry.
+    """
     rng = np.random.default_rng(0)
     arrays = (rng.standard_normal(shape, np.float32) for shape in ((5, 64, 64), (8, 64)))
     weights_LDD, x_BD = (jax.device_put(x, device) for x in arrays)
 
     def gradient(policy: Callable[..., Any] | None) -> np.ndarray:
-        def body(x_BD: jax.Array, weight_DD: jax.Array) -> tuple[jax.Array, None]:
+        def body(
+            x_BD: jax.Array,
+            weight_DD: jax.Array,
+        ) -> tuple[jax.Array, None]:
             return jnp.tanh(checkpoint_name(x_BD, "x") @ weight_DD / 8), None
 
         def loss(weights_LDD: jax.Array) -> jax.Array:
-            y_BD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy), x_BD, weights_LDD)
+            y_BD, _ = jax.lax.scan(
+                jax.checkpoint(body, policy=policy),
+                x_BD,
+                weights_LDD,
+            )
             return jnp.sum(jnp.square(y_BD))
 
         return np.asarray(jax.jit(jax.grad(loss))(weights_LDD))
 
     offloaded = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst=HOST
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst=HOST,
     )
     with jax.default_matmul_precision("highest"):
-        plain, found = gradient(None), gradient(offloaded)
+        plain = gradient(None)
+        found = gradient(offloaded)
     error = np.max(np.abs(found - plain)) / np.max(np.abs(plain))
     return float(error) if np.isfinite(error) else float("inf")

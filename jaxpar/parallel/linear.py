@@ -1,13 +1,15 @@
-"""Column- and row-parallel linears with their gradients: Megatron's pair, sequence parallelism and FSDP at once; the
-lookup in a split table; and dropout that is the same on every mesh.
+"""Column- and row-parallel linears with their gradients: Megatron's pair, sequence parallelism and
+FSDP at once; the lookup in a split table; and dropout that is the same on every mesh.
 
-The caller states logical axes; the layout says where they live. Each op has one layout in which its arrays are *stored*
-between ops (the residual stream split over `residual_seq`) and one in which they are *used* (the sequence gathered,
-heads or mlp split). The forward and the backward are written out, with every collective where it stands: weights are
-gathered in the compute dtype, and weight gradients are summed in float32. `overlap` says how a linear's gather and
-scatter of the sequence run beside its matmul: see `jaxpar.parallel.ring_matmul`.
+The caller states logical axes; the layout says where they live. Each op has one layout in which its
+arrays are *stored* between ops (the residual stream split over `residual_seq`) and one in which
+they are *used* (the sequence gathered, heads or mlp split). The forward and the backward are
+written out, with every collective where it stands: weights are gathered in the compute dtype, and
+weight gradients are summed in float32. `overlap` says how a linear's gather and scatter of the
+sequence run beside its matmul: see `jaxpar.parallel.ring_matmul`.
 
-Shapes: B batch, S sequence, T tokens (B x S), D embed, K kv heads, V vocab, I and O a linear's flattened dims.
+Shapes: B batch, S sequence, T tokens (B x S), D embed, K kv heads, V vocab, I and O a linear's
+flattened dims.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ from jaxpar.base.sharding import (
     state_axes,
 )
 from jaxpar.kernels.attention.call import MASKED, cap_scores
-from jaxpar.parallel.collectives import first_row, gather, manual_vjp, own_piece, platform_of, reduce, split_over
+from jaxpar.parallel.collectives import (
+    first_row,
+    gather,
+    manual_vjp,
+    own_piece,
+    platform_of,
+    reduce,
+    split_over,
+)
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
 
 STORED: Axes = ("batch", "residual_seq", None)
@@ -47,42 +57,62 @@ Overlapping = Form | tuple[Form, Form]
 
 
 def column_linear(
-    x_BSD: Float[Array, "B S D"], weights: Any, axes: Any, layout: Layout, *, biases: Any = None,
-    seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
-) -> Any:  # fmt: skip
-    """Compute `x @ w` for one weight, or for several that share a gather of x, such as q, k and v, or gate and up.
+    x_BSD: Float[Array, "B S D"],
+    weights: Any,
+    axes: Any,
+    layout: Layout,
+    *,
+    biases: Any = None,
+    seq: LogicalAxis = "seq",
+    overlap: Overlapping = "xla",
+) -> Any:
+    """Compute `x @ w` for one weight, or for several that share a gather of x, such as q, k and v,
+    or gate and up.
 
-    This is Megatron's column-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053): x arrives split over the sequence
-    and is gathered once, and the outputs stay split over their first dim.
+    This is Megatron's column-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053): x arrives
+    split over the sequence and is gathered once, and the outputs stay split over their first dim.
 
-    Where the rules split heads further than kv heads, the outputs of kv heads are copies, split as heads are. Their
-    number is the least common multiple of kv heads and devices, with each kv head several times in a row. A device has
-    the weights of all kv heads and multiplies those that its query heads need; gradients are summed over copies.
+    Where the rules split heads further than kv heads, the outputs of kv heads are copies, split as
+    heads are. Their number is the least common multiple of kv heads and devices, with each kv head
+    several times in a row. A device has the weights of all kv heads and multiplies those that its
+    query heads need; gradients are summed over copies.
 
     Args:
       x_BSD: the residual stream, split over `residual_seq`.
       weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such arrays.
-      axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence of such axes.
-      biases: an array [*out], or for several weights a sequence with None where there is none. A bias has the shape of
-        its weight's output dims, kv heads that are copied included: their bias is copied with them.
+      axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence
+        of such axes.
+      biases: an array [*out], or for several weights a sequence with None where there is none. A
+        bias has the shape of its weight's output dims, kv heads that are copied included: their
+        bias is copied with them.
       seq: logical axis of the outputs' sequence, which is "attention_seq" for q, k and v.
-      overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or one for each.
+      overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or
+        one for each.
 
     Returns:
-      An array [B, S, *out] in the compute dtype, or a tuple of such arrays where weights are a sequence.
+      An array [B, S, *out] in the compute dtype, or a tuple of such arrays where weights are a
+      sequence.
 
     Raises:
-      UserError: there is no such form, the logical axes or rules do not fit together, or a bias not its weight.
+      UserError: there is no such form, the logical axes or rules do not fit together, or a bias not
+        its weight.
     """
     require_layout(layout, "column_linear")
     if not isinstance(weights, list | tuple):
         require_axes(axes, "column_linear")
-        return column_linear(x_BSD, (weights,), (axes,), layout, biases=(biases,), seq=seq, overlap=overlap)[0]
+        return column_linear(
+            x_BSD, (weights,), (axes,), layout, biases=(biases,), seq=seq, overlap=overlap
+        )[0]
     if isinstance(axes, str) or len(axes) != len(weights):
-        raise UserError(f"column_linear was given {len(weights)} weights and the axes {axes!r}: give axes for each")
+        raise UserError(
+            f"column_linear was given {len(weights)} weights and the axes {axes!r}: give axes "
+            "for each"
+        )
     for out in axes:
         require_axes(out, "column_linear")
-    outs: tuple[Axes, ...] = tuple(("batch", seq, *(output_axis(axis, layout) for axis in out)) for out in axes)
+    outs: tuple[Axes, ...] = tuple(
+        ("batch", seq, *(output_axis(axis, layout) for axis in out)) for out in axes
+    )
     stored: tuple[Axes, ...] = tuple(("embed", *out) for out in axes)
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
@@ -91,28 +121,44 @@ def column_linear(
     if biases is None or (isinstance(biases, list | tuple) and not biases):
         biases = (None,) * len(weights)
     if not isinstance(biases, list | tuple) or len(biases) != len(weights):
-        found = f"{len(biases)} biases" if isinstance(biases, list | tuple) else "one bias"
-        raise UserError(f"column_linear was given {len(weights)} weights and {found}: give one for each, or None")
+        if isinstance(biases, list | tuple):
+            found = f"{len(biases)} biases"
+        else:
+            found = "one bias"
+        raise UserError(
+            f"column_linear was given {len(weights)} weights and {found}: give one for each, or "
+            "None"
+        )
     for weight, bias in zip(weights, biases, strict=True):
         _require_bias("column_linear", bias, weight.shape[1:])
     used: Axes = ("batch", seq, None)
-    ys = _columns(x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, overlap=overlap)
+    ys = _columns(
+        x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, overlap=overlap
+    )
     return tuple(_plus(y, bias, out, layout) for y, bias, out in zip(ys, biases, axes, strict=True))
 
 
 def row_linear(
-    h_BSI: Float[Array, "B S ..."], weight: Float[Array, "... D"], axes: Axes, layout: Layout,
-    *, bias: Float[Array, " D"] | None = None, seq: LogicalAxis = "seq", to: LogicalAxis = "embed",
+    h_BSI: Float[Array, "B S ..."],
+    weight: Float[Array, "... D"],
+    axes: Axes,
+    layout: Layout,
+    *,
+    bias: Float[Array, " D"] | None = None,
+    seq: LogicalAxis = "seq",
+    to: LogicalAxis = "embed",
     overlap: Overlapping = "xla",
-) -> Float[Array, "B S D"]:  # fmt: skip
-    """Compute `h @ w` over split dims: Megatron's row-parallel linear, whose sum is scattered over the sequence.
+) -> Float[Array, "B S D"]:
+    """Compute `h @ w` over split dims: Megatron's row-parallel linear, whose sum is scattered over
+    the sequence.
 
     Args:
       h_BSI: an array [B, S, *in], split as `axes` say.
       weight: an array [*in, D] with logical axes (*axes, to).
       axes: logical axes of the input dims, such as ("mlp",).
       bias: an array [D] that is added once, after the sum.
-      seq: logical axis of the input's sequence, which is "attention_seq" for the output of attention.
+      seq: logical axis of the input's sequence, which is "attention_seq" for the output of
+        attention.
       to: logical axis of the output dim, which is "rank" for the first of two matrices of low rank.
       overlap: as for `column_linear`; here the forward scatters and the backward gathers.
 
@@ -135,53 +181,97 @@ def row_linear(
 
     def forward(h: Array, weight: Array) -> Array:
         products = [(h.astype(layout.dtype), use(weight, stored, layout))]
-        return matmul_reduce_scatter(products, split_over(used_axes(axes), layout), used, STORED, layout, scatters)
+        return matmul_reduce_scatter(
+            products, split_over(used_axes(axes), layout), used, STORED, layout, scatters
+        )
 
     def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
         swapped = _swap_dims(use(weight, stored, layout), len(axes))
         dy = dy.astype(layout.dtype)
-        dy, (dh,) = all_gather_matmul(dy, [swapped], STORED, used, layout.compute, layout, gathers)
-        dweight = _weight_gradient(h.astype(layout.dtype), dy, weight, stored, used, layout, None)
+        dy, (dh,) = all_gather_matmul(
+            dy,
+            [swapped],
+            STORED,
+            used,
+            layout.compute,
+            layout,
+            gathers,
+        )
+        dweight = _weight_gradient(
+            h.astype(layout.dtype),
+            dy,
+            weight,
+            stored,
+            used,
+            layout,
+            None,
+        )
         return dh.astype(h.dtype), dweight
 
-    return _plus(manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight), bias, (to,), layout)
+    return _plus(
+        manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight),
+        bias,
+        (to,),
+        layout,
+    )
 
 
 def rank_linear(
-    u_BSr: Float[Array, "B S r"], weight: Array, axes: Axes, layout: Layout, *, seq: LogicalAxis = "seq"
+    u_BSr: Float[Array, "B S r"],
+    weight: Array,
+    axes: Axes,
+    layout: Layout,
+    *,
+    seq: LogicalAxis = "seq",
 ) -> Array:
-    """Compute `u @ w` from a low rank r, the second matmul of LoRA (Hu et al. 2021, arXiv:2106.09685).
+    """Compute `u @ w` from a low rank r, the second matmul of LoRA (Hu et al. 2021,
+    arXiv:2106.09685).
 
     Args:
-      u_BSr: a result of `column_linear` or `row_linear` whose last dim is "rank": every device has all of r.
+      u_BSr: a result of `column_linear` or `row_linear` whose last dim is "rank": every device has
+        all of r.
       weight: an array [r, *out] with logical axes ("rank", *axes).
       axes: logical axes of the output dims: those of a column linear, or ("embed",).
-      seq: logical axis of the sequence of u and of the output, which is "residual_seq" after a row linear.
+      seq: logical axis of the sequence of u and of the output, which is "residual_seq" after a row
+        linear.
 
     Returns:
-      An array [B, S, *out] in the compute dtype, laid out like the output of the linear that it is added to.
+      An array [B, S, *out] in the compute dtype, laid out like the output of the linear that it is
+      added to.
     """
     require_layout(layout, "rank_linear")
     require_axes(axes, "rank_linear")
     used: Axes = ("batch", seq, None)
-    outs: Axes = ("batch", seq, *used_axes([output_axis(axis, layout) for axis in axes]))
+    outs: Axes = (
+        "batch",
+        seq,
+        *used_axes([output_axis(axis, layout) for axis in axes]),
+    )
     stored: Axes = ("rank", *axes)
     layout.sharding(stored, weight.shape, "weight")
     _require_width("rank_linear", u_BSr.shape, weight.shape, 1)
-    return _columns(u_BSr, (weight,), layout, stored=(stored,), outs=(outs,), given=used, used=used)[0]
+    return _columns(
+        u_BSr, (weight,), layout, stored=(stored,), outs=(outs,), given=used, used=used
+    )[0]
 
 
 def logits(
-    x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], layout: Layout, *, vocab_size: int = 0,
-    softcap: float = 0.0, overlap: Overlapping = "xla",
-) -> Float[Array, "B S V"]:  # fmt: skip
+    x_BSD: Float[Array, "B S D"],
+    head_VD: Float[Array, "V D"],
+    layout: Layout,
+    *,
+    vocab_size: int = 0,
+    softcap: float = 0.0,
+    overlap: Overlapping = "xla",
+) -> Float[Array, "B S V"]:
     """Compute float32 scores of every vocabulary entry, split over `vocab`.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: the vocabulary matrix, with logical axes ("vocab", "embed").
       vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
-      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
+        they are.
       overlap: as for `column_linear`.
 
     Raises:
@@ -194,7 +284,14 @@ def logits(
     stored: Axes = ("embed", "vocab")
     outs: Axes = ("batch", "seq", "vocab")
     (logits_BSV,) = _columns(
-        x_BSD, (head_VD.T,), layout, stored=(stored,), outs=(outs,), used=GATHERED, dtype="float32", overlap=overlap
+        x_BSD,
+        (head_VD.T,),
+        layout,
+        stored=(stored,),
+        outs=(outs,),
+        used=GATHERED,
+        dtype="float32",
+        overlap=overlap,
     )
     logits_BSV = cap_scores(logits_BSV, softcap)
     if vocab_size in (0, head_VD.shape[0]):
@@ -203,13 +300,20 @@ def logits(
 
 
 def require_head(what: str, x_BSD: Array, head_VD: Array, layout: Layout) -> None:
-    """Refuse, for the op `what`, hidden states that the mesh does not divide or that the head is not as wide as."""
+    """Refuse, for the op `what`, hidden states that the mesh does not divide or that the head is
+    not as wide as.
+    """
     layout.sharding(STORED, x_BSD.shape, "x")
     layout.sharding(("vocab", "embed"), head_VD.shape, "head")
     _require_width(what, x_BSD.shape, head_VD.shape[::-1], 1)
 
 
-def _require_width(what: str, given: Sequence[int], weight: Sequence[int], dims: int) -> None:
+def _require_width(
+    what: str,
+    given: Sequence[int],
+    weight: Sequence[int],
+    dims: int,
+) -> None:
     """Refuse an input whose last dims are not the first ones of the weight."""
     if tuple(given[len(given) - dims :]) != tuple(weight[:dims]):
         raise UserError(
@@ -219,46 +323,76 @@ def _require_width(what: str, given: Sequence[int], weight: Sequence[int], dims:
 
 
 def _require_bias(what: str, bias: Any, out: Sequence[int]) -> None:
-    """Refuse a bias that has not the shape of its weight's output dims: it would be added at other places."""
+    """Refuse a bias that has not the shape of its weight's output dims: it would be added at other
+    places.
+    """
     shape = getattr(bias, "shape", None)
     if bias is not None and shape != tuple(out):
-        found = f"one of shape {tuple(shape)}" if shape is not None else f"a value of type {type(bias).__name__}"
+        if shape is not None:
+            found = f"one of shape {tuple(shape)}"
+        else:
+            found = f"a value of type {type(bias).__name__}"
         raise UserError(
-            f"{what}: a bias has the shape of the weight's output dims, {tuple(out)}, and was given {found}: "
+            f"{what}: a bias has the shape of the weight's output dims, {tuple(out)}, and was "
+            f"given {found}: "
             f"give an array of shape {tuple(out)}"
         )
 
 
 def _forms(overlap: Overlapping) -> tuple[Form, Form]:
-    return overlap if isinstance(overlap, tuple) else (overlap, overlap)
+    if isinstance(overlap, tuple):
+        return overlap
+    return (overlap, overlap)
 
 
 def _columns(
-    x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
-    used: Axes, dtype: str = "", overlap: Overlapping = "xla", given: Axes = STORED,
-) -> tuple[Array, ...]:  # fmt: skip
-    """Column linears that share one gather of x from the layout `given` to `used`; `dtype` is that of their outputs."""
+    x: Array,
+    weights: tuple[Array, ...],
+    layout: Layout,
+    *,
+    stored: tuple[Axes, ...],
+    outs: tuple[Axes, ...],
+    used: Axes,
+    dtype: str = "",
+    overlap: Overlapping = "xla",
+    given: Axes = STORED,
+) -> tuple[Array, ...]:
+    """Column linears that share one gather of x from the layout `given` to `used`; `dtype` is that
+    of their outputs.
+    """
     dtype = dtype or layout.compute
     gathers, scatters = _forms(overlap)
-    copies = [axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None for axes in stored]
+    copies = [
+        axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None
+        for axes in stored
+    ]
 
     def use_all(weights: tuple[Array, ...]) -> list[Array]:
         whole = (use(weight, axes, layout) for weight, axes in zip(weights, stored, strict=True))
-        return [_own_kv_heads(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)]
+        return [
+            _own_kv_heads(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)
+        ]
 
     def forward(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         x = x.astype(layout.dtype)
         return tuple(all_gather_matmul(x, use_all(weights), given, used, dtype, layout, gathers)[1])
 
-    def backward(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    def backward(
+        x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
         dys = tuple(dy.astype(layout.dtype) for dy in dys)
         # Arrays that are partial over the same mesh axes are added up before they are sent.
         groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
         for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
             groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swap_dims(weight, 1)))
-        parts = (matmul_reduce_scatter(group, over, used, given, layout, scatters) for over, group in groups.items())
+        parts = (
+            matmul_reduce_scatter(group, over, used, given, layout, scatters)
+            for over, group in groups.items()
+        )
         dx = functools.reduce(jnp.add, parts).astype(x.dtype)
-        x, _ = all_gather_matmul(x.astype(layout.dtype), (), given, used, layout.compute, layout, gathers)
+        x, _ = all_gather_matmul(
+            x.astype(layout.dtype), (), given, used, layout.compute, layout, gathers
+        )
         dweights = tuple(
             _weight_gradient(x, dy, weight, axes, used, layout, dim)
             for dy, weight, axes, dim in zip(dys, weights, stored, copies, strict=True)
@@ -274,7 +408,9 @@ def used_axes(axes: Axes) -> Axes:
 
 
 def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
-    """Inside `manual`: pick from a weight of kv heads those that this device's query heads attend with."""
+    """Inside `manual`: pick from a weight of kv heads those that this device's query heads attend
+    with.
+    """
     if dim is None:
         return weight
     axes = kv_copy_axes(layout)
@@ -284,7 +420,8 @@ def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
 
 
 def _plus(y: Array, bias: Array | None, axes: Axes, layout: Layout) -> Array:
-    """Add the bias [*out] to [B, S, *out], whose kv heads may be copies; it and its gradient are summed in float32.
+    """Add the bias [*out] to [B, S, *out], whose kv heads may be copies; it and its gradient are
+    summed in float32.
 
     Args:
       axes: logical axes of the bias.
@@ -293,63 +430,90 @@ def _plus(y: Array, bias: Array | None, axes: Axes, layout: Layout) -> Array:
         return y
     if "kv_heads" in axes and kv_copy_axes(layout):
         dim = axes.index("kv_heads")
-        bias = jnp.repeat(bias, y.shape[2 + dim] // bias.shape[dim], axis=dim)
+        bias = jnp.repeat(
+            bias,
+            y.shape[2 + dim] // bias.shape[dim],
+            axis=dim,
+        )
     return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
 def use(weight: Array, axes: Axes, layout: Layout) -> Array:
-    """Inside `manual`: prepare a weight for its matmul; it is cast before it is gathered, so half the bytes travel."""
+    """Inside `manual`: prepare a weight for its matmul; it is cast before it is gathered, so half
+    the bytes travel.
+    """
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 
 def _swap_dims(weight: Array, split: int) -> Array:
     """Turn a weight [*in, *out], with so many dims in, into [*out, *in]."""
-    return jnp.transpose(weight, (*range(split, weight.ndim), *range(split)))
+    return jnp.transpose(
+        weight,
+        (*range(split, weight.ndim), *range(split)),
+    )
 
 
 def _weight_gradient(
     x: Array, dy: Array, weight: Array, axes: Axes, used: Axes, layout: Layout, copied: int | None
 ) -> Array:
-    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens; the result is laid out as a gradient.
+    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens; the result is laid
+    out as a gradient.
 
-    The sum is in float32, over the devices that have other tokens and those that have copies of the same heads.
+    The sum is in float32, over the devices that have other tokens and those that have copies of the
+    same heads.
     """
-    shape, tokens = (*x.shape[2:], *dy.shape[2:]), split_over(used[:2], layout)
+    shape = (*x.shape[2:], *dy.shape[2:])
+    tokens = split_over(used[:2], layout)
     if platform_of(layout) == "tpu" and len(x) > 1:
         over = (0, 1)  # to merge the two dims, XLA would copy heads that lie [B, H, h, S]
     else:
         over = (0,)  # XLA:CPU would transpose two dims
         x, dy = (array.reshape(array.shape[0] * array.shape[1], -1) for array in (x, dy))
-    dweight = jax.lax.dot_general(x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
+    dweight = jax.lax.dot_general(
+        x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32
+    ).reshape(shape)
     if copied is not None:
-        whole = jax.ShapeDtypeStruct((*shape[:copied], weight.shape[copied], *shape[copied + 1 :]), jnp.float32)
-        (dweight,) = jax.linear_transpose(lambda weight: _own_kv_heads(weight, copied, layout), whole)(dweight)
+        whole = jax.ShapeDtypeStruct(
+            (*shape[:copied], weight.shape[copied], *shape[copied + 1 :]), jnp.float32
+        )
+        (dweight,) = jax.linear_transpose(
+            lambda weight: _own_kv_heads(weight, copied, layout), whole
+        )(dweight)
         tokens += kv_copy_axes(layout)
     return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
 
 
 def lookup(
-    table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None, layout: Layout
+    table_VD: Float[Array, "V D"],
+    ids_BS: Int[Array, "B S"],
+    axis: LogicalAxis | None,
+    layout: Layout,
 ) -> Float[Array, "B S D"]:
-    """Look up rows of an embedding table; they are in the compute dtype and the residual stream's layout.
+    """Look up rows of an embedding table; they are in the compute dtype and the residual stream's
+    layout.
 
     Args:
       table_VD: the table, with logical axes (axis, "embed").
-      axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
+      axis: logical axis of the table's rows: "vocab", or None for a table that is never split by
+        rows.
 
     Raises:
-      UserError: the rules split tokens and rows over the same mesh axis, or the arguments are of another kind.
+      UserError: the rules split tokens and rows over the same mesh axis, or the arguments are of
+        another kind.
     """
     require_layout(layout, "lookup")
     if not (axis is None or isinstance(axis, str)):
-        raise UserError(f'lookup takes one logical axis, such as "vocab", or None, and was given {axis!r}')
+        raise UserError(
+            f'lookup takes one logical axis, such as "vocab", or None, and was given {axis!r}'
+        )
     layout.sharding((*GATHERED[:2], axis), name="lookup")
     layout.sharding(GATHERED[:2], ids_BS.shape, "ids")
     if not jnp.issubdtype(ids_BS.dtype, jnp.integer):
         raise UserError(f"lookup takes ids of an integer dtype, and was given {ids_BS.dtype}")
     stored: Axes = (axis, "embed")
 
-    # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the rest are zeros.
+    # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the
+    # rest are zeros.
     def forward(table_VD: Array, ids_BS: Array) -> Array:
         table_VD = use(table_VD, stored, layout)
         ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
@@ -357,17 +521,25 @@ def lookup(
         return reduce(rows_BSD, layout.mesh_axes(axis), GATHERED, STORED, layout)
 
     def backward(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> tuple[Array, None]:
-        dx_BSD, rows = gather(dx_BSD, STORED, GATHERED, layout), table_VD.shape[0]
+        dx_BSD = gather(dx_BSD, STORED, GATHERED, layout)
+        rows = table_VD.shape[0]
         ids_BS, here_BS = _local_ids(ids_BS, rows, axis, layout)
         dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
         dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
-        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout)
+        dtable_VD = reduce(
+            dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout
+        )
         return dtable_VD.astype(table_VD.dtype), None
 
-    return manual_vjp(forward, backward, layout, (stored, GATHERED[:2]), STORED)(table_VD, ids_BS)
+    return manual_vjp(forward, backward, layout, (stored, GATHERED[:2]), STORED)(
+        table_VD,
+        ids_BS,
+    )
 
 
-def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout) -> tuple[Array, Array]:
+def _local_ids(
+    ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout
+) -> tuple[Array, Array]:
     """Inside `manual`: count ids from this device's first row, and say which of them it has."""
     ids_BS = ids_BS - first_row(axis, rows, layout)
     here_BS = (ids_BS >= 0) & (ids_BS < rows)
@@ -375,9 +547,11 @@ def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layou
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
-    """Zero a share `rate` of the entries of `x`, from 0 to below 1, and scale up the rest; `x` itself when key is None.
+    """Zero a share `rate` of the entries of `x`, from 0 to below 1, and scale up the rest; `x`
+    itself when key is None.
 
-    The bits depend on the key and the position in the global array only, so they are the same on every mesh.
+    The bits depend on the key and the position in the global array only, so they are the same on
+    every mesh.
 
     Raises:
       UserError: the rate is out of its range.
@@ -385,4 +559,6 @@ def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
     require_number("dropout", "rate", rate, least=0, below=1)
     if key is None or rate == 0:
         return x
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(
+        x.dtype
+    )

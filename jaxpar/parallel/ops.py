@@ -1,6 +1,7 @@
 """The ops of a model, bound to a plan: here the plan's choices become the ops' keyword options.
 
-A model calls these and knows no plan. Whoever calls it chooses these or others like them (`verify.reference_ops`).
+A model calls these and knows no plan. Whoever calls it chooses these or others like them
+(`verify.reference_ops`).
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
 """
@@ -26,27 +27,49 @@ from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 
 @dataclass(frozen=True)
 class Ops:
-    """What a model calls for a matmul, a lookup, attention, experts and a loss: each is the function of its name."""
+    """What a model calls for a matmul, a lookup, attention, experts and a loss: each is the
+    function of its name.
+    """
 
     plan: Plan
 
     def column_linear(
-        self, x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes],
-        biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
-    ) -> tuple[Array, ...]:  # fmt: skip
+        self,
+        x_BSD: Array,
+        weights: Sequence[Array],
+        axes: Sequence[Axes],
+        biases: Sequence[Array | None] | None = None,
+        seq: LogicalAxis = "seq",
+    ) -> tuple[Array, ...]:
         """See `jaxpar.parallel.column_linear`."""
-        forms = self.plan.overlap.forms(output_axis(axes[0][0], self.plan))
-        return linear.column_linear(x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms)
+        forms = self.plan.overlap.forms(
+            output_axis(
+                axes[0][0],
+                self.plan,
+            )
+        )
+        return linear.column_linear(
+            x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms
+        )
 
     def row_linear(
-        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq",
+        self,
+        h_BSI: Array,
+        weight: Array,
+        axes: Axes,
+        bias: Array | None = None,
+        seq: LogicalAxis = "seq",
         to: LogicalAxis = "embed",
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """See `jaxpar.parallel.row_linear`."""
         forms = self.plan.overlap.forms(axes[0])
-        return linear.row_linear(h_BSI, weight, axes, self.plan, bias=bias, seq=seq, to=to, overlap=forms)
+        return linear.row_linear(
+            h_BSI, weight, axes, self.plan, bias=bias, seq=seq, to=to, overlap=forms
+        )
 
-    def rank_linear(self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq") -> Array:
+    def rank_linear(
+        self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq"
+    ) -> Array:
         """See `jaxpar.parallel.rank_linear`."""
         return linear.rank_linear(u_BSr, weight, axes, self.plan, seq=seq)
 
@@ -55,49 +78,94 @@ class Ops:
         return linear.lookup(table_VD, ids_BS, axis, self.plan)
 
     def attention(
-        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,
-        dropout_rate: float = 0.0, key: Array | None = None, softcap: float = 0.0,
-    ) -> Array:  # fmt: skip
-        """See `jaxpar.parallel.attention`. A token sees what the mask shows it of its own document of `segments_BS`, as
-        if that were alone.
+        self,
+        q_BSHh: Array,
+        k_BSKh: Array,
+        v_BSKh: Array,
+        mask: Mask,
+        segments_BS: Array | None = None,
+        dropout_rate: float = 0.0,
+        key: Array | None = None,
+        softcap: float = 0.0,
+    ) -> Array:
+        """See `jaxpar.parallel.attention`. A token sees what the mask shows it of its own document
+        of `segments_BS`, as if that were alone.
 
         Raises:
-          UserError: as there; or there are documents, and the map of a `BlockSparse` is of the whole sequence.
+          UserError: as there; or there are documents, and the map of a `BlockSparse` is of the
+            whole sequence.
         """
         plan = self.plan
         if segments_BS is not None:
             if not follows_documents(mask):
                 raise UserError(
-                    f"packed documents begin anywhere in a sequence, and the map of {mask} begins where that does: "
+                    f"packed documents begin anywhere in a sequence, and the map of {mask} "
+                    "begins where that does: "
                     "give BlockSparse per_document=True if it is to begin with each document"
                 )
             mask = mask & Segments(segments_BS, segments_BS)
         return _attention.attention(
-            q_BSHh, k_BSKh, v_BSKh, mask, plan, context=plan.context.strategy, implementation=plan.attention,
-            dropout_rate=dropout_rate, key=key, softcap=softcap,
-        )  # fmt: skip
+            q_BSHh,
+            k_BSKh,
+            v_BSKh,
+            mask,
+            plan,
+            context=plan.context.strategy,
+            implementation=plan.attention,
+            dropout_rate=dropout_rate,
+            key=key,
+            softcap=softcap,
+        )
 
     def expert_mlp(
-        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int,
+        self,
+        x_BSD: Array,
+        router_DE: Array,
+        gate_EDF: Array,
+        up_EDF: Array,
+        down_EFD: Array,
+        experts_per_token: int,
         text_BS: Array | None = None,
-    ) -> tuple[Array, RouterSums]:  # fmt: skip
+    ) -> tuple[Array, RouterSums]:
         """See `jaxpar.parallel.expert_mlp`."""
         weights = router_DE, gate_EDF, up_EDF, down_EFD
-        return experts.expert_mlp(x_BSD, *weights, self.plan, experts_per_token=experts_per_token, text_BS=text_BS)
+        return experts.expert_mlp(
+            x_BSD, *weights, self.plan, experts_per_token=experts_per_token, text_BS=text_BS
+        )
 
     def linear_cross_entropy(
-        self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0
+        self,
+        x_BSD: Array,
+        head_VD: Array,
+        labels_BS: Array,
+        vocab_size: int,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
     ) -> LossSums:
         """See `jaxpar.parallel.linear_cross_entropy`."""
         return cross_entropy.linear_cross_entropy(
-            x_BSD, head_VD, labels_BS, self.plan, vocab_size=vocab_size, z_loss=z_loss, softcap=softcap,
+            x_BSD,
+            head_VD,
+            labels_BS,
+            self.plan,
+            vocab_size=vocab_size,
+            z_loss=z_loss,
+            softcap=softcap,
             loss_mib=self.plan.loss_mib,
-        )  # fmt: skip
+        )
 
-    def logits(self, x_BSD: Array, head_VD: Array, vocab_size: int, softcap: float = 0.0) -> Array:
+    def logits(
+        self,
+        x_BSD: Array,
+        head_VD: Array,
+        vocab_size: int,
+        softcap: float = 0.0,
+    ) -> Array:
         """See `jaxpar.parallel.logits`."""
         forms = self.plan.overlap.forms("vocab")
-        return linear.logits(x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms)
+        return linear.logits(
+            x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms
+        )
 
 
 def split_of(plan: Plan, softcap: float = 0.0) -> Split:
@@ -110,19 +178,32 @@ def overlap_notes(plan: Plan) -> list[str]:
     asked = [name for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")]
     if not asked:
         return []
-    flags, moves = " and ".join(f"overlap.{name}" for name in asked), further_split(STORED, GATHERED, plan)
+    flags = " and ".join(f"overlap.{name}" for name in asked)
+    moves = further_split(STORED, GATHERED, plan)
     if not moves:
         why = "rules.residual_seq splits the sequence no further than rules.seq on this mesh"
         return [f"{flags}: no ring, since {why}"]
-    attention, notes = further_split(STORED, ATTENDED, plan), []
+    attention = further_split(STORED, ATTENDED, plan)
+    notes = []
     if attention != moves:
-        ring = f"the ring is {' x '.join(attention[0][1])}" if attention else "no ring"
+        if attention:
+            ring = f"the ring is {' x '.join(attention[0][1])}"
+        else:
+            ring = "no ring"
         over = " x ".join(plan.mesh_axes("attention_seq"))
-        notes.append(f"{flags}: {ring} at attention, whose sequence is split over {over} (rules.attention_seq)")
+        notes.append(
+            f"{flags}: {ring} at attention, whose sequence is split over {over} "
+            "(rules.attention_seq)"
+        )
     sums = {output_axis("kv_heads", plan): attention, "heads": attention, "mlp": moves}
     for axis, moved in sums.items() if any("scatter" in name for name in asked) else ():
-        split, rings = plan.mesh_axes(axis), [ring for _, ring in moved]
+        split = plan.mesh_axes(axis)
+        rings = [ring for _, ring in moved]
         if split and rings and set(split) != set(rings[0]):
-            over, around = " x ".join(split), " x ".join(rings[0])
-            notes.append(f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring is {around}")
+            over = " x ".join(split)
+            around = " x ".join(rings[0])
+            notes.append(
+                f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring "
+                f"is {around}"
+            )
     return notes

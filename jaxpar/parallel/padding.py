@@ -1,4 +1,5 @@
-"""Says which tokens of a batch are text and which are padding, and counts them: what routers' losses are means over.
+"""Says which tokens of a batch are text and which are padding, and counts them: what routers'
+losses are means over.
 
 Shapes: B batch, S sequence.
 """
@@ -28,20 +29,22 @@ class TokenCounts(NamedTuple):
 
     @property
     def labels_per_token(self) -> Float[Array, ""]:
-        """The factor of a sum over text where the loss, a sum over labels, is divided by `labels`: it makes the sum's
-        share of the quotient a mean over text."""
+        """The factor of a sum over text where the loss, a sum over labels, is divided by `labels`:
+        it makes the sum's share of the quotient a mean over text."""
         return self.labels / jnp.maximum(self.text, 1)
 
 
 def text_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> Bool[Array, "B S"]:
     """Tell which tokens are text and which are padding.
 
-    Padding is the end of a row in which no label counts and which is filled up: with segment 0 where the batch is
-    packed, and with token 0 where it is not. A prompt is text, though its labels do not count.
+    Padding is the end of a row in which no label counts and which is filled up: with segment 0
+    where the batch is packed, and with token 0 where it is not. A prompt is text, though its labels
+    do not count.
 
     Args:
-      batch: int arrays of whole rows in their natural order (before `in_order`): `tokens`, `labels` (one below zero
-        does not count) and, where rows are packed, `segments`, which number the documents of a row from 1.
+      batch: int arrays of whole rows in their natural order (before `in_order`): `tokens`, `labels`
+        (one below zero does not count) and, where rows are packed, `segments`, which number the
+        documents of a row from 1.
 
     Returns:
       True where a token is text.
@@ -49,12 +52,18 @@ def text_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> Bool[Array, "B S"]:
     filled_BS = batch.get("segments", batch["tokens"]) == FILLER
     kept_BS = ~filled_BS | (batch["labels"] >= 0)
     places_S = jnp.arange(kept_BS.shape[1])
-    last_B1 = jnp.max(jnp.where(kept_BS, places_S, -1), axis=1, keepdims=True)
+    last_B1 = jnp.max(
+        jnp.where(kept_BS, places_S, -1),
+        axis=1,
+        keepdims=True,
+    )
     return places_S <= last_B1
 
 
 def with_text(batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Return a batch that says which of its tokens are `text`, as routers need to know; it is as for `text_tokens`."""
+    """Return a batch that says which of its tokens are `text`, as routers need to know; it is as
+    for `text_tokens`.
+    """
     return {**batch, "text": text_tokens(batch)}
 
 

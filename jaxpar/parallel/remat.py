@@ -24,24 +24,39 @@ def named(x: Array, name: str) -> Array:
     return checkpoint_name(x, name)
 
 
-def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callable[..., Any]:
-    """Wrap `block` in a policy: of the activations it names, it keeps those the plan says and computes the rest again.
+def remat(
+    block: Callable[..., Any],
+    plan: Plan,
+    looped: bool = True,
+) -> Callable[..., Any]:
+    """Wrap `block` in a policy: of the activations it names, it keeps those the plan says and
+    computes the rest again.
 
-    The loop around a block keeps the block's input. So that the input can lie in host memory instead, the block gives
-    it a name before anything else, and the loop keeps the named array. `looped` says whether the block is the body of a
-    `lax.scan` over layers, or of its unrolled form.
+    The loop around a block keeps the block's input. So that the input can lie in host memory
+    instead, the block gives it a name before anything else, and the loop keeps the named array.
+    `looped` says whether the block is the body of a `lax.scan` over layers, or of its unrolled
+    form.
     """
     if not plan.recomputes:
         return block
 
     def policy(primitive: Any, *_: Any, **params: Any) -> Any:
-        name = params["name"] if primitive.name == NAME else _MADE_BY.get(primitive.name)
-        action = plan.action(name) if name in NAMES else "recompute"
+        if primitive.name == NAME:
+            name = params["name"]
+        else:
+            name = _MADE_BY.get(primitive.name)
+        if name in NAMES:
+            action = plan.action(name)
+        else:
+            action = "recompute"
         if action == "offload":
             return Offloadable(src="device", dst=HOST)
-        # The block's input is kept anyway, as its argument; by its name it would be kept a second time.
-        return Saveable if action == "save" and name != "block_input" else Recompute
+        # The block's input is kept anyway, as its argument; by its name it would be kept a second
+        # time.
+        if action == "save" and name != "block_input":
+            return Saveable
+        return Recompute
 
-    # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass; unrolled, XLA:TPU
-    # would merge the two and keep everything after all.
+    # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass;
+    # unrolled, XLA:TPU would merge the two and keep everything after all.
     return jax.checkpoint(block, policy=policy, prevent_cse=not looped)

@@ -1,9 +1,11 @@
-"""Collective matmuls: a matmul and the gather before it, or the sum and scatter after it, as one op.
+"""Collective matmuls: a matmul and the gather before it, or the sum and scatter after it, as
+one op.
 
-Following Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning
-models" (ASPLOS), chunks of a gathered array are multiplied as they arrive, and each chunk of a product is added to a
-sum that passes by on its way to the device it belongs to. The loops are unrolled, and a hop is written before the work
-that should hide it, so that the compiler's scheduler sees every step. In `linear` each op is the other's transpose.
+Following Wang et al. 2023, "Overlap communication with dependent computation via decomposition in
+large deep learning models" (ASPLOS), chunks of a gathered array are multiplied as they arrive, and
+each chunk of a product is added to a sum that passes by on its way to the device it belongs to. The
+loops are unrolled, and a hop is written before the work that should hide it, so that the compiler's
+scheduler sees every step. In `linear` each op is the other's transpose.
 
 Everything here runs inside `manual`, on local arrays whose dim 1 is the sequence.
 """
@@ -25,11 +27,18 @@ from jaxpar.parallel.collectives import further_split, gather, reduce
 
 
 def all_gather_matmul(
-    x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, layout: Layout, form: Form
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    stored: Axes,
+    used: Axes,
+    dtype: str,
+    layout: Layout,
+    form: Form,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Gather `x` and multiply it by weights that share the gather.
 
-    x is an array [B, S, *in] in the layout `stored`, and the weights are arrays [*in, *out], ready to be multiplied.
+    x is an array [B, S, *in] in the layout `stored`, and the weights are arrays [*in, *out], ready
+    to be multiplied.
 
     Returns:
       x in the layout `used`, and for each weight an array [B, S, *out] of `dtype`.
@@ -41,41 +50,65 @@ def all_gather_matmul(
     if ring is None:
         x = gather(x, stored, used, layout)
         return x, [matmul(x, weight, dtype) for weight in weights]
-    rows, wholes = x.shape[1] * ring.size, []
+    rows = x.shape[1] * ring.size
+    wholes = []
     for first, chunk in _gather_chunks(x, ring):
         parts = (chunk, *(matmul(chunk, weight, dtype) for weight in weights))
-        wholes = wholes or [jax.lax.empty((len(part), rows, *part.shape[2:]), part.dtype) for part in parts]
+        wholes = wholes or [
+            jax.lax.empty((len(part), rows, *part.shape[2:]), part.dtype) for part in parts
+        ]
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
         wholes = [put(whole, part) for whole, part in zip(wholes, parts, strict=True)]
     return wholes[0], wholes[1:]
 
 
 def matmul_reduce_scatter(
-    products: Sequence[tuple[jax.Array, jax.Array]], partial: Collection[MeshAxis], used: Axes, stored: Axes,
-    layout: Layout, form: Form,
-) -> jax.Array:  # fmt: skip
-    """Sum some matmuls, where the sum is partial over mesh axes, into the layout that the sum is stored in.
+    products: Sequence[tuple[jax.Array, jax.Array]],
+    partial: Collection[MeshAxis],
+    used: Axes,
+    stored: Axes,
+    layout: Layout,
+    form: Form,
+) -> jax.Array:
+    """Sum some matmuls, where the sum is partial over mesh axes, into the layout that the sum is
+    stored in.
 
-    The products are pairs of an array [B, S, *in] and a weight [*in, *out]. The sum [B, S, *out] has the layout `used`
-    before and `stored` after. It is in the compute dtype, and so is what travels: in a ring, sums are added in float32
-    and rounded at each hop.
+    The products are pairs of an array [B, S, *in] and a weight [*in, *out]. The sum [B, S, *out]
+    has the layout `used` before and `stored` after. It is in the compute dtype, and so is what
+    travels: in a ring, sums are added in float32 and rounded at each hop.
     """
     ring = _ring(stored, used, form, layout)
     if ring is None or set(partial) != set(ring.axes):
-        return reduce(_sum(matmul(x, weight, layout.compute) for x, weight in products), partial, used, stored, layout)
+        return reduce(
+            _sum(matmul(x, weight, layout.compute) for x, weight in products),
+            partial,
+            used,
+            stored,
+            layout,
+        )
 
     def summand(first: jax.Array, count: int) -> jax.Array:
-        rows = [(jax.lax.dynamic_slice_in_dim(x, first, count, axis=1), weight) for x, weight in products]
+        rows = [
+            (jax.lax.dynamic_slice_in_dim(x, first, count, axis=1), weight)
+            for x, weight in products
+        ]
         return _sum(matmul(x, weight, "float32") for x, weight in rows)
 
-    return _scatter_sums(summand, products[0][0].shape[1] // ring.size, layout.dtype, ring)
+    return _scatter_sums(
+        summand,
+        products[0][0].shape[1] // ring.size,
+        layout.dtype,
+        ring,
+    )
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
     """Multiply [B, S, *in] by [*in, *out] as a matmul of flattened dims."""
     out = weight.shape[x.ndim - 2 :]
     x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
-    y_TO = jnp.matmul(x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype))
+    y_TO = jnp.matmul(
+        x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype)
+    )
     return y_TO.reshape(*x.shape[:2], *out)
 
 
@@ -84,14 +117,23 @@ def _sum(parts: Iterator[jax.Array]) -> jax.Array:
 
 
 def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
-    """The ring that replaces the gather from one layout to the other, or its transpose; None = no ring."""
+    """The ring that replaces the gather from one layout to the other, or its transpose; None = no
+    ring.
+    """
     if form not in get_args(Form):
         known = get_args(Form)
-        raise UserError(f"no form {form!r}{suggest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
+        raise UserError(
+            f"no form {form!r}{suggest(form, known)} of a gather or scatter: try one of "
+            f"{', '.join(known)}"
+        )
     moves = further_split(stored, used, layout)
     if form == "xla" or [dim for dim, _ in moves] != [1]:
         return None
-    return _Ring(moves[0][1], layout.pieces(moves[0][1]), form)
+    return _Ring(
+        moves[0][1],
+        layout.pieces(moves[0][1]),
+        form,
+    )
 
 
 class _Ring(NamedTuple):
@@ -103,21 +145,32 @@ class _Ring(NamedTuple):
     form: Literal["ring", "bidirectional"]
 
     def lanes(self, rows: int) -> list[tuple[int, int, int]]:
-        """How a chunk of `rows` travels: (first row, rows, direction) of each part. A single row goes one way only."""
+        """How a chunk of `rows` travels: (first row, rows, direction) of each part. A single row
+        goes one way only.
+        """
         half = rows // 2 if self.form == "bidirectional" else 0
-        return [(0, half, -1), (half, rows - half, 1)] if half else [(0, rows, 1)]
+        if half:
+            return [(0, half, -1), (half, rows - half, 1)]
+        return [(0, rows, 1)]
 
     def hop(self, x: jax.Array, direction: int) -> jax.Array:
         """Return what the neighbour behind has, as seen in this direction."""
-        return jax.lax.ppermute(x, self.axes, [(i, (i + direction) % self.size) for i in range(self.size)])
+        return jax.lax.ppermute(
+            x, self.axes, [(i, (i + direction) % self.size) for i in range(self.size)]
+        )
 
     def behind(self, hops: int, direction: int) -> jax.Array:
         """Return the device that is so many hops behind this one."""
         return (jax.lax.axis_index(self.axes) - direction * hops) % self.size
 
 
-def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yield the chunks of the all-gather of `x` as (first row, rows), its own first; the next travels meanwhile."""
+def _gather_chunks(
+    x: jax.Array,
+    ring: _Ring,
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yield the chunks of the all-gather of `x` as (first row, rows), its own first; the next
+    travels meanwhile.
+    """
     rows = x.shape[1]
     parts = [
         (first, direction, jax.lax.slice_in_dim(x, first, first + count, axis=1))
@@ -125,7 +178,10 @@ def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.A
     ]
     for hops in range(ring.size):
         last = hops == ring.size - 1
-        arriving = [] if last else [(first, way, ring.hop(part, way)) for first, way, part in parts]
+        if last:
+            arriving = []
+        else:
+            arriving = [(first, way, ring.hop(part, way)) for first, way, part in parts]
         for first, way, part in parts:
             yield ring.behind(hops, way) * rows + first, part
         parts = arriving
@@ -134,16 +190,22 @@ def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.A
 def _scatter_sums(
     summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring
 ) -> jax.Array:
-    """The reduce-scatter of an array whose local summand `summand(first, count)` makes piece by piece, in float32.
+    """The reduce-scatter of an array whose local summand `summand(first, count)` makes piece by
+    piece, in float32.
 
     Sums travel in `dtype`; `rows` is the length of the chunk that stays here.
     """
     lanes = ring.lanes(rows)
     sums: list[jax.Array] = []
-    for hops in reversed(range(ring.size)):  # the chunk with the longest way goes first, one's own last
-        arriving = [ring.hop(passing, way) for passing, (_, _, way) in zip(sums, lanes, strict=False)]
+    # the chunk with the longest way goes first, one's own last
+    for hops in reversed(range(ring.size)):
+        arriving = [
+            ring.hop(passing, way) for passing, (_, _, way) in zip(sums, lanes, strict=False)
+        ]
         sums = []
         for i, (first, count, way) in enumerate(lanes):
             own = summand(ring.behind(-hops, way) * rows + first, count)
             sums.append((own + arriving[i].astype(own.dtype) if arriving else own).astype(dtype))
-    return jnp.concatenate(sums, axis=1) if len(sums) > 1 else sums[0]
+    if len(sums) > 1:
+        return jnp.concatenate(sums, axis=1)
+    return sums[0]

@@ -1,7 +1,8 @@
 """The order of a batch's tokens where attention splits the sequence, and halves of a batch.
 
-Device i of n has chunks i and 2n - 1 - i of 2n (zigzag), so that under a causal mask every device has the same work
-(LLaMA 3, arXiv:2407.21783, section 3.3.2). Ulysses keeps tokens in their own order.
+Device i of n has chunks i and 2n - 1 - i of 2n (zigzag), so that under a causal mask every device
+has the same work (LLaMA 3, arXiv:2407.21783, section 3.3.2). Ulysses keeps tokens in their own
+order.
 
 Shapes: B batch, S sequence, V vocab.
 """
@@ -25,7 +26,9 @@ TOKENS: Axes = ("batch", None)
 
 
 def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
-    """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0] for no change."""
+    """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0]
+    for no change.
+    """
     n = layout.size("attention_seq")
     if n == 1 or strategy == "ulysses":
         return [0]
@@ -40,8 +43,13 @@ def require_strategy(context: object) -> None:
     """
     known = get_args(Strategy)
     if context not in known:
-        hint = suggest(context, known) if isinstance(context, str) else ""
-        raise UserError(f"no context strategy {short(context)}{hint}: try one of {', '.join(known)}")
+        if isinstance(context, str):
+            hint = suggest(context, known)
+        else:
+            hint = ""
+        raise UserError(
+            f"no context strategy {short(context)}{hint}: try one of {', '.join(known)}"
+        )
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -51,8 +59,11 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 def reorder(x: Array, order: Sequence[int], dim: int) -> Array:
     """Return `x` with the chunks of one dim in another order."""
-    front, back = x.shape[:dim], x.shape[dim + 1 :]
-    return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(x.shape)
+    front = x.shape[:dim]
+    back = x.shape[dim + 1 :]
+    return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(
+        x.shape
+    )
 
 
 def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
@@ -79,11 +90,12 @@ def context_sizes(layout: Layout) -> str:
 def in_order(
     batch: Mapping[str, Int[Array, "B S"]], layout: Layout, context: Strategy = "ring"
 ) -> dict[str, Int[Array, "B S"]]:
-    """Put a batch's tokens in the order in which attention splits the sequence; `positions` says where they stood.
+    """Put a batch's tokens in the order in which attention splits the sequence; `positions` says
+    where they stood.
 
     Args:
-      batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device. `positions` are made
-        if missing.
+      batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device.
+        `positions` are made if missing.
       context: how attention runs where the sequence is split, as for `attention`.
 
     Raises:
@@ -92,9 +104,16 @@ def in_order(
     require_layout(layout, "in_order")
     require_strategy(context)
     if not isinstance(batch, Mapping) or "tokens" not in batch:
-        found = f"the names {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else short(batch)
-        raise UserError(f'in_order takes arrays [batch, sequence] by name, "tokens" among them, and was given {found}')
-    tokens_BS, order = batch["tokens"], chunk_order(layout, context)
+        if isinstance(batch, Mapping):
+            found = f"the names {', '.join(map(str, batch))}"
+        else:
+            found = short(batch)
+        raise UserError(
+            'in_order takes arrays [batch, sequence] by name, "tokens" among them, and was '
+            f"given {found}"
+        )
+    tokens_BS = batch["tokens"]
+    order = chunk_order(layout, context)
     positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
     batch = {"positions": positions_BS, **batch}
     if len(order) == 1:
@@ -103,12 +122,18 @@ def in_order(
     return {name: layout.constrain(reorder(x, order, 1), TOKENS) for name, x in batch.items()}
 
 
-def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring") -> Float[Array, "B S V"]:
-    """Put what a model made of a batch `in_order` back into the tokens' own order; the arguments are as there."""
+def in_natural_order(
+    x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring"
+) -> Float[Array, "B S V"]:
+    """Put what a model made of a batch `in_order` back into the tokens' own order; the arguments
+    are as there.
+    """
     require_layout(layout, "in_natural_order")
     require_strategy(context)
     order = chunk_order(layout, context)
-    return x_BSV if len(order) == 1 else reorder(x_BSV, inverse(order), 1)
+    if len(order) == 1:
+        return x_BSV
+    return reorder(x_BSV, inverse(order), 1)
 
 
 class Places(NamedTuple):
@@ -117,7 +142,8 @@ class Places(NamedTuple):
     Attributes:
       positions: int [B, S], where a token stands in its document.
       segments: int [B, S], the number of its document; None = one in each row.
-      text: bool [B, S], false for padding, which routers leave out of their sums; None = all are text.
+      text: bool [B, S], false for padding, which routers leave out of their sums; None = all are
+        text.
     """
 
     positions: Int[Array, "B S"]
@@ -131,8 +157,14 @@ def places_of_halves(places: Places, plan: Plan) -> list[Places]:
     return [Places(*half) for half in zip(*parts, strict=True)]
 
 
-def halves(x: Array | None, axes: Axes, plan: Plan) -> tuple[Any, ...]:
-    """Return what a block runs on in turn: the array, or under Domino two halves of each device's sequences."""
+def halves(
+    x: Array | None,
+    axes: Axes,
+    plan: Plan,
+) -> tuple[Any, ...]:
+    """Return what a block runs on in turn: the array, or under Domino two halves of each device's
+    sequences.
+    """
     if x is None or plan.overlap.parts == 1:
         return (x,) * plan.overlap.parts
     return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)

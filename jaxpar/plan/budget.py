@@ -1,8 +1,8 @@
 """What a config leaves open is settled here: its overlap, and a memory budget.
 
-A budget is solved for the fastest step that fits: `jaxpar.plan.choose_remat` has the choices, what they cost, and the
-best of them; `jaxpar.plan.memory_search` predicts the bytes of each. The winner is compiled, and what the compiler says
-corrects the prediction for all: three compilations at most.
+A budget is solved for the fastest step that fits: `jaxpar.plan.choose_remat` has the choices, what
+they cost, and the best of them; `jaxpar.plan.memory_search` predicts the bytes of each. The winner
+is compiled, and what the compiler says corrects the prediction for all: three compilations at most.
 """
 
 from __future__ import annotations
@@ -29,20 +29,33 @@ MARGIN = 0.05
 """The share of a device's memory that `auto` leaves free."""
 _ROUNDS = 3  # the most compilations
 _WORTH = 0.99  # share of the best step's time; a smaller gain is not worth a compilation
-_UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerate("KMGT") for suffix, base in
-                           (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{
+        f"{k}{suffix}": base ** (n + 1)
+        for n, k in enumerate("KMGT")
+        for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+    },
+}
 
 
-def resolve(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
+def resolve(
+    config: Config,
+    target: Target | None = None,
+    say: Say = lambda line: None,
+) -> Config:
     """Replace every `overlap = auto` of a config and its `memory.budget` by what was found best.
 
     Args:
       config: the experiment. Its mesh must fit the target.
-      target: the target to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the devices at hand.
+      target: the target to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the
+        devices at hand.
       say: is called with a line for each form that is tried and for each compilation.
 
     Raises:
-      UserError: the mesh does not fit, or the budget is below what the plan takes with the least kept.
+      UserError: the mesh does not fit, or the budget is below what the plan takes with the least
+        kept.
     """
     return resolve_and_compile(config, target, say)[0]
 
@@ -54,44 +67,78 @@ def resolve_and_compile(
     config = choose_overlap(config, target, say)
     if not config.memory.budget:
         return config, None
-    devices = list(make_plan(config, None if target is None else target.devices()).mesh.devices.flat)
-    hardware, platform = hardware_of(devices[0].device_kind) or Hardware(), platform_of(devices[0])
+    devices = list(
+        make_plan(config, None if target is None else target.devices()).mesh.devices.flat
+    )
+    hardware = hardware_of(devices[0].device_kind) or Hardware()
+    platform = platform_of(devices[0])
     if target is not None:
-        hardware, platform = target.hardware, target.platform
+        hardware = target.hardware
+        platform = target.platform
     found, tried = solve_budget(config, devices, platform, hardware, say, target)
     return found, next(one.program for one in tried if one.config == found)
 
 
 def solve_budget(
-    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None,
+    config: Config,
+    devices: list[jax.Device],
+    platform: str,
+    hardware: Hardware,
+    say: Say = lambda line: None,
     target: Target | None = None,
-) -> tuple[Config, list[Tried]]:  # fmt: skip
-    """Find the fastest config that fits `memory.budget`, and return it with what was compiled on the way to it.
+) -> tuple[Config, list[Tried]]:
+    """Find the fastest config that fits `memory.budget`, and return it with what was compiled on
+    the way to it.
 
-    What `memory.may` names may change as well as the activations. If the devices are those of a target, its rehearsal
-    says how long compute waits for the host, and which of the compiled assignments is the fastest.
+    What `memory.may` names may change as well as the activations. If the devices are those of a
+    target, its rehearsal says how long compute waits for the host, and which of the compiled
+    assignments is the fastest.
 
     Raises:
-      UserError: the budget is below what the plan takes with the least kept; the message says what would lower that.
+      UserError: the budget is below what the plan takes with the least kept; the message says what
+        would lower that.
     """
     budget = budget_bytes(config.memory.budget, hardware, devices[0])
     searched = searches(config, devices, platform, hardware, say)
     least = min(searched, key=lambda one: one.predicted_bytes(one.least))
-    tried, best, last = list[Tried](), None, ""
+    tried = list[Tried]()
+    best = None
+    last = ""
     while len(tried) < _ROUNDS:
         # The first guess leaves a margin: a compilation that does not fit is lost.
-        rooms = (budget,) if tried else (int(budget * (1 - MARGIN)), budget)
-        found = next((some for room in rooms if (some := _candidates(searched, room, tried))), [])
-        pick = min(found, key=lambda pair: pair[0].rank(pair[1]), default=None)
+        if tried:
+            rooms = (budget,)
+        else:
+            rooms = (int(budget * (1 - MARGIN)), budget)
+        found = next(
+            (some for room in rooms if (some := _candidates(searched, room, tried))),
+            [],
+        )
+        pick = min(
+            found,
+            key=lambda pair: pair[0].rank(pair[1]),
+            default=None,
+        )
         if best and (pick is None or pick[0].rank(pick[1]) > _WORTH * best[0].rank(best[1])):
             break
-        if best is None and (pick is None or len(tried) == _ROUNDS - 1):  # the safest one that is left
-            pick = next(((least, one) for one in (least.least, least.away) if not least.was_tried(one, tried)), pick)
+        # the safest one that is left
+        if best is None and (pick is None or len(tried) == _ROUNDS - 1):
+            pick = next(
+                (
+                    (least, one)
+                    for one in (least.least, least.away)
+                    if not least.was_tried(one, tried)
+                ),
+                pick,
+            )
         if pick is None:
             break
         search, solution = pick
         sizes = f"predicted {bytes_text(search.predicted_bytes(solution))} of {bytes_text(budget)}"
-        say(f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: {reasons(search, solution)}; {sizes}")
+        say(
+            f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: "
+            f"{reasons(search, solution)}; {sizes}"
+        )
         began = time.perf_counter()
         again = search.compile(solution, target)
         last = f" (the last took {time.perf_counter() - began:.0f} s)"
@@ -103,24 +150,32 @@ def solve_budget(
         if again.compiled <= budget and (best is None or not _is_slower(again, best[2])):
             best = search, solution, again
     if best is None:
-        raise UserError(_too_small_message(budget, min(tried, key=lambda one: one.compiled), least, config))
+        raise UserError(
+            _too_small_message(budget, min(tried, key=lambda one: one.compiled), least, config)
+        )
     search, solution, found = best
-    say(f"memory.budget {config.memory.budget}: {reasons(search, solution)}{_rehearsal_text(found)}")
+    say(
+        f"memory.budget {config.memory.budget}: {reasons(search, solution)}{_rehearsal_text(found)}"
+    )
     return found.config, tried
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
-    """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin, on a GPU what
-    JAX's pool may take of it.
+    """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin, on a GPU
+    what JAX's pool may take of it.
 
     Raises:
-      UserError: the text is not a size, or is `auto` for a device that does not say how much memory it has.
+      UserError: the text is not a size, or is `auto` for a device that does not say how much memory
+        it has.
     """
     if text == "auto":
         known = hardware.hbm_bytes or memory_of(device)
         if known:
             return min(int(known * (1 - MARGIN)), usable_bytes(known, platform_of(device)))
-        raise UserError("memory.budget = auto: this device does not say how much memory it has: give it, as in 14GiB")
+        raise UserError(
+            "memory.budget = auto: this device does not say how much memory it has: give it, as "
+            "in 14GiB"
+        )
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in _UNITS:
         raise UserError(f"memory.budget = {text!r} is no size: write 14GiB, 900MiB, 80GB, or auto")
@@ -129,34 +184,52 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
 
 def platform_of(device: jax.Device) -> str:
     """The platform that a program for this device is lowered for."""
-    return "cuda" if device.platform == "gpu" else device.platform
+    if device.platform == "gpu":
+        return "cuda"
+    return device.platform
 
 
 def _candidates(
     searched: Sequence[MemorySearch], room: int, tried: Sequence[Tried]
 ) -> list[tuple[MemorySearch, Solution]]:
-    """The fastest untried solution of each search that is predicted to fit, both with and without host memory."""
+    """The fastest untried solution of each search that is predicted to fit, both with and without
+    host memory.
+    """
     return [
-        (one, solution) for one in searched for away in (False, True)
+        (one, solution)
+        for one in searched
+        for away in (False, True)
         if (solution := one.solve(room, away)) is not None and not one.was_tried(solution, tried)
-    ]  # fmt: skip
+    ]
 
 
 def _is_slower(one: Tried, than: Tried) -> bool:
     """Whether a step is slower than another by the rehearsal, if there is one."""
-    return one.played is not None and than.played is not None and one.played.seconds >= than.played.seconds
+    return (
+        one.played is not None
+        and than.played is not None
+        and one.played.seconds >= than.played.seconds
+    )
 
 
 def reasons(search: MemorySearch, solution: Solution) -> str:
     """Explain a solution: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
-    parts, names = [], defaultdict[str, list[str]](list)
+    parts = []
+    names = defaultdict[str, list[str]](list)
     for item, action in zip(search.items, solution.actions, strict=True):
         names[action] += item.names
-    offloaded, recomputed, saved = (", ".join(names[action]) for action in ("offload", "recompute", "save"))
-    costs, outer, step = search.costs, search.outer, search.costs.forward + search.costs.backward
+    offloaded, recomputed, saved = (
+        ", ".join(names[action]) for action in ("offload", "recompute", "save")
+    )
+    costs = search.costs
+    outer = search.outer
+    step = search.costs.forward + search.costs.backward
     if offloaded:
         waits = costs.seconds(solution.host, solution.again) - step - solution.again
-        hidden = f"hidden behind {1e3 * step:.0f} ms of compute" if waits < 1e-4 else f"waits {1e3 * waits:.0f} ms"
+        if waits < 1e-4:
+            hidden = f"hidden behind {1e3 * step:.0f} ms of compute"
+        else:
+            hidden = f"waits {1e3 * waits:.0f} ms"
         parts.append(f"offload {offloaded} ({bytes_text(solution.host)}, {hidden})")
     if recomputed:
         share = 100 * solution.again / step if step else 0
@@ -165,7 +238,9 @@ def reasons(search: MemorySearch, solution: Solution) -> str:
         parts.append(f"save {saved} ({bytes_text(solution.device)})")
     if streamed := [name for name in ("optimizer", "parameters") if getattr(outer, name)]:
         size = bytes_text(search.state.host)
-        parts.append(f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.moved:.0f} ms)")
+        parts.append(
+            f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.moved:.0f} ms)"
+        )
     if outer.accumulation > 1:
         parts.append(f"train.accumulation {search.config.train.accumulation}")
     if outer.loss_mib:
@@ -177,24 +252,37 @@ def _rehearsal_text(one: Tried) -> str:
     """Write what the rehearsal says of a step."""
     if one.played is None:
         return ""
-    waits = f", {1e3 * one.played.host_stall:.0f} of them waiting for the host" if one.played.host_stall > 0 else ""
+    if one.played.host_stall > 0:
+        waits = f", {1e3 * one.played.host_stall:.0f} of them waiting for the host"
+    else:
+        waits = ""
     return f"; rehearsed {1e3 * one.played.seconds:.0f} ms a step{waits}"
 
 
 def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: Config) -> str:
     """The message that says what a plan takes at the least, and what would lower it."""
-    state, may = least.state, config.memory.may
+    state = least.state
+    may = config.memory.may
     rest = tried.compiled - state.device - least.least.device
     parts = {name: getattr(state, name).device for name in ("parameters", "optimizer", "gradients")}
     parts |= {"activations": least.least.device, "what a layer and the loss work with": rest}
     said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
-    wanted = [f"memory.may=[{', '.join((*may, name))}]" for name in ("optimizer", "parameters") if name not in may]
+    wanted = [
+        f"memory.may=[{', '.join((*may, name))}]"
+        for name in ("optimizer", "parameters")
+        if name not in may
+    ]
     wide = [name for name in ("moments", "params") if getattr(config.precision, name) == "float32"]
     wanted += [f"precision.{name}=bfloat16" for name in wide]
-    if "accumulation" not in may and config.train.batch // config.train.accumulation > least.plan.size("batch"):
+    if (
+        "accumulation" not in may
+        and config.train.batch // config.train.accumulation > least.plan.size("batch")
+    ):
         wanted.append(f"train.accumulation={2 * config.train.accumulation}")
     wanted.append(f"mesh.fsdp={2 * least.plan.mesh.shape['fsdp']}")
     return (
-        f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan takes with the least "
-        f"kept on the device, {bytes_text(tried.compiled)}: {said}. What would lower it: {', '.join(wanted)}"
+        f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan "
+        "takes with the least "
+        f"kept on the device, {bytes_text(tried.compiled)}: {said}. What would lower it: "
+        f"{', '.join(wanted)}"
     )

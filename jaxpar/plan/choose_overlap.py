@@ -1,8 +1,9 @@
 """`overlap auto` tries each form of a block's collective matmuls and keeps the fastest.
 
-A few blocks, forward and backward, are compiled in one form after another. For a target that is not here their timeline
-counts, on the devices at hand their time. One site after another takes the form that is fastest there while the others
-stay as they are, and at the end the block is tried on two halves of the batch.
+A few blocks, forward and backward, are compiled in one form after another. For a target that is not
+here their timeline counts, on the devices at hand their time. One site after another takes the form
+that is fastest there while the others stay as they are, and at the end the block is tried on two
+halves of the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.step import gradient_axes
 
 LAYERS = 4
-"""The number of blocks in the program that is tried: a block's collectives also hide behind its neighbours."""
+"""The number of blocks in the program that is tried: a block's collectives also hide behind its
+neighbours.
+"""
 SITES = ("mlp_scatter", "heads_scatter", "mlp_gather", "heads_gather")
 _CALLS = 10  # the number of timed calls where devices are at hand
 
@@ -42,9 +45,12 @@ def is_open(overlap: Overlap) -> bool:
     return "auto" in vars(overlap).values()
 
 
-def choose_overlap(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
-    """Replace every `auto` in a config's overlap by what is found fastest for a target, or for the devices at hand
-    (None), which are timed. `say` is called with a line for each form that is tried."""
+def choose_overlap(
+    config: Config, target: Target | None = None, say: Say = lambda line: None
+) -> Config:
+    """Replace every `auto` in a config's overlap by what is found fastest for a target, or for the
+    devices at hand (None), which are timed. `say` is called with a line for each form that is
+    tried."""
     if not is_open(config.overlap):
         return config
     # The checks of `make_plan` may trace a block, which needs every form.
@@ -55,11 +61,14 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
     return dataclasses.replace(config, overlap=overlap)
 
 
-def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> dict[Overlap, float]:
-    """Try forms on the way to the best and return the seconds of a block, forward and backward, in each of them.
+def time_forms(
+    config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None
+) -> dict[Overlap, float]:
+    """Try forms on the way to the best and return the seconds of a block, forward and backward, in
+    each of them.
 
-    What is open in the config's overlap is tried; its plan may have any form. They come in the order of the trials; the
-    first is `xla` wherever it may be chosen.
+    What is open in the config's overlap is tried; its plan may have any form. They come in the
+    order of the trials; the first is `xla` wherever it may be chosen.
     """
     seconds: dict[Overlap, float] = {}
 
@@ -70,13 +79,15 @@ def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lam
 
     first = without_auto(config.overlap)
     take(first)
-    asked, rings = vars(config.overlap), bool(further_split(STORED, GATHERED, plan))
+    asked = vars(config.overlap)
+    rings = bool(further_split(STORED, GATHERED, plan))
     for site in SITES if rings else ():
         if asked[site] == "same" and asked[site.rpartition("_")[2]] == "auto":
             for form in ("ring", "bidirectional"):
                 take(dataclasses.replace(_fastest(seconds), **{site: form}))
     rows = config.train.batch // config.train.accumulation // plan.size("batch")
-    if config.overlap.domino == "auto" and rows % 2 == 0 and config.model.dropout == 0:  # Domino can run
+    # Domino can run
+    if config.overlap.domino == "auto" and rows % 2 == 0 and config.model.dropout == 0:
         for overlap in (first, _fastest(seconds)):
             take(dataclasses.replace(overlap, domino="on"))
     return seconds
@@ -96,15 +107,23 @@ def without_auto(overlap: Overlap) -> Overlap:
 
 def words(overlap: Overlap) -> str:
     """Write the forms in one line: `mlp_scatter bidirectional, else xla`."""
-    gather, scatter = overlap.gather, overlap.scatter
-    common = gather if scatter == gather else f"gather {gather}, scatter {scatter}"
-    sites = [f"{site} {getattr(overlap, site)}" for site in SITES if getattr(overlap, site) != "same"]
+    gather = overlap.gather
+    scatter = overlap.scatter
+    if scatter == gather:
+        common = gather
+    else:
+        common = f"gather {gather}, scatter {scatter}"
+    sites = [
+        f"{site} {getattr(overlap, site)}" for site in SITES if getattr(overlap, site) != "same"
+    ]
     text = ", ".join([*sites, f"else {common}"] if sites else [common])
     return f"domino, {text}" if overlap.domino == "on" else text
 
 
 def trial(config: Config, plan: Plan, target: Target | None) -> float:
-    """The seconds of a block, forward and backward, in the plan's form: played for a target, or timed on devices."""
+    """The seconds of a block, forward and backward, in the plan's form: played for a target, or
+    timed on devices.
+    """
     layers = min(LAYERS, config.model.layers)
     model = Model(dataclasses.replace(config.model, layers=layers, dropout=0.0))
     traced, arguments = _blocks(model, config, plan)
@@ -115,29 +134,59 @@ def trial(config: Config, plan: Plan, target: Target | None) -> float:
     return simulate(compiled.as_text() or "", plan.mesh, target).seconds / layers
 
 
-def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced, BlockArguments]:
-    """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters, x, positions, dx."""
-    shapes, rows = model.shapes(), config.train.batch // config.train.accumulation
+def _blocks(
+    model: Model,
+    config: Config,
+    plan: Plan,
+) -> tuple[jax.stages.Traced, BlockArguments]:
+    """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters,
+    x, positions, dx.
+    """
+    shapes = model.shapes()
+    rows = config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:  # each stage runs them on the same microbatch
         rows //= plan.pipeline.microbatches
-        plan = dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=(), stage=()))
+        plan = dataclasses.replace(
+            plan,
+            rules=dataclasses.replace(plan.rules, layers=(), stage=()),
+        )
     places = plan.sharding(model.axes, shapes)["blocks"]
-    params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes["blocks"], places)
-    S, D = config.data.seq_len, config.model.embed
-    x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype, sharding=plan.sharding(STORED))
-    positions_BS = jax.ShapeDtypeStruct((rows, S), jnp.int32, sharding=plan.sharding(TOKENS))
+    params = jax.tree.map(
+        lambda leaf, place: leaf.update(sharding=place),
+        shapes["blocks"],
+        places,
+    )
+    S = config.data.seq_len
+    D = config.model.embed
+    x_BSD = jax.ShapeDtypeStruct(
+        (rows, S, D),
+        plan.dtype,
+        sharding=plan.sharding(STORED),
+    )
+    positions_BS = jax.ShapeDtypeStruct(
+        (rows, S),
+        jnp.int32,
+        sharding=plan.sharding(TOKENS),
+    )
     axes = gradient_axes(model)["blocks"]
 
     def gradient(
         params: Params, x_BSD: jax.Array, positions_BS: jax.Array, dx_BSD: jax.Array
     ) -> tuple[Params, jax.Array]:
         trained = model.trained({"blocks": params})["blocks"]
-        _, pull = jax.vjp(lambda part, x: model.blocks(params | part, x, positions_BS, None, plan)[0], trained, x_BSD)
+        _, pull = jax.vjp(
+            lambda part, x: model.blocks(params | part, x, positions_BS, None, plan)[0],
+            trained,
+            x_BSD,
+        )
         return pull(dx_BSD)
 
     jitted = jax.jit(
         gradient,
-        out_shardings=(plan.sharding(axes, model.trained(shapes)["blocks"]), plan.sharding(STORED)),
+        out_shardings=(
+            plan.sharding(axes, model.trained(shapes)["blocks"]),
+            plan.sharding(STORED),
+        ),
         compiler_options=step_options(plan.mesh, config.compiler.options),
     )
     arguments = (params, x_BSD, positions_BS, x_BSD)

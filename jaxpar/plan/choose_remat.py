@@ -1,12 +1,14 @@
-"""This module prices each way to treat an activation and finds the fastest assignment within some bytes.
+"""This module prices each way to treat an activation and finds the fastest assignment within some
+bytes.
 
-The choices are few and their costs are independent: every named activation is needed by some backward, so making one
-again costs what its forward did, whatever becomes of the others. All combinations are kept that no other beats in
-device bytes, host bytes and seconds together; the fastest of them that fits is then exact under the cost model.
+The choices are few and their costs are independent: every named activation is needed by some
+backward, so making one again costs what its forward did, whatever becomes of the others. All
+combinations are kept that no other beats in device bytes, host bytes and seconds together; the
+fastest of them that fits is then exact under the cost model.
 
-The model counts FLOPs at `EFFICIENCY` of the chip's peak, bytes of elementwise ops at its memory's rate, what is sent
-again at its links' rate (`jaxpar.plan.communication`), and the host link, whose transfers hide behind the forward on
-the way out and behind the backward on the way in.
+The model counts FLOPs at `EFFICIENCY` of the chip's peak, bytes of elementwise ops at its memory's
+rate, what is sent again at its links' rate (`jaxpar.plan.communication`), and the host link, whose
+transfers hide behind the forward on the way out and behind the backward on the way in.
 """
 
 from __future__ import annotations
@@ -28,18 +30,20 @@ from jaxpar.plan.communication import recompute_bytes, step_collectives
 from jaxpar.train.memory import Activation, activations, loss_cut, microbatches_of
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
-"""Figures for a device that has none, such as a CPU. They are no particular device's; a matmul outweighs a copy."""
+"""Figures for a device that has none, such as a CPU. They are no particular device's; a matmul
+outweighs a copy.
+"""
 EFFICIENCY = 0.6
 """The share of the peak FLOP/s that matmuls reach."""
 EXPOSED = 0.3
-"""The share of the transfers of activations to host memory and back that compute waits for, until a compiled program
-says: a loop over layers sends what a layer made before the next one starts."""
+"""The share of the transfers of activations to host memory and back that compute waits for, until a
+compiled program says: a loop over layers sends what a layer made before the next one starts."""
 _PASSES = 3  # of an elementwise op over its array: it reads two and writes one
 
 
 class Option(NamedTuple):
-    """One way to treat an activation: on one device in one step, its bytes that are on the device at a time, those that
-    go to host memory and come back, and the seconds of making it again."""
+    """One way to treat an activation: on one device in one step, its bytes that are on the device
+    at a time, those that go to host memory and come back, and the seconds of making it again."""
 
     action: Action
     device: int
@@ -65,15 +69,18 @@ class ActionCosts(NamedTuple):
     """The share of the activations' transfers that compute waits for at the least."""
 
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
-        """The time of a step that sends these bytes of activations to the host and back, makes others again in `again`
-        seconds, and has `moved` seconds of other transfers, which nothing hides."""
+        """The time of a step that sends these bytes of activations to the host and back, makes
+        others again in `again` seconds, and has `moved` seconds of other transfers, which nothing
+        hides."""
         each = host / self.link if host else 0.0
         too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
         return self.forward + self.backward + again + max(too_long, self.exposed * 2 * each) + moved
 
 
 class Solution(NamedTuple):
-    """An assignment of all items: its bytes on the device and to the host, and its seconds of making things again."""
+    """An assignment of all items: its bytes on the device and to the host, and its seconds of
+    making things again.
+    """
 
     device: int
     host: int
@@ -86,12 +93,19 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
     found = [Solution(0, 0, 0.0, ())]
     for item in items:
         grown = sorted(
-            Solution(one.device + option.device, one.host + option.host, one.again + option.seconds,
-                     (*one.actions, option.action))
-            for one in found for option in item.options
-        )  # fmt: skip
-        # They come in order of device bytes, so only earlier ones that lead in (host, seconds) can beat the next.
-        found, leading = [], list[tuple[int, float]]()
+            Solution(
+                one.device + option.device,
+                one.host + option.host,
+                one.again + option.seconds,
+                (*one.actions, option.action),
+            )
+            for one in found
+            for option in item.options
+        )
+        # They come in order of device bytes, so only earlier ones that lead in (host, seconds) can
+        # beat the next.
+        found = []
+        leading = list[tuple[int, float]]()
         for one in grown:
             if any(host <= one.host and again <= one.again for host, again in leading):
                 continue
@@ -102,75 +116,132 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
 
 
 def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | None:
-    """The fastest assignment that takes at most `room` bytes of the device, or None if there is none."""
+    """The fastest assignment that takes at most `room` bytes of the device, or None if there is
+    none.
+    """
     fits = [one for one in frontier(items) if one.device <= room]
-    return min(fits, key=lambda one: (costs.seconds(one.host, one.again), one.host, one.device), default=None)
+    return min(
+        fits,
+        key=lambda one: (
+            costs.seconds(one.host, one.again),
+            one.host,
+            one.device,
+        ),
+        default=None,
+    )
 
 
-def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> list[Item]:
-    """List the named activations of a model under a plan, with the cost of each choice; `offload` tells whether host
-    memory may be used."""
+def items_of(
+    config: Config,
+    plan: Plan,
+    hardware: Hardware,
+    offload: bool,
+) -> list[Item]:
+    """List the named activations of a model under a plan, with the cost of each choice; `offload`
+    tells whether host memory may be used."""
     listed = {one.name: one for one in activations(config, plan)}
     layers = layers_in(plan, config.model.layers)
-    blocks = config.model.layers if layers is None else layers.places * plan.pipeline.virtual
-    times = blocks * config.train.accumulation * microbatches_of(plan)  # how often a device runs a block in a step
-    rate, sent = _link_rate(hardware), recompute_bytes(config, plan)
+    if layers is None:
+        blocks = config.model.layers
+    else:
+        blocks = layers.places * plan.pipeline.virtual
+    # how often a device runs a block in a step
+    times = blocks * config.train.accumulation * microbatches_of(plan)
+    rate = _link_rate(hardware)
+    sent = recompute_bytes(config, plan)
     seconds = {
-        name: times * (_seconds_to_make(one, config, plan, hardware) + (sent[name] / rate if rate else 0.0))
+        name: times
+        * (_seconds_to_make(one, config, plan, hardware) + (sent[name] / rate if rate else 0.0))
         for name, one in listed.items()
     }
     found = []
     for name, one in listed.items():
         if name == "attention_lse":  # which is decided with attention_out
             continue
-        names = (name, "attention_lse") if name == "attention_out" and "attention_lse" in listed else (name,)
+        if name == "attention_out" and "attention_lse" in listed:
+            names = (name, "attention_lse")
+        else:
+            names = (name,)
         size = sum(listed[each].bytes for each in names)
         options = [Option("save", size * one.blocks, 0, 0.0)]
         if offload:
             options.append(Option("offload", 0, size * times, 0.0))
         if name != "block_input":
-            options.append(Option("recompute", 0, 0, max(seconds[each] for each in names)))
+            options.append(
+                Option(
+                    "recompute",
+                    0,
+                    0,
+                    max(seconds[each] for each in names),
+                )
+            )
         found.append(Item(names, tuple(options)))
     return found
 
 
-_MADE_BY = {"q": "q", "k": "k", "v": "v", "attention_proj": "out", "mlp_input": "out", "gate": "gate", "up": "up",
-            "mlp_out": "down", "expert_out": "down"}  # fmt: skip
+_MADE_BY = {
+    "q": "q",
+    "k": "k",
+    "v": "v",
+    "attention_proj": "out",
+    "mlp_input": "out",
+    "gate": "gate",
+    "up": "up",
+    "mlp_out": "down",
+    "expert_out": "down",
+}
 """The weight that an activation is a product with."""
 
 
 def _seconds_to_make(one: Activation, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """The seconds to make an activation of one block: its matmul or its pass over memory, whichever is longer."""
-    flops = _attention_flops(config, plan) if one.name == "attention_out" else _matmul_flops(one, config, plan)
+    """The seconds to make an activation of one block: its matmul or its pass over memory, whichever
+    is longer.
+    """
+    if one.name == "attention_out":
+        flops = _attention_flops(config, plan)
+    else:
+        flops = _matmul_flops(one, config, plan)
     passed = _PASSES * one.bytes / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
     return max(flops / _flops_rate(hardware, plan), passed)
 
 
 def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
     """The FLOPs of the matmul that makes an activation, on one device; 0 where none does."""
-    model, name = Model(config.model), _MADE_BY.get(one.name, "")
+    model = Model(config.model)
+    name = _MADE_BY.get(one.name, "")
     if name not in model.axes["blocks"]:
         return 0.0
-    shape, axes = model.shapes()["blocks"][name].shape[1:], model.axes["blocks"][name][1:]
-    # The rows of experts are those of their buffers, most of which have more rows than there are tokens.
+    shape = model.shapes()["blocks"][name].shape[1:]
+    axes = model.axes["blocks"][name][1:]
+    # The rows of experts are those of their buffers, most of which have more rows than there are
+    # tokens.
     rows = math.prod(one.shape[:3] if "experts" in axes else one.shape[:2])
     seq = "residual_seq" if one.name == "expert_out" else "seq"
     dims = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis != "experts"]
     pieces = math.prod(plan.size(output_axis(axis, plan)) for _, axis in dims if axis != "embed")
-    return 2.0 * rows * math.prod(size for size, _ in dims) / (plan.size("batch") * plan.size(seq) * pieces)
+    return (
+        2.0
+        * rows
+        * math.prod(size for size, _ in dims)
+        / (plan.size("batch") * plan.size(seq) * pieces)
+    )
 
 
 def _attention_flops(config: Config, plan: Plan) -> float:
     """The FLOPs of one block's scores and weighted values, on one device."""
-    model, S = config.model, config.data.seq_len
+    model = config.model
+    S = config.data.seq_len
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
     pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
-    width, keys = model.heads * model.head_size, sum(reach(word, S) for word in model.masks) / model.kinds
+    width = model.heads * model.head_size
+    keys = sum(reach(word, S) for word in model.masks) / model.kinds
     return 4.0 * rows * S * keys * width / 2 / pieces
 
 
 def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
-    """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward, with LoRA 2 of 4."""
+    """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward,
+    with LoRA 2 of 4.
+    """
     tokens = config.train.batch * config.data.seq_len / plan.mesh.size
     flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
     backward = 1 if config.model.lora.rank else 2
@@ -180,17 +251,27 @@ def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
 
 
 def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
-    """The seconds that accumulation and the form of the loss add to a step: what is sent, as if nothing hid it, and the
-    loss's chunks, or its scores made twice (see `jaxpar.parallel.cross_entropy.tiling`)."""
+    """The seconds that accumulation and the form of the loss add to a step: what is sent, as if
+    nothing hid it, and the loss's chunks, or its scores made twice (see
+    `jaxpar.parallel.cross_entropy.tiling`)."""
     cut = loss_cut(config, plan)
     times = config.train.accumulation * microbatches_of(plan)
-    again = 2.0 * cut.tokens / _flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
+    if cut.tiling.slices > 1:
+        again = 2.0 * cut.tokens / _flops_rate(hardware, plan)
+    else:
+        again = 0.0
     added = 12.0 * cut.tiling.chunks / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
-    loss, rate = times * cut.rows * cut.embed * (again or added), _link_rate(hardware)
+    loss = times * cut.rows * cut.embed * (again or added)
+    rate = _link_rate(hardware)
     if not rate:
         return loss
-    # Neither where arrays lie nor unrolling recomputed blocks changes what is sent, so one trace serves them all.
-    config = replace(config, memory=MemoryConfig(), model=replace(config.model, scan_layers=True))
+    # Neither where arrays lie nor unrolling recomputed blocks changes what is sent, so one trace
+    # serves them all.
+    config = replace(
+        config,
+        memory=MemoryConfig(),
+        model=replace(config.model, scan_layers=True),
+    )
     plan = replace(plan, remat="full", keep=Keep(), optimizer="device", parameters="device")
     return loss + sum(one.step_bytes for one in step_collectives(config, plan)) / rate
 

@@ -1,8 +1,9 @@
-"""Lists what a plan sends in a training step: the traced collectives, each with its place in the model.
+"""Lists what a plan sends in a training step: the traced collectives, each with its place in the
+model.
 
-Nothing is compiled and no array is made. The collectives are those that the ops of this library write down
-(`jaxpar.rehearse.requested_collectives`). What XLA adds by itself for norms, biases and the gradient's norm is not
-among them; a rehearsal shows that.
+Nothing is compiled and no array is made. The collectives are those that the ops of this library
+write down (`jaxpar.rehearse.requested_collectives`). What XLA adds by itself for norms, biases and
+the gradient's norm is not among them; a rehearsal shows that.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class StepCollective(NamedTuple):
 
     Attributes:
       scope: the place in the model, as `jax.named_scope` has it: `block/attention`.
-      phase: `forward`, `recomputed`, `backward` or `update`. What the recomputed forward and the backward both need is
-        sent once, and counts for the first of them.
+      phase: `forward`, `recomputed`, `backward` or `update`. What the recomputed forward and the
+        backward both need is sent once, and counts for the first of them.
       kind: the kind of collective.
       axes: its mesh axes of more than one device, in the order of the mesh.
       devices: the number of devices along these axes.
-      bytes: the bytes of one group's whole array, as in `hlo.tasks.Collective.bytes`, or of one message of a ppermute.
+      bytes: the bytes of one group's whole array, as in `hlo.tasks.Collective.bytes`, or of one
+        message of a ppermute.
       count: how often it runs in a step.
     """
 
@@ -67,22 +69,27 @@ class StepCollective(NamedTuple):
 def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
     """List every collective of one training step in the order of the step.
 
-    In a pipeline all stages run all ticks, so what is sent for a layer is sent in the bubble as well. The lookup and
-    the loss run in some ticks only; where they stand in a branch, every round of the loop counts it, which makes their
-    bytes an upper bound.
+    In a pipeline all stages run all ticks, so what is sent for a layer is sent in the bubble as
+    well. The lookup and the loss run in some ticks only; where they stand in a branch, every round
+    of the loop counts it, which makes their bytes an upper bound.
 
     Args:
       config: the experiment, whose overlap is settled.
-      plan: the plan of the config, from `jaxpar.train.plans.make_plan`. Its devices need not be here.
+      plan: the plan of the config, from `jaxpar.train.plans.make_plan`. Its devices need not be
+        here.
     """
     if plan.mesh.size == 1:
         return ()
     model = Model(config.model)
     traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
-    return tuple(_step_collective(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh))
+    return tuple(
+        _step_collective(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh)
+    )
 
 
-def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
+def bytes_by_collective(
+    collectives: Iterable[StepCollective],
+) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
     """Add up the bytes that one device sends in a step, by kind of collective and mesh axes."""
     total = defaultdict[tuple[CollectiveKind, tuple[str, ...]], float](float)
     for one in collectives:
@@ -91,10 +98,11 @@ def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[Col
 
 
 def recompute_bytes(config: Config, plan: Plan) -> Mapping[str, float]:
-    """The bytes that one device sends to make each activation of `activation_names.NAMES` again in one block.
+    """The bytes that one device sends to make each activation of `activation_names.NAMES` again in
+    one block.
 
-    They are what the gradient of a block sends more when that activation alone is not kept. What the plan keeps does
-    not matter.
+    They are what the gradient of a block sends more when that activation alone is not kept. What
+    the plan keeps does not matter.
     """
     return _recompute_bytes(one_block(config, plan))
 
@@ -108,12 +116,18 @@ def _recompute_bytes(block: OneBlock) -> Mapping[str, float]:
     def gradient(
         layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
     ) -> tuple[Params, jax.Array]:
-        """The gradient of a block that keeps only its input; of the forward it has only what the backward needs."""
+        """The gradient of a block that keeps only its input; of the forward it has only what the
+        backward needs.
+        """
 
         def forward(layer: Params, x_BSD: jax.Array) -> tuple[jax.Array, ...]:
             return block(layer, x_BSD, positions_BS, segments_BS)[0]
 
-        made, pull = jax.vjp(remat(forward, replace(plan, remat="full")), layer, x_BSD)
+        made, pull = jax.vjp(
+            remat(forward, replace(plan, remat="full")),
+            layer,
+            x_BSD,
+        )
         return pull(jax.tree.map(jnp.ones_like, made))
 
     traced = jax.make_jaxpr(gradient)(*block.shapes())

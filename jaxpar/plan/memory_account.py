@@ -1,4 +1,6 @@
-"""The bytes of a training step are predicted part by part from shapes, to stand beside what the compiler says."""
+"""The bytes of a training step are predicted part by part from shapes, to stand beside what the
+compiler says.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,33 @@ class MemoryPart(NamedTuple):
 def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart]:
     """Predict the parts of a step from shapes alone; the last is a guess.
 
-    What a block works with, the loss and the update do not exist at once, so that the largest counts. On the platform
-    `cpu` host memory is the device's own.
+    What a block works with, the loss and the update do not exist at once, so that the largest
+    counts. On the platform `cpu` host memory is the device's own.
     """
-    state, work = state_bytes(config, plan, platform), work_bytes(config, plan)
+    state = state_bytes(config, plan, platform)
+    work = work_bytes(config, plan)
     kept = []
     for one in activations(config, plan):
-        away = one.kept_bytes if one.action == "offload" and platform != "cpu" else 0
+        if one.action == "offload" and platform != "cpu":
+            away = one.kept_bytes
+        else:
+            away = 0
         if one.kept_bytes:
-            kept.append(MemoryPart(one.name, NAMES[one.name].what, one.kept_bytes - away, away))
+            kept.append(
+                MemoryPart(
+                    one.name,
+                    NAMES[one.name].what,
+                    one.kept_bytes - away,
+                    away,
+                )
+            )
     if unnamed := unnamed_bytes(config, plan):
         kept.append(MemoryPart("no name", "what else the backward is given", unnamed))
     held = sum(part.device for part in kept)
-    what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
+    if work >= state.update - held:
+        what = "what a block and the loss work with"
+    else:
+        what = "what the update works with"
     return [
         MemoryPart("parameters", plan.params, *state.parameters),
         MemoryPart("optimizer", f"moments, {plan.moments_text}", *state.optimizer),
@@ -53,29 +69,55 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
 
 
 def work_bytes(config: Config, plan: Plan) -> int:
-    """Guess the bytes that a block's backward or the loss works with, whichever is more; the compiler corrects it.
+    """Guess the bytes that a block's backward or the loss works with, whichever is more; the
+    compiler corrects it.
 
-    A block has a gradient of everything that has a name, those named arrays that are not on the device, and its weights
-    where they are gathered. The loss has scores of some tokens in float32 and in the compute dtype, and the gathered
-    vocabulary matrix with its gradient. The lookup has the gathered table with its gradient.
+    A block has a gradient of everything that has a name, those named arrays that are not on the
+    device, and its weights where they are gathered. The loss has scores of some tokens in float32
+    and in the compute dtype, and the gathered vocabulary matrix with its gradient. The lookup has
+    the gathered table with its gradient.
     """
     model = Model(config.model)
     shapes = param_shapes(model, plan)
     layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
-    gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
-    block = sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(config, plan)) + gathered
-    (tokens, rows, D, (chunks, slices)), width = loss_cut(config, plan), plan.dtype.itemsize
-    table = rows * D * (width + 4) if plan.size("embed") > 1 else 0
-    return max(block, table, (rows * -(-tokens // chunks) * (4 + width) + table) // slices)
+    if plan.mesh.size > 1:
+        gathered = layer * plan.dtype.itemsize // plan.size("mlp")
+    else:
+        gathered = 0
+    block = (
+        sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(config, plan))
+        + gathered
+    )
+    (tokens, rows, D, (chunks, slices)) = loss_cut(config, plan)
+    width = plan.dtype.itemsize
+    if plan.size("embed") > 1:
+        table = rows * D * (width + 4)
+    else:
+        table = 0
+    return max(
+        block,
+        table,
+        (rows * -(-tokens // chunks) * (4 + width) + table) // slices,
+    )
 
 
-def out_of_memory(message: str, parts: list[MemoryPart], config: Config, plan: Plan, has: int) -> str:
-    """Tell the user in one line of a step that does not fit: the runtime's message, the step's `memory_account`, and
-    the bytes that a device has (0 = not known)."""
-    where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
-    budget = "a smaller memory.budget" if config.memory.budget else f"memory.budget={'auto' if has else '14GiB'}"
+def out_of_memory(
+    message: str, parts: list[MemoryPart], config: Config, plan: Plan, has: int
+) -> str:
+    """Tell the user in one line of a step that does not fit: the runtime's message, the step's
+    `memory_account`, and the bytes that a device has (0 = not known)."""
+    if has:
+        where = f"a device has {bytes_text(has)}"
+    else:
+        where = "what a device has is not known"
+    if config.memory.budget:
+        budget = "a smaller memory.budget"
+    else:
+        budget = f"memory.budget={'auto' if has else '14GiB'}"
     return (
-        f"out of memory: a step was predicted to take {bytes_text(sum(part.device for part in parts))}, {where}; try "
-        f"{budget}, which finds what to keep, offload and recompute, mesh.fsdp={2 * plan.mesh.shape['fsdp']} or "
+        "out of memory: a step was predicted to take "
+        f"{bytes_text(sum(part.device for part in parts))}, {where}; try "
+        f"{budget}, which finds what to keep, offload and recompute, "
+        f"mesh.fsdp={2 * plan.mesh.shape['fsdp']} or "
         f"train.accumulation={2 * config.train.accumulation} ({compiler_message(message)[:200]})"
     )

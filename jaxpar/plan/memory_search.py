@@ -1,7 +1,8 @@
-"""A memory budget is solved by a search over assignments of activations, under each choice of what else may change.
+"""A memory budget is solved by a search over assignments of activations, under each choice of what
+else may change.
 
-Bytes of activations and state are known from shapes alone; the rest (what a block works with, the loss) is guessed, and
-corrected by what the compiler says of an assignment.
+Bytes of activations and state are known from shapes alone; the rest (what a block works with, the
+loss) is guessed, and corrected by what the compiler says of an assignment.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
-from jaxpar.plan.choose_remat import ActionCosts, Solution, costs_of, frontier, items_of, other_seconds, solve
+from jaxpar.plan.choose_remat import (
+    ActionCosts,
+    Solution,
+    costs_of,
+    frontier,
+    items_of,
+    other_seconds,
+    solve,
+)
 from jaxpar.plan.memory_account import work_bytes
 from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
@@ -30,7 +39,8 @@ from jaxpar.train.memory import state_bytes
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import in_host, make_train_step, step_shapes
 
-_AWAY = 1.1  # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
+# factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
+_AWAY = 1.1
 
 Say = Callable[[str], None]
 
@@ -46,7 +56,9 @@ class Outer(NamedTuple):
 
     def apply(self, config: Config) -> Config:
         """The config with these choices."""
-        optimizer, parameters = ("offload" if away else "device" for away in (self.optimizer, self.parameters))
+        optimizer, parameters = (
+            "offload" if away else "device" for away in (self.optimizer, self.parameters)
+        )
         loss = self.loss_mib or config.memory.loss_mib
         memory = replace(config.memory, optimizer=optimizer, parameters=parameters, loss_mib=loss)
         train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
@@ -54,8 +66,8 @@ class Outer(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A compiled assignment, with its bytes a device as predicted and by the compiler, and the step in the rehearsal
-    (None = not played, because the devices are at hand)."""
+    """A compiled assignment, with its bytes a device as predicted and by the compiler, and the step
+    in the rehearsal (None = not played, because the devices are at hand)."""
 
     config: Config
     solution: Solution
@@ -71,20 +83,43 @@ class Tried(NamedTuple):
 class MemorySearch:
     """The assignments of activations under one choice of everything else."""
 
-    def __init__(self, config: Config, outer: Outer, devices: list[jax.Device], platform: str, hardware: Hardware):
-        self.outer, self.devices, self.platform, self._hardware = outer, devices, platform, hardware
-        self.config = outer.apply(replace(config, memory=replace(config.memory, policy="full", keep=Keep(), budget="")))
+    def __init__(
+        self,
+        config: Config,
+        outer: Outer,
+        devices: list[jax.Device],
+        platform: str,
+        hardware: Hardware,
+    ):
+        self.outer = outer
+        self.devices = devices
+        self.platform = platform
+        self._hardware = hardware
+        self.config = outer.apply(
+            replace(
+                config,
+                memory=replace(config.memory, policy="full", keep=Keep(), budget=""),
+            )
+        )
         self.plan = make_plan(self.config, devices)
         offload = _may_offload(devices[0], platform, config.memory.offload_anyway)
         self.items = items_of(self.config, self.plan, hardware, offload)
         self.costs = costs_of(self.config, self.plan, hardware)
         self.state = state_bytes(self.config, self.plan, platform)
         self.moved = self.state.streamed / self.costs.link
-        self.work, self.compiled = work_bytes(self.config, self.plan), False
+        self.work = work_bytes(self.config, self.plan)
+        self.compiled = False
         self.update = self.state.update
         found = frontier(self.items)
-        self.least = min(found, key=lambda one: (one.device, self.costs.seconds(one.host, one.again)))
-        # Of equal device bytes this has the most in host memory: a block that makes less again works with less.
+        self.least = min(
+            found,
+            key=lambda one: (
+                one.device,
+                self.costs.seconds(one.host, one.again),
+            ),
+        )
+        # Of equal device bytes this has the most in host memory: a block that makes less again
+        # works with less.
         self.away = min(found, key=lambda one: (one.device, -one.host))
 
     @cached_property
@@ -93,18 +128,27 @@ class MemorySearch:
         return self.moved + other_seconds(self.config, self.plan, self._hardware)
 
     def solve(self, budget: int, away: bool = True) -> Solution | None:
-        """The fastest assignment that is predicted to fit; without `away` it keeps no activations in host memory."""
+        """The fastest assignment that is predicted to fit; without `away` it keeps no activations
+        in host memory.
+        """
         if self.state.device + self.update > budget:
             return None
-        items = [item._replace(options=tuple(one for one in item.options if away or one.action != "offload"))
-                 for item in self.items]  # fmt: skip
+        items = [
+            item._replace(
+                options=tuple(one for one in item.options if away or one.action != "offload")
+            )
+            for item in self.items
+        ]
         return solve(items, self.costs, budget - self.state.device - self.work)
 
     def assign(self, solution: Solution) -> Config:
         """Return the config with the actions of a solution for its activations."""
         pairs = zip(self.items, solution.actions, strict=True)
         keep: dict[str, Action] = {name: action for item, action in pairs for name in item.names}
-        return replace(self.config, memory=replace(self.config.memory, keep=Keep(**keep)))
+        return replace(
+            self.config,
+            memory=replace(self.config.memory, keep=Keep(**keep)),
+        )
 
     def was_tried(self, solution: Solution, tried: Sequence[Tried]) -> bool:
         return self.assign(solution) in [one.config for one in tried]
@@ -115,13 +159,17 @@ class MemorySearch:
         return self.seconds(solution) * (_AWAY if away else 1)
 
     def learn(self, one: Tried, of: MemorySearch) -> None:
-        """Learn the exposed share from a compiled assignment, and the work too until this search has compiled one."""
+        """Learn the exposed share from a compiled assignment, and the work too until this search
+        has compiled one.
+        """
         self.costs = self.costs._replace(exposed=_exposed_share(one, self.costs))
         if self is not of and not self.compiled:
             self.work = max(self.work + one.compiled - one.predicted, 0)
 
     def predicted_bytes(self, solution: Solution) -> int:
-        """The bytes of a device in the backward, or in the update, when no activations are left, whichever is more."""
+        """The bytes of a device in the backward, or in the update, when no activations are left,
+        whichever is more.
+        """
         return self.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
@@ -129,21 +177,31 @@ class MemorySearch:
 
     def compile(self, solution: Solution, target: Target | None) -> Tried:
         """Compile an assignment; the next prediction learns from what the compiler says."""
-        config, predicted = self.assign(solution), self.predicted_bytes(solution)
+        config = self.assign(solution)
+        predicted = self.predicted_bytes(solution)
         found, text, program = compiled_bytes(config, self.devices, self.platform)
         self.compiled = True
         if solution.device + self.work >= self.update:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
-        played = simulate(text, self.plan.mesh, target) if target is not None and text else None
+        if target is not None and text:
+            played = simulate(text, self.plan.mesh, target)
+        else:
+            played = None
         return Tried(config, solution, predicted, found, self.moved, played, program)
 
 
 def searches(
-    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None
+    config: Config,
+    devices: list[jax.Device],
+    platform: str,
+    hardware: Hardware,
+    say: Say = lambda line: None,
 ) -> list[MemorySearch]:
-    """Make a search for each choice besides activations, leaving out parts into which the batch does not split."""
+    """Make a search for each choice besides activations, leaving out parts into which the batch
+    does not split.
+    """
     found = []
     for outer in _outers(config, devices[0], platform, say):
         try:
@@ -153,8 +211,14 @@ def searches(
                 raise
     # A loss that holds less is a choice where the loss is what decides how much a plan works with.
     for one in list(found):
-        forms = [one, *(MemorySearch(config, one.outer._replace(loss_mib=mib), devices, platform, hardware)
-                        for mib in (256, 64) if mib < config.memory.loss_mib)]  # fmt: skip
+        forms = [
+            one,
+            *(
+                MemorySearch(config, one.outer._replace(loss_mib=mib), devices, platform, hardware)
+                for mib in (256, 64)
+                if mib < config.memory.loss_mib
+            ),
+        ]
         found += [form for before, form in itertools.pairwise(forms) if form.work < before.work]
     return found
 
@@ -162,36 +226,59 @@ def searches(
 def compiled_bytes(
     config: Config, devices: list[jax.Device], platform: str
 ) -> tuple[int, str, jax.stages.Compiled | None]:
-    """Compile the training step; return the bytes of a device that it allocates, its text, and the program. If the
-    compiler refuses it for its memory, return the bytes that it names, an empty text and None.
+    """Compile the training step; return the bytes of a device that it allocates, its text, and the
+    program. If the compiler refuses it for its memory, return the bytes that it names, an empty
+    text and None.
 
     Raises:
       UserError: the compiler refuses the step for another reason.
     """
-    plan, model = make_plan(config, devices), Model(config.model)
+    plan = make_plan(config, devices)
+    model = Model(config.model)
     arguments = step_shapes(model, config, plan)
-    host = in_host(arguments[0], model, plan), jax.tree.map(lambda _: False, arguments[1])
+    host = (
+        in_host(arguments[0], model, plan),
+        jax.tree.map(
+            lambda _: False,
+            arguments[1],
+        ),
+    )
     _, lowered = lower_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
         compiled = compile_absent(lowered)
-        return allocated_bytes(compiled.memory_analysis(), platform), compiled.as_text() or "", compiled
+        return (
+            allocated_bytes(compiled.memory_analysis(), platform),
+            compiled.as_text() or "",
+            compiled,
+        )
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:
-            raise UserError(f"the compiler refuses this step: {compiler_message(str(error))}") from error
+            raise UserError(
+                f"the compiler refuses this step: {compiler_message(str(error))}"
+            ) from error
         return found[0], "", None
 
 
 def _exposed_share(one: Tried, costs: ActionCosts) -> float:
-    """The share of the activations' transfers that compute waits for, as this assignment's rehearsal shows."""
+    """The share of the activations' transfers that compute waits for, as this assignment's
+    rehearsal shows.
+    """
     if one.played is None or not one.solution.host:
         return costs.exposed
     waits = one.played.host_stall - one.moved
-    return min(max(waits / (2 * one.solution.host / costs.link), 0.0), 1.0)
+    return min(
+        max(waits / (2 * one.solution.host / costs.link), 0.0),
+        1.0,
+    )
 
 
-def _may_offload(device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None) -> bool:
-    """Whether host memory may be used: it must not be the device's own memory, nor known to give wrong results."""
+def _may_offload(
+    device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None
+) -> bool:
+    """Whether host memory may be used: it must not be the device's own memory, nor known to give
+    wrong results.
+    """
     if platform == "cpu":
         return False
     try:
@@ -202,12 +289,23 @@ def _may_offload(device: jax.Device, platform: str, anyway: bool, say: Say = lam
     return True
 
 
-def _outers(config: Config, device: jax.Device, platform: str, say: Say) -> list[Outer]:
+def _outers(
+    config: Config,
+    device: jax.Device,
+    platform: str,
+    say: Say,
+) -> list[Outer]:
     """The choices besides activations; what the config already offloads stays in host memory."""
-    memory, may = config.memory, config.memory.may
+    memory = config.memory
+    may = config.memory.may
     host = _may_offload(device, platform, memory.offload_anyway, say)
     optimizer = {memory.optimizer == "offload"} | ({True} if host and "optimizer" in may else set())
-    parameters = {memory.parameters == "offload"} | ({True} if host and "parameters" in may else set())
+    parameters = {memory.parameters == "offload"} | (
+        {True} if host and "parameters" in may else set()
+    )
     rows = config.train.batch // config.train.accumulation
-    times = [1, *(n for n in (2, 4, 8, 16) if "accumulation" in may and rows % n == 0)]
+    times = [
+        1,
+        *(n for n in (2, 4, 8, 16) if "accumulation" in may and rows % n == 0),
+    ]
     return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]

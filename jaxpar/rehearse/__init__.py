@@ -4,8 +4,9 @@
     rehearse.show(report)
     rehearse.write_trace(report, "step.json.gz")    # opens in ui.perfetto.dev
 
-`step` takes anyone's function, `config` the training step of a config. `cost` prices what the compiler made of it,
-`timeline` plays it out, `report` says what was found. `targets` are the machines.
+`step` takes anyone's function, `config` the training step of a config. `cost` prices what the
+compiler made of it, `timeline` plays it out, `report` says what was found. `targets` are the
+machines.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from jaxpar.rehearse.targets import Target, load_target
 if TYPE_CHECKING:
     from jaxpar.rehearse.of_config import rehearse as config
 
-__all__ = ["Rehearsal", "Target", "compiler_options", "config", "load_target", "show", "step", "write_trace"]
+__all__ = [
+    "Rehearsal",
+    "Target",
+    "compiler_options",
+    "config",
+    "load_target",
+    "show",
+    "step",
+    "write_trace",
+]
 
 
 def __getattr__(name: str) -> Any:

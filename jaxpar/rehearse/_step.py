@@ -1,7 +1,8 @@
-"""Any jitted function is compiled here for hardware that is absent, and its program is read and played out.
+"""Any jitted function is compiled here for hardware that is absent, and its program is read and
+played out.
 
-What only a config knows (which parameters, which tokens, which collectives were asked for) is not in the report of
-another function; `jaxpar.rehearse.of_config` adds it for a config's step.
+What only a config knows (which parameters, which tokens, which collectives were asked for) is not
+in the report of another function; `jaxpar.rehearse.of_config` adds it for a config's step.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, simulate
 from jaxpar.train.memory import local_bytes
 
 PyTree = Any
-_DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
+_DRAWN_TRIPS = 100
+_MOST_EVENTS = 60_000
 
 
 class Compiled(NamedTuple):
-    """A jitted function compiled for a target, with the mesh of its arguments and the jaxpr of its trace."""
+    """A jitted function compiled for a target, with the mesh of its arguments and the jaxpr of its
+    trace.
+    """
 
     target: Target
     mesh: Mesh
@@ -69,40 +73,55 @@ def step(
     compiler_options: Mapping[str, Option] | None = None,
     keywords: Mapping[str, PyTree] | None = None,
 ) -> Rehearsal:
-    """Say what a call of a jitted function costs on a target: whether it fits, how long it takes, what waits and where.
+    """Say what a call of a jitted function costs on a target: whether it fits, how long it takes,
+    what waits and where.
 
     Args:
       jitted: the result of `jax.jit(function)` for any function.
-      arguments: its arguments as ShapeDtypeStructs (or pytrees of them) with NamedShardings on a mesh of the target's
-        devices: `jaxpar.make_mesh(data=8, devices=jaxpar.load_target("v5e-8").devices())`.
+      arguments: its arguments as ShapeDtypeStructs (or pytrees of them) with NamedShardings on a
+        mesh of the target's devices: `jaxpar.make_mesh(data=8,
+        devices=jaxpar.load_target("v5e-8").devices())`.
       target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or the result of `load_target`.
       name: the name that the report shows.
-      tokens: the tokens of one call, all devices together; 0 = not known, and the report has no tokens a second.
-      model_flops: the FLOPs of one call without recomputation, all devices together; 0 = not known, and no MFU.
+      tokens: the tokens of one call, all devices together; 0 = not known, and the report has no
+        tokens a second.
+      model_flops: the FLOPs of one call without recomputation, all devices together; 0 = not known,
+        and no MFU.
       say: is called with a line at the start of each stage.
-      compiler_options: options of XLA beside those of `jax.jit(..., compiler_options=...)`, which win; None = those
-        that `train` takes on this chip, which `rehearse.compiler_options(mesh)` gives to any program.
+      compiler_options: options of XLA beside those of `jax.jit(..., compiler_options=...)`, which
+        win; None = those that `train` takes on this chip, which `rehearse.compiler_options(mesh)`
+        gives to any program.
       keywords: arguments that the function takes by name, of the form of the others.
 
     Returns:
-      A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands. `rehearse.show` prints
-      it, and `rehearse.write_trace` writes its timeline.
+      A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands.
+      `rehearse.show` prints it, and `rehearse.write_trace` writes its timeline.
 
     Raises:
-      UserError: an argument is of another kind, the arguments do not lie on the target's devices, a compiler is
-        missing, or the compiler refuses the function.
+      UserError: an argument is of another kind, the arguments do not lie on the target's devices, a
+        compiler is missing, or the compiler refuses the function.
     """
     if not isinstance(jitted, jax.stages.Wrapped):
-        raise UserError(f"rehearse.step takes a jitted function, and was given {short(jitted)}: write jax.jit(step)")
+        raise UserError(
+            f"rehearse.step takes a jitted function, and was given {short(jitted)}: write "
+            "jax.jit(step)"
+        )
     if not isinstance(compiler_options, Mapping | None):
         given_options = f"and was given {short(compiler_options)}"
-        raise UserError(f'rehearse.step takes compiler_options by name, {given_options}: write {{"xla_...": True}}')
+        raise UserError(
+            f"rehearse.step takes compiler_options by name, {given_options}: "
+            'write {"xla_...": True}'
+        )
     require_whole("rehearse.step", "tokens", tokens, least=0)
     require_number("rehearse.step", "model_flops", model_flops, least=0)
-    target = target if isinstance(target, Target) else load_target(target)
+    if not isinstance(target, Target):
+        target = load_target(target)
     keywords = dict(keywords or {})
     mesh = mesh_of((arguments, keywords), target)
-    options = step_options(mesh) if compiler_options is None else compiler_options
+    if compiler_options is None:
+        options = step_options(mesh)
+    else:
+        options = compiler_options
     say(f"compiling for {target.name}")
     compiled = compile_for(jitted, arguments, mesh, target, options=options, keywords=keywords)
     given = dict(zip(_names(jitted, len(arguments)), arguments, strict=True)) | keywords
@@ -129,24 +148,38 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
     meshes = {mesh for mesh in named if isinstance(mesh, Mesh)}
     how = f'make the mesh with devices=jaxpar.load_target("{target.name}").devices()'
     if len(meshes) != 1:
-        found = "none has a NamedSharding" if not meshes else f"{len(meshes)} meshes were found"
+        if not meshes:
+            found = "none has a NamedSharding"
+        else:
+            found = f"{len(meshes)} meshes were found"
         raise UserError(f"rehearse.step needs arguments on one mesh, and {found}: {how}")
     (mesh,) = meshes
     devices = list(mesh.devices.flat)
-    platforms = ("cuda", "gpu") if target.platform == "cuda" else (target.platform,)  # a device says `gpu`
+    # a device says `gpu`
+    if target.platform == "cuda":
+        platforms = ("cuda", "gpu")
+    else:
+        platforms = (target.platform,)
     if devices[0].platform not in platforms or len(devices) != target.device_count:
         raise UserError(
-            f"the arguments lie on {len(devices)} devices ({devices[0].device_kind}) and {target.name} has "
+            f"the arguments lie on {len(devices)} devices ({devices[0].device_kind}) and "
+            f"{target.name} has "
             f"{target.device_count} ({target.platform}): {how}"
         )
     return mesh
 
 
 def compile_for(
-    jitted: jax.stages.Wrapped, arguments: tuple[PyTree, ...], mesh: Mesh, target: Target,
-    program: jax.stages.Compiled | None = None, advice: str = "", host: PyTree = None,
-    options: Mapping[str, Option] | None = None, keywords: Mapping[str, PyTree] | None = None,
-) -> Compiled:  # fmt: skip
+    jitted: jax.stages.Wrapped,
+    arguments: tuple[PyTree, ...],
+    mesh: Mesh,
+    target: Target,
+    program: jax.stages.Compiled | None = None,
+    advice: str = "",
+    host: PyTree = None,
+    options: Mapping[str, Option] | None = None,
+    keywords: Mapping[str, PyTree] | None = None,
+) -> Compiled:
     """Compile a jitted function with the target's own compiler.
 
     Args:
@@ -154,7 +187,8 @@ def compile_for(
       mesh: the mesh of the arguments.
       program: the compiled function if it is compiled already.
       advice: what would help a step that does not fit.
-      host: whether each argument lies in host memory, in a tree of their form; None = as their shardings say.
+      host: whether each argument lies in host memory, in a tree of their form; None = as their
+        shardings say.
       options: options of the compiler beside those of the jitted function, which win.
       keywords: as for `step`; none of them lies in host memory.
 
@@ -163,7 +197,8 @@ def compile_for(
       DoesNotFit: it refuses the function because a device has too little memory.
     """
     began = time.perf_counter()
-    host = jax.tree.map(lambda _: False, arguments) if host is None else host
+    if host is None:
+        host = jax.tree.map(lambda _: False, arguments)
     try:
         with compiling_for(mesh.devices.flat[0]):
             traced, lowered = lower_for(jitted, arguments, host, target.platform, keywords)
@@ -171,16 +206,30 @@ def compile_for(
         beside = {name: value for name, value in (options or {}).items() if name not in own}
         compiled = program or compile_absent(lowered, beside)
     except jax.errors.JaxRuntimeError as error:
-        refused = memory.DoesNotFit if memory.needs_and_has(str(error)) else UserError
+        if memory.needs_and_has(str(error)):
+            refused = memory.DoesNotFit
+        else:
+            refused = UserError
         raise refused(memory.refusal(str(error), target.name, advice)) from error
-    seconds, text = time.perf_counter() - began, compiled.as_text() or ""
-    return Compiled(target, mesh, traced.jaxpr, text, compiled.memory_analysis(), seconds, beside | own)
+    seconds = time.perf_counter() - began
+    text = compiled.as_text() or ""
+    return Compiled(
+        target, mesh, traced.jaxpr, text, compiled.memory_analysis(), seconds, beside | own
+    )
 
 
 def report_of(
-    compiled: Compiled, taken: Memory, say: Callable[[str], None], package_dirs: PackageDirs | None = None, *,
-    name: str, tokens: int, model_flops: float, requested: list[Requested] | None = None, dtype: str = "",
-) -> Rehearsal:  # fmt: skip
+    compiled: Compiled,
+    taken: Memory,
+    say: Callable[[str], None],
+    package_dirs: PackageDirs | None = None,
+    *,
+    name: str,
+    tokens: int,
+    model_flops: float,
+    requested: list[Requested] | None = None,
+    dtype: str = "",
+) -> Rehearsal:
     """Read, price and play out a compiled function, and report what can be said of any program.
 
     Args:
@@ -188,37 +237,62 @@ def report_of(
       taken: a device's memory.
       package_dirs: where lines are looked for: see `read_program`.
       say, name, tokens, model_flops: see `step`.
-      requested: the collectives that were asked for; None = not known, and none is called unplanned.
-      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of their FLOPs.
+      requested: the collectives that were asked for; None = not known, and none is called
+        unplanned.
+      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of
+        their FLOPs.
     """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    target, mesh, hardware = compiled.target, compiled.mesh, compiled.target.hardware
+    target = compiled.target
+    mesh = compiled.mesh
+    hardware = compiled.target.hardware
     timeline = simulate(compiled.text, mesh, target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
     dtype = dtype or _main_dtype(timeline.tasks, hardware.peak_flops)
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
     copies = lint.large_copies(timeline.tasks, timeline.seconds)
     kernels = stand_ins(compiled.text)
-    found = [*lint.does_not_fit(taken), *lint.unplanned_collectives(collectives), *copies, *lint.other_kernels(kernels)]
+    found = [
+        *lint.does_not_fit(taken),
+        *lint.unplanned_collectives(collectives),
+        *copies,
+        *lint.other_kernels(kernels),
+    ]
     return {
-        "schema": SCHEMA, "config": name, "command": "", "date": datetime.date.today().isoformat(),
+        "schema": SCHEMA,
+        "config": name,
+        "command": "",
+        "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "target": {
-            "name": target.name, "chip": hardware.chip or target.chip, "chips": hardware.chips,
-            "slices": target.slices, "topology": target.topology, "hbm_bytes": hardware.hbm_bytes,
-            "peak_flops": peak, "dtype": dtype, "note": target.note,
+            "name": target.name,
+            "chip": hardware.chip or target.chip,
+            "chips": hardware.chips,
+            "slices": target.slices,
+            "topology": target.topology,
+            "hbm_bytes": hardware.hbm_bytes,
+            "peak_flops": peak,
+            "dtype": dtype,
+            "note": target.note,
         },
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
-        "compile_seconds": compiled.seconds, "compiler_options": dict(compiled.options),
-        "kernels": kernels, "memory": taken,
+        "compile_seconds": compiled.seconds,
+        "compiler_options": dict(compiled.options),
+        "kernels": kernels,
+        "memory": taken,
         "time": _time(timeline, tokens, model_flops / mesh.size, peak),
-        "lines": _lines(timeline.tasks), "collectives": collectives, "timeline": timeline_of(timeline.events),
-        "findings": lint.by_weight(found), "notes": [*_notes(timeline), *timeline.notes],
-    }  # fmt: skip
+        "lines": _lines(timeline.tasks),
+        "collectives": collectives,
+        "timeline": timeline_of(timeline.events),
+        "findings": lint.by_weight(found),
+        "notes": [*_notes(timeline), *timeline.notes],
+    }
 
 
 def _main_dtype(tasks: Iterable[TaskTime], peaks: PeakFlops) -> str:
-    """The dtype of most of a program's FLOPs, of those that the chip has a peak for: bfloat16 where there is none."""
+    """The dtype of most of a program's FLOPs, of those that the chip has a peak for: bfloat16 where
+    there is none.
+    """
     done: defaultdict[str, float] = defaultdict(float)
     for row in tasks:
         name = peak_name(row.task.dtype)
@@ -232,13 +306,19 @@ def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
         names = list(inspect.signature(jitted).parameters)[:count]
     except (TypeError, ValueError):
         names = []
-    return names if len(names) == count else [f"argument {place}" for place in range(count)]
+    if len(names) == count:
+        return names
+    return [f"argument {place}" for place in range(count)]
 
 
 def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | None) -> Time:
-    """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are known."""
+    """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are
+    known.
+    """
     seconds = timeline.seconds
-    moved = {kind: sum(row.seconds for row in timeline.tasks if row.task.kind == kind) for kind in MOVING}
+    moved = {
+        kind: sum(row.seconds for row in timeline.tasks if row.task.kind == kind) for kind in MOVING
+    }
     computed = [row for row in timeline.tasks if row.task.kind not in MOVING]
     whole = sum(row.seconds for row in computed)
     known = sum(row.seconds for row in computed if row.task.cycles is not None)
@@ -265,11 +345,22 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
     """The time by line of the model and phase, the longest first."""
     lines: dict[Place, Line] = {}
     for row in tasks:
-        place, task = row.task.place, row.task
-        line = lines.setdefault(place, {
-            "scope": place.scope, "source": place.source, "phase": place.phase, "compute": 0.0, "communication": 0.0,
-            "exposed": 0.0, "flops": 0.0, "bytes": 0, "count": 0,
-        })  # fmt: skip
+        place = row.task.place
+        task = row.task
+        line = lines.setdefault(
+            place,
+            {
+                "scope": place.scope,
+                "source": place.source,
+                "phase": place.phase,
+                "compute": 0.0,
+                "communication": 0.0,
+                "exposed": 0.0,
+                "flops": 0.0,
+                "bytes": 0,
+                "count": 0,
+            },
+        )
         if task.kind in MOVING:
             line["communication"] += row.seconds
         elif not task.asynchronous:
@@ -278,18 +369,31 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
         line["flops"] += task.flops * row.count
         line["bytes"] += task.bytes * row.count
         line["count"] += row.count
-    return sorted(lines.values(), key=lambda line: -(line["compute"] + line["exposed"]))
+    return sorted(
+        lines.values(),
+        key=lambda line: -(line["compute"] + line["exposed"]),
+    )
 
 
 def _notes(timeline: Timeline) -> list[str]:
     """Notes on how far the figures can be trusted."""
     notes = []
-    unplaced = [row for row in timeline.tasks if not row.task.place.scope and not row.task.place.source]
+    unplaced = [
+        row for row in timeline.tasks if not row.task.place.scope and not row.task.place.source
+    ]
     lost = sum(row.exposed if row.task.asynchronous else row.seconds for row in unplaced)
     if timeline.seconds:
-        notes.append(f"{100 * lost / timeline.seconds:.1f} % of the step could not be tied to a line of the model")
-    kernels = [row for row in timeline.tasks if row.task.kind == "kernel" and row.task.cycles is None]
+        notes.append(
+            f"{100 * lost / timeline.seconds:.1f} % of the step could not be tied to a line of "
+            "the model"
+        )
+    kernels = [
+        row for row in timeline.tasks if row.task.kind == "kernel" and row.task.cycles is None
+    ]
     if kernels:
         took = seconds_text(sum(row.seconds for row in kernels))
-        notes.append(f"{len(kernels)} kernels carry no cycles: {took} by their FLOPs at the peak, a lower bound")
+        notes.append(
+            f"{len(kernels)} kernels carry no cycles: {took} by their FLOPs at the peak, a "
+            "lower bound"
+        )
     return notes

@@ -1,8 +1,8 @@
 """The cost of a task is its seconds, and the lanes of the device that it holds meanwhile.
 
-The compiler's own cycles decide where it gives them; otherwise the longer of arithmetic and memory traffic does (the
-roofline of Williams, Waterman and Patterson, CACM 52(4), 2009). A function prices the collectives, since only a target
-knows its links.
+The compiler's own cycles decide where it gives them; otherwise the longer of arithmetic and memory
+traffic does (the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009). A function prices
+the collectives, since only a target knows its links.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Path, Program, Task, walk_paths
 from jaxpar.rehearse.link_costs import CollectiveTime
 
-COMPUTE, DMA, SIDE, HOST = "compute", "dma", "side", "host"
-"""The lanes of every device; `side` is for asynchronous work that is not a copy. The network model names the lanes of
-the links: `ici:x`, `nvlink`, `dcn`."""
+COMPUTE = "compute"
+DMA = "dma"
+SIDE = "side"
+HOST = "host"
+"""The lanes of every device; `side` is for asynchronous work that is not a copy. The network model
+names the lanes of the links: `ici:x`, `nvlink`, `dcn`."""
 
-_FIELD_OF_DTYPE = {"bf16": "bfloat16", "f16": "bfloat16", "f32": "float32", "s8": "int8", "u8": "int8"}
+_FIELD_OF_DTYPE = {
+    "bf16": "bfloat16",
+    "f16": "bfloat16",
+    "f32": "float32",
+    "s8": "int8",
+    "u8": "int8",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,9 @@ class Cost:
 
     seconds: float
     lanes: tuple[str, ...]
-    """The lanes it holds from start to finish. A synchronous collective holds compute as well as its links."""
+    """The lanes it holds from start to finish. A synchronous collective holds compute as well as
+    its links.
+    """
     launch: float = 0.0
     """The part of `seconds` before its work begins."""
 
@@ -41,17 +52,26 @@ Costs = dict[Path, Cost]
 def price(
     program: Program, hardware: Hardware, collective_time: Callable[[Collective], CollectiveTime]
 ) -> tuple[Costs, tuple[str, ...]]:
-    """Find the seconds and lanes of every task: the compiler's cycles come first, then the roofline.
+    """Find the seconds and lanes of every task: the compiler's cycles come first, then the
+    roofline.
 
     It also returns the assumptions that were made, each listed once: `no peak for f64: bytes only`.
     """
     notes: Counter[str] = Counter()
-    costs = {path: _cost(task, hardware, collective_time, notes) for path, task, _ in walk_paths(program.nodes)}
-    return costs, tuple(f"{note} ({count} x)" if count > 1 else note for note, count in notes.items())
+    costs = {
+        path: _cost(task, hardware, collective_time, notes)
+        for path, task, _ in walk_paths(program.nodes)
+    }
+    return costs, tuple(
+        f"{note} ({count} x)" if count > 1 else note for note, count in notes.items()
+    )
 
 
 def _cost(
-    task: Task, hardware: Hardware, collective_time: Callable[[Collective], CollectiveTime], notes: Counter[str]
+    task: Task,
+    hardware: Hardware,
+    collective_time: Callable[[Collective], CollectiveTime],
+    notes: Counter[str],
 ) -> Cost:
     """Find the cost of one task, and count in `notes` what had to be assumed."""
     compute = () if task.asynchronous else (COMPUTE,)
@@ -61,24 +81,34 @@ def _cost(
     if task.kind == "host_copy":
         if task.bytes and not hardware.host_link_bandwidth:
             notes["no figure for the host link: its copies are taken to cost nothing"] += 1
-        seconds = hardware.host_link_latency + task.bytes / (hardware.host_link_bandwidth or math.inf)
+        seconds = hardware.host_link_latency + task.bytes / (
+            hardware.host_link_bandwidth or math.inf
+        )
         return Cost(seconds, (*compute, HOST))
     lanes = compute or ((DMA,) if task.kind == "copy" else (SIDE,))
     if task.cycles is not None and hardware.clock_hz:
         return Cost(task.cycles / hardware.clock_hz, lanes)
     if task.kind == "control" and not task.flops and not task.bytes:
         return Cost(0.0, compute)
-    launch = 0.0 if task.asynchronous else hardware.launch_overhead
+    if task.asynchronous:
+        launch = 0.0
+    else:
+        launch = hardware.launch_overhead
     return Cost(_roofline(task, hardware, notes) + launch, lanes, launch)
 
 
 def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
-    """Take the longer of arithmetic at its peak and traffic at the memory's bandwidth, in seconds."""
+    """Take the longer of arithmetic at its peak and traffic at the memory's bandwidth, in
+    seconds.
+    """
     arithmetic = 0.0
     if task.flops:
         peak = _peak(hardware.peak_flops, task.dtype)
         if not peak:
-            notes[f"no peak for {task.dtype or 'an unknown dtype'}: its arithmetic is taken to cost nothing"] += 1
+            notes[
+                f"no peak for {task.dtype or 'an unknown dtype'}: its arithmetic is taken to "
+                "cost nothing"
+            ] += 1
         arithmetic = task.flops / (peak or math.inf)
     if task.bytes and not hardware.hbm_bandwidth:
         notes["no figure for the memory's bandwidth: traffic is taken to cost nothing"] += 1
@@ -89,13 +119,17 @@ def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:
 
 def peak_name(dtype: str) -> str:
     """Return the field of `PeakFlops` for a dtype as HLO writes it; empty where there is none."""
-    return "float8" if dtype.startswith("f8") else _FIELD_OF_DTYPE.get(dtype, "")
+    if dtype.startswith("f8"):
+        return "float8"
+    return _FIELD_OF_DTYPE.get(dtype, "")
 
 
 def _peak(peaks: PeakFlops, dtype: str) -> float:
-    """Return the peak FLOP/s of matmuls of this dtype, as HLO writes it; 0 where there is no figure.
+    """Return the peak FLOP/s of matmuls of this dtype, as HLO writes it; 0 where there is no
+    figure.
 
-    Where float32 has no figure, as on TPUs, XLA multiplies in bfloat16 passes: one pass at jax's default precision.
+    Where float32 has no figure, as on TPUs, XLA multiplies in bfloat16 passes: one pass at jax's
+    default precision.
     """
     name = peak_name(dtype)
     return getattr(peaks, name, 0.0) or (peaks.bfloat16 if name == "float32" else 0.0)

@@ -1,23 +1,32 @@
-"""The time of a collective on a target's links follows from latency and bandwidth (alpha and beta) over its topology.
+"""The time of a collective on a target's links follows from latency and bandwidth (alpha and beta)
+over its topology.
 
-A collective of V bytes takes `start + hops x hop + load x V / bandwidth`. Here `hops` counts the steps taken one after
-another, and `load` is the share of V that passes the busiest link in one direction. With k devices in a group:
+A collective of V bytes takes `start + hops x hop + load x V / bandwidth`. Here `hops` counts the
+steps taken one after another, and `load` is the share of V that passes the busiest link in one
+direction. With k devices in a group:
 
-  all-gather, reduce-scatter   a ring with load (k-1)/k, where every device receives over all the links it has
-  all-reduce                   a reduce-scatter and an all-gather; on GPUs also a tree where that is faster
-  all-to-all                   every pair's bytes take the shortest way: on a ring of k, V k/8 passes a link
+  all-gather, reduce-scatter   a ring with load (k-1)/k, where every device receives over all the
+                               links it has
+  all-reduce                   a reduce-scatter and an all-gather; on GPUs also a tree where that
+                               is faster
+  all-to-all                   every pair's bytes take the shortest way: on a ring of k, V k/8
+                               passes a link
   ppermute                     every message takes its shortest way
 
-(Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007; for
-tori Austin et al., "How to Scale Your Model", part 3, where V / 180 GB/s along an axis of v5p is this for large k; for
-GPUs the tuning model in NCCL.) The model also assumes:
+(Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and
+experience", 2007; for tori Austin et al., "How to Scale Your Model", part 3, where V / 180 GB/s
+along an axis of v5p is this for large k; for GPUs the tuning model in NCCL.) The model also
+assumes:
 
-- On a torus, data is split over the axes that a group spans, so that all of their links are busy at once. An axis that
-  is not a ring gives one link where a ring gives two. Groups that share links (strided ones, both halves of a chip)
-  share them evenly. A group that is no box in the torus runs a ring in its own order. Twisted tori are not modelled.
-- Levels follow one another: first between the halves of a chip, then ICI, then the data-centre network, each with what
-  is left to move there. On GPUs they overlap, since NCCL pipelines them, and the slowest level decides.
-- Switches and the data-centre network never block; a reduction costs as much as moving its data; SHARP is not used.
+- On a torus, data is split over the axes that a group spans, so that all of their links are busy at
+  once. An axis that is not a ring gives one link where a ring gives two. Groups that share links
+  (strided ones, both halves of a chip) share them evenly. A group that is no box in the torus runs
+  a ring in its own order. Twisted tori are not modelled.
+- Levels follow one another: first between the halves of a chip, then ICI, then the data-centre
+  network, each with what is left to move there. On GPUs they overlap, since NCCL pipelines them,
+  and the slowest level decides.
+- Switches and the data-centre network never block; a reduction costs as much as moving its data;
+SHARP is not used.
 """
 
 from __future__ import annotations
@@ -46,8 +55,9 @@ class CollectiveTime:
     latency: float
     """The part that would remain for zero bytes."""
     resources: tuple[str, ...]
-    """The lanes it keeps busy: some of `ici:x+`, `ici:x-` (both directions of an axis), `ici:y+` and so on, `nvlink`,
-    `dcn`, `chip` (between the devices of one chip). Collectives that share a lane run one after the other."""
+    """The lanes it keeps busy: some of `ici:x+`, `ici:x-` (both directions of an axis), `ici:y+`
+    and so on, `nvlink`, `dcn`, `chip` (between the devices of one chip). Collectives that share a
+    lane run one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +76,27 @@ Legs = tuple[_Leg, ...]
 """The legs of one algorithm: they follow one another in a torus, and run all at once elsewhere."""
 
 
-def collective_time(collective: Collective, places: tuple[Position, ...], target: Target) -> CollectiveTime:
+def collective_time(
+    collective: Collective, places: tuple[Position, ...], target: Target
+) -> CollectiveTime:
     """Predict the time of one execution in which all groups run at once.
 
-    `places` says where the device of each of the program's positions sits: `targets.places(mesh.devices.flat, target)`.
+    `places` says where the device of each of the program's positions sits:
+    `targets.places(mesh.devices.flat, target)`.
 
     Raises:
       UserError: the target has no figure for a link that the collective uses.
     """
-    hardware, kind = target.hardware, collective.kind
+    hardware = target.hardware
+    kind = collective.kind
     routes = _routes(kind, collective.groups, places, hardware)
     if not routes:
         return CollectiveTime(0.0, 0.0, ())
     for leg in (leg for legs in routes for leg in legs):
         if not leg.bandwidth:
             raise UserError(
-                f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of {leg.lanes[0]}, which "
+                f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of "
+                f"{leg.lanes[0]}, which "
                 f"a {kind} needs: write it in the file of its chip, meshes/chips"
             )
     together = hardware.ici.kind != "torus" or kind == "ppermute"
@@ -95,7 +110,9 @@ def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> Collecti
     transfer = max(moving) if together else sum(moving)
     times = []
     for protocol in hardware.protocols:
-        waits = [leg.hops * (protocol.dcn_hop if leg.lanes == ("dcn",) else protocol.hop) for leg in legs]
+        waits = [
+            leg.hops * (protocol.dcn_hop if leg.lanes == ("dcn",) else protocol.hop) for leg in legs
+        ]
         latency = protocol.start + sum(waits)
         times.append((latency + transfer / protocol.share, latency))
     seconds, latency = min(times, default=(transfer, 0.0))
@@ -104,13 +121,19 @@ def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> Collecti
 
 
 @lru_cache(maxsize=1024)
-def _routes(kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], hardware: Hardware) -> tuple[Legs, ...]:
+def _routes(
+    kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], hardware: Hardware
+) -> tuple[Legs, ...]:
     """List the algorithms that a collective may use here; there are none where nothing moves."""
-    seats = tuple(tuple(places[position] for position in group) for group in groups if len(set(group)) > 1)
+    seats = tuple(
+        tuple(places[position] for position in group) for group in groups if len(set(group)) > 1
+    )
     if not seats:
         return ()
     if hardware.ici.kind == "torus":
-        return (_messages(seats, hardware) if kind == "ppermute" else _on_torus(kind, seats, hardware),)
+        return (
+            _messages(seats, hardware) if kind == "ppermute" else _on_torus(kind, seats, hardware),
+        )
     return _on_switches(kind, seats, hardware)
 
 
@@ -127,20 +150,38 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     size = max(map(len, groups))
     counts = [Counter(position.slice for position in group).values() for group in groups]
     nodes = max(map(len, counts))
-    # The node with the fewest devices of a group has the fewest NICs; the one with the most has most to exchange.
-    few, many = min(min(count) for count in counts), max(max(count) for count in counts)
+    # The node with the fewest devices of a group has the fewest NICs; the one with the most has
+    # most to exchange.
+    few = min(min(count) for count in counts)
+    many = max(max(count) for count in counts)
 
     def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
-        near = (_Leg(("nvlink",), in_node, inside, hops),) if many > 1 else ()
-        return near + ((_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops),) if nodes > 1 else ())
+        if many > 1:
+            near = (_Leg(("nvlink",), in_node, inside, hops),)
+        else:
+            near = ()
+        return near + (
+            (_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops),) if nodes > 1 else ()
+        )
 
     if kind == "all-to-all":
         return (legs((many - 1) / size, (size - few) / size, many - 1, nodes - 1),)
-    ring = legs((size - 1) / size, (nodes - 1) / nodes / few, size - nodes, nodes - 1)
+    ring = legs(
+        (size - 1) / size,
+        (nodes - 1) / nodes / few,
+        size - nodes,
+        nodes - 1,
+    )
     if kind != "all-reduce":
         return (ring,)
-    # Data goes up a tree and down again: a chain inside a node, halving across nodes. 0.92 is NCCL's factor for trees.
-    tree = legs(1 / 0.92, 1 / 0.92 / few, many - 1, math.ceil(math.log2(nodes)))
+    # Data goes up a tree and down again: a chain inside a node, halving across nodes. 0.92 is
+    # NCCL's factor for trees.
+    tree = legs(
+        1 / 0.92,
+        1 / 0.92 / few,
+        many - 1,
+        math.ceil(math.log2(nodes)),
+    )
     return _twice(ring), _twice(tree)
 
 
@@ -156,7 +197,8 @@ def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
     size = max(map(len, groups))
     slices = max(len({position.slice for position in group}) for group in groups)
     cores = max(len({position.core for position in group}) for group in groups)
-    # A part is a group's members in one slice and core; the other cores do the same work at the same time.
+    # A part is a group's members in one slice and core; the other cores do the same work at the
+    # same time.
     parts = tuple(part for group in groups for part in _apart(group))
     within = max(map(len, parts))
     exchange = kind == "all-to-all"
@@ -165,11 +207,17 @@ def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
         load = (cores - 1) / (size if exchange else cores)
         legs.append(_Leg(("chip",), load, hardware.ici.chip_bandwidth, 1))
     if within > 1:
-        legs.append(_all_to_all(parts, 1 / slices, hardware) if exchange else _gather(parts, 1 / cores, hardware))
+        legs.append(
+            _all_to_all(parts, 1 / slices, hardware)
+            if exchange
+            else _gather(parts, 1 / cores, hardware)
+        )
     if slices > 1:
         load = (slices - 1) / slices / (1 if exchange else cores * within)
         legs.append(_Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1))
-    return _twice(tuple(legs)) if kind == "all-reduce" else tuple(legs)
+    if kind == "all-reduce":
+        return _twice(tuple(legs))
+    return tuple(legs)
 
 
 def _apart(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
@@ -184,22 +232,40 @@ class _Load:
     """The bytes on each directed link of the slices, by axis."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self.shape, self.wraps = hardware.ici.shape, hardware.ici.wraps
+        self.shape = hardware.ici.shape
+        self.wraps = hardware.ici.wraps
         self.axes: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in self.shape]
 
     def send(self, start: Position, end: Position, amount: float) -> int:
-        """Add a message along its shortest way, axis after axis (half on either of equal ways), and return its hops."""
-        here, hops = list(start.coords), 0
-        for axis, (side, wraps) in enumerate(zip(self.shape, self.wraps, strict=True)):
+        """Add a message along its shortest way, axis after axis (half on either of equal ways), and
+        return its hops.
+        """
+        here = list(start.coords)
+        hops = 0
+        for axis, (side, wraps) in enumerate(
+            zip(
+                self.shape,
+                self.wraps,
+                strict=True,
+            )
+        ):
             ahead = end.coords[axis] - here[axis]
             ways = {ahead: amount}
             if wraps and ahead:
-                up, down = ahead % side, ahead % side - side
-                ways = {up: amount / 2, down: amount / 2} if up == -down else {min(up, down, key=abs): amount}
+                up = ahead % side
+                down = ahead % side - side
+                if up == -down:
+                    ways = {up: amount / 2, down: amount / 2}
+                else:
+                    ways = {min(up, down, key=abs): amount}
             for way, part in ways.items():
                 step = 1 if way > 0 else -1
                 for hop in range(0, way, step):
-                    place = (*here[:axis], (here[axis] + hop) % side, *here[axis + 1 :])
+                    place = (
+                        *here[:axis],
+                        (here[axis] + hop) % side,
+                        *here[axis + 1 :],
+                    )
                     self.axes[axis][(start.slice, step, *place)] += part
             hops += abs(next(iter(ways)))
             here[axis] = end.coords[axis]
@@ -214,23 +280,37 @@ class _Load:
     def lanes(self) -> tuple[str, ...]:
         """The directions of axes that are used, each axis's `+` before its `-`."""
         ways = [sorted({step for _, step, *_ in links}, reverse=True) for links in self.axes]
-        return tuple(f"ici:{'xyz'[axis]}{'+' if step > 0 else '-'}" for axis, used in enumerate(ways) for step in used)
+        return tuple(
+            f"ici:{'xyz'[axis]}{'+' if step > 0 else '-'}"
+            for axis, used in enumerate(ways)
+            for step in used
+        )
 
 
 def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:
     """Return a box's coordinates along each axis; None for a group that is not a box."""
-    sides = tuple(tuple(sorted(set(line))) for line in zip(*(position.coords for position in group), strict=True))
-    return sides if math.prod(map(len, sides)) == len({position.coords for position in group}) else None
+    sides = tuple(
+        tuple(sorted(set(line)))
+        for line in zip(*(position.coords for position in group), strict=True)
+    )
+    if math.prod(map(len, sides)) == len({position.coords for position in group}):
+        return sides
+    return None
 
 
 def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
-    """Plan an all-gather or reduce-scatter of `part` of the bytes in each group, which lies in one slice and core."""
+    """Plan an all-gather or reduce-scatter of `part` of the bytes in each group, which lies in one
+    slice and core.
+    """
     size = max(map(len, groups))
-    load, bandwidth = _Load(hardware), hardware.ici.link_bandwidth
+    load = _Load(hardware)
+    bandwidth = hardware.ici.link_bandwidth
     boxes = [_sides(group) for group in groups]
     if None in boxes:
         hops = max([_ring(load, group) for group in groups]) / 2
-        return _Leg(load.lanes, part * (size - 1) / size * max(load.busiest.values()), bandwidth, hops)
+        return _Leg(
+            load.lanes, part * (size - 1) / size * max(load.busiest.values()), bandwidth, hops
+        )
     for line in (line for group in groups for line in _lines(group)):
         _ring(load, line)
     # Each axis takes data in proportion to what it can carry.
@@ -247,7 +327,9 @@ def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
 
 
 def _lines(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
-    """List the lines of a box along each axis on which it has more than one member, each line in order."""
+    """List the lines of a box along each axis on which it has more than one member, each line in
+    order.
+    """
     found = []
     for axis in range(len(group[0].coords)):
         lines: dict[tuple[int, ...], list[Position]] = defaultdict(list)
@@ -268,20 +350,30 @@ def _ring(load: _Load, members: tuple[Position, ...]) -> int:
 
 def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
     """Spread `part` of every member's bytes evenly over its group, along shortest ways."""
-    load, hops = _Load(hardware), 0
+    load = _Load(hardware)
+    hops = 0
     for group in groups:
         box = _sides(group)
-        # In a box each axis can be taken alone: a message moves along it once, whatever its other coordinates are.
+        # In a box each axis can be taken alone: a message moves along it once, whatever its other
+        # coordinates are.
         for line in _lines(group) if box else [group]:
             for here, there in permutations(line, 2):
                 hops = max(hops, load.send(here, there, part / len(line)))
         hops = max(hops, _reach(box, hardware) if box else 0)
-    return _Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops)
+    return _Leg(
+        load.lanes,
+        max(load.busiest.values()),
+        hardware.ici.link_bandwidth,
+        hops,
+    )
 
 
 def _messages(pairs: Seats, hardware: Hardware) -> Legs:
     """Send the message of each (source, target) pair on its way, all at the same time."""
-    load, hops, slices, cores = _Load(hardware), 0, False, False
+    load = _Load(hardware)
+    hops = 0
+    slices = False
+    cores = False
     for start, end in pairs:
         if start.slice != end.slice:
             slices = True
@@ -293,7 +385,14 @@ def _messages(pairs: Seats, hardware: Hardware) -> Legs:
     if cores:
         legs.append(_Leg(("chip",), 1.0, hardware.ici.chip_bandwidth, 1))
     if load.busiest:
-        legs.append(_Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops))
+        legs.append(
+            _Leg(
+                load.lanes,
+                max(load.busiest.values()),
+                hardware.ici.link_bandwidth,
+                hops,
+            )
+        )
     if slices:
         legs.append(_Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1))
     return tuple(legs)

@@ -1,4 +1,6 @@
-"""The rehearsal of a config's training step: `jaxpar.rehearse.step`, with what the config adds to its report."""
+"""The rehearsal of a config's training step: `jaxpar.rehearse.step`, with what the config adds to
+its report.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ class CompiledStep(NamedTuple):
 
 
 def rehearse(
-    config: Config, target: Target | str, name: str = "", command: str = "",
-    say: Callable[[str], None] = lambda line: None, program: jax.stages.Compiled | None = None,
-) -> Rehearsal:  # fmt: skip
-    """Make the report of one training step on a target; `jaxpar.rehearse.report.schema` says what is in it.
+    config: Config,
+    target: Target | str,
+    name: str = "",
+    command: str = "",
+    say: Callable[[str], None] = lambda line: None,
+    program: jax.stages.Compiled | None = None,
+) -> Rehearsal:
+    """Make the report of one training step on a target; `jaxpar.rehearse.report.schema` says what
+    is in it.
 
     Args:
-      config: the experiment, settled (`jaxpar.plan.resolve`). Its mesh must fit the target; `mesh.distributed` and
-        `mesh.platform` do not count.
+      config: the experiment, settled (`jaxpar.plan.resolve`). Its mesh must fit the target;
+        `mesh.distributed` and `mesh.platform` do not count.
       target: a name such as `h100x64`, or the result of `load_target`.
       name: the name of the config in the report.
       command: the command line in the report.
@@ -53,25 +60,45 @@ def rehearse(
       program: the compiled step if it is compiled already (`jaxpar.plan.resolve_and_compile`).
 
     Raises:
-      UserError: the mesh does not fit the target, a compiler is missing, or the compiler refuses the step because it
-        does not fit the memory.
+      UserError: the mesh does not fit the target, a compiler is missing, or the compiler refuses
+        the step because it does not fit the memory.
     """
-    target = target if isinstance(target, Target) else load_target(target)
+    if not isinstance(target, Target):
+        target = load_target(target)
     step = compile_step(config, target, say, program)
-    config, plan, model = step.config, step.plan, step.model
+    config = step.config
+    plan = step.plan
+    model = step.model
     of_a_step = config.train.batch * config.data.seq_len
     report = report_of(
-        step.compiled, _memory(step), say, name=name, tokens=of_a_step, requested=step.requested,
-        model_flops=model.flops_per_token(config.data.seq_len) * of_a_step, dtype=config.precision.compute,
-    )  # fmt: skip
+        step.compiled,
+        _memory(step),
+        say,
+        name=name,
+        tokens=of_a_step,
+        requested=step.requested,
+        model_flops=model.flops_per_token(config.data.seq_len) * of_a_step,
+        dtype=config.precision.compute,
+    )
     report["command"] = command
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
-    report["batch"] = {"sequences": config.train.batch, "seq_len": config.data.seq_len, "tokens": of_a_step,
-                       "accumulation": config.train.accumulation}  # fmt: skip
+    report["batch"] = {
+        "sequences": config.train.batch,
+        "seq_len": config.data.seq_len,
+        "tokens": of_a_step,
+        "accumulation": config.train.accumulation,
+    }
     rows = placements(param_shapes(model, plan), model.axes, plan)
-    found = [*report["findings"], *lint.replicated_parameters(rows, plan), *lint.whole_residual_stream(plan)]
+    found = [
+        *report["findings"],
+        *lint.replicated_parameters(rows, plan),
+        *lint.whole_residual_stream(plan),
+    ]
     report["findings"] = lint.by_weight(found)
-    dropout = ["dropout is on: its random bits are part of the step"] if config.model.dropout else []
+    if config.model.dropout:
+        dropout = ["dropout is on: its random bits are part of the step"]
+    else:
+        dropout = []
     report["notes"] = [*dropout, *step.notes, *report["notes"]]
     return report
 
@@ -82,28 +109,38 @@ def on_target(config: Config, target: Target) -> tuple[Config, list[jax.Device]]
     Raises:
       UserError: the config is wrong in itself, or its mesh does not fit the target.
     """
-    config = check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)))
+    config = check(
+        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False))
+    )
     check_mesh(config.mesh, target)
     return config, target.devices()
 
 
 def compile_step(
-    config: Config, target: Target, say: Callable[[str], None] = lambda line: None,
+    config: Config,
+    target: Target,
+    say: Callable[[str], None] = lambda line: None,
     program: jax.stages.Compiled | None = None,
-) -> CompiledStep:  # fmt: skip
+) -> CompiledStep:
     """Compile the training step of a config with the target's own compiler: see `rehearse`."""
     config, devices = on_target(config, target)
     require_settled(config)
-    plan, model = make_plan(config, devices), Model(config.model)
+    plan = make_plan(config, devices)
+    model = Model(config.model)
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     state, batch = step_shapes(model, config, plan)
     host = in_host(state, model, plan)
     compiled = compile_for(
-        make_train_step(model, config, plan), (state, batch), plan.mesh, target, program,
-        advice(config, plan, target.platform), host=(host, jax.tree.map(lambda _: False, batch)),
-    )  # fmt: skip
+        make_train_step(model, config, plan),
+        (state, batch),
+        plan.mesh,
+        target,
+        program,
+        advice(config, plan, target.platform),
+        host=(host, jax.tree.map(lambda _: False, batch)),
+    )
     notes = plan_notes(config, plan)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)
     return CompiledStep(config, plan, model, asked, compiled, tuple(notes))
@@ -111,28 +148,43 @@ def compile_step(
 
 def advice(config: Config, plan: Plan, platform: str) -> str:
     """What to try where a step does not fit; a rehearsal says what each saves."""
-    held, mesh, stages = state_bytes(config, plan, platform), plan.mesh, plan.size("stage")
-    state = bytes_text(mesh.size * (held.parameters.device + held.optimizer.device + held.gradients.device))
-    tries = ["memory.budget=auto"] if stages == 1 else ["pipeline.stash=stage"] * (plan.pipeline.stash != "stage")
+    held = state_bytes(config, plan, platform)
+    mesh = plan.mesh
+    stages = plan.size("stage")
+    state = bytes_text(
+        mesh.size * (held.parameters.device + held.optimizer.device + held.gradients.device)
+    )
+    if stages == 1:
+        tries = ["memory.budget=auto"]
+    else:
+        tries = ["pipeline.stash=stage"] * (plan.pipeline.stash != "stage")
     tries += ["memory.policy=full"] * (plan.remat != "full") + [f"mesh.fsdp={2 * config.mesh.fsdp}"]
-    part, count = "train.accumulation", config.train.accumulation
+    part = "train.accumulation"
+    count = config.train.accumulation
     at_once = config.train.batch // count
     if stages > 1:
-        part, count = "pipeline.microbatches", plan.pipeline.microbatches
+        part = "pipeline.microbatches"
+        count = plan.pipeline.microbatches
         at_once //= count
     if at_once > plan.size("batch"):
         tries.append(f"{part}={2 * count}")
-    return f"try {', '.join(tries)}; parameters, optimizer and gradients are {state} over all {mesh.size} devices"
+    return (
+        f"try {', '.join(tries)}; parameters, optimizer and gradients are {state} over all "
+        f"{mesh.size} devices"
+    )
 
 
 def _memory(step: CompiledStep) -> Memory:
     """A device's memory by the parts that the config knows, with advice where it is too small."""
-    config, plan, compiled = step.config, step.plan, step.compiled
+    config = step.config
+    plan = step.plan
+    compiled = step.compiled
     target = compiled.target
     held = state_bytes(config, plan, target.platform)
     arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
     kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
-    has, gradients = target.hardware.hbm_bytes, held.gradients.device
+    has = target.hardware.hbm_bytes
+    gradients = held.gradients.device
     taken = memory.account(compiled.stats, target.platform, arguments, has, kept, gradients)
     if not taken["fits"]:
         taken["advice"] = [advice(config, plan, target.platform)]

@@ -1,8 +1,10 @@
-"""The collectives that a program asks for, read from its jaxpr: what the plan expects of the compiler.
+"""The collectives that a program asks for, read from its jaxpr: what the plan expects of the
+compiler.
 
-Every collective of this library stands in a `shard_map` and names mesh axes. Its count is multiplied by the trips of
-the scans around it. Where the same move of the same array is written twice (a recomputed gather and the backward's
-own), it counts once, and where nothing needs it, not at all; the compiler does the same.
+Every collective of this library stands in a `shard_map` and names mesh axes. Its count is
+multiplied by the trips of the scans around it. Where the same move of the same array is written
+twice (a recomputed gather and the backward's own), it counts once, and where nothing needs it, not
+at all; the compiler does the same.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ class Requested:
     count: int
     """How often it runs in one step."""
     scope: str
-    """The name stack of jax, with the wrappers that jax adds: `transpose(jvp())/block/attention`."""
+    """The name stack of jax, with the wrappers that jax adds:
+    `transpose(jvp())/block/attention`.
+    """
     dtype: str
     """The dtype of what is sent: `bfloat16`."""
 
 
 @dataclass(eq=False)
 class _Value:
-    """A node of the graph: what it needs, the collective it is and the name that `checkpoint_name` gave it, if any."""
+    """A node of the graph: what it needs, the collective it is and the name that `checkpoint_name`
+    gave it, if any.
+    """
 
     needs: tuple[_Value, ...] = ()
     collective: Requested | None = None
@@ -49,24 +55,34 @@ class _Value:
 
 
 def requested_collectives(
-    jaxpr: ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None, given: Collection[str] = ()
+    jaxpr: ClosedJaxpr,
+    mesh: Mesh,
+    say: Callable[[str], None] = lambda line: None,
+    given: Collection[str] = (),
 ) -> list[Requested]:
-    """List the collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
+    """List the collectives of a traced function:
+    `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
-    Bytes are those of the arrays as they are sent: in the compute dtype where the op casts before it gathers.
+    Bytes are those of the arrays as they are sent: in the compute dtype where the op casts before
+    it gathers.
 
     Args:
       jaxpr: the jaxpr of the whole function.
       mesh: the mesh whose axes the collectives name.
-      say: is called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
-        branches, a primitive that is not known.
-      given: names of arrays (`checkpoint_name`) that count as present: what only these need is not counted.
+      say: is called with a line, once, for whatever could not be counted exactly: a loop whose
+        trips are not known, branches, a primitive that is not known.
+      given: names of arrays (`checkpoint_name`) that count as present: what only these need is not
+        counted.
 
     Returns:
-      The collectives in the order of the program; equal ones are merged into one, with the sum of their counts.
+      The collectives in the order of the program; equal ones are merged into one, with the sum of
+      their counts.
     """
     reader = _Reader(mesh, say)
-    needed = _needed_ids(reader.read(jaxpr, [_Value() for _ in jaxpr.in_avals], ""), given=given)
+    needed = _needed_ids(
+        reader.read(jaxpr, [_Value() for _ in jaxpr.in_avals], ""),
+        given=given,
+    )
     counts: Counter[Requested] = Counter()
     for value in reader.made:
         if id(value) in needed and value.collective:
@@ -75,7 +91,9 @@ def requested_collectives(
 
 
 class _Reader:
-    """It runs a jaxpr on values that stand for arrays; in one loop body, equal work on equal values is one value."""
+    """It runs a jaxpr on values that stand for arrays; in one loop body, equal work on equal values
+    is one value.
+    """
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None]):
         self._sizes = dict(mesh.shape)
@@ -90,11 +108,24 @@ class _Reader:
             self._said.add(line)
             self._print(line)
 
-    def read(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
-        """The values of the results of a jaxpr that brings its own constants, or has them among its inputs."""
-        constants = [self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
+    def read(
+        self,
+        jaxpr: _AnyJaxpr,
+        inputs: Sequence[_Value],
+        scope: str,
+    ) -> list[_Value]:
+        """The values of the results of a jaxpr that brings its own constants, or has them among its
+        inputs.
+        """
+        constants = [
+            self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())
+        ]
         inner = _open(jaxpr)
-        given = zip((*inner.constvars, *inner.invars), (*constants, *inputs), strict=True)
+        given = zip(
+            (*inner.constvars, *inner.invars),
+            (*constants, *inputs),
+            strict=True,
+        )
         values: dict[core.Var, _Value] = dict(given)
 
         def value(atom: core.Var | core.Literal) -> _Value:
@@ -109,27 +140,52 @@ class _Reader:
             values.update(zip(eqn.outvars, results, strict=True))
         return [value(atom) for atom in inner.outvars]
 
-    def _values_of(self, key: Hashable, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
-        """The `count` results of the work that this key describes, which are the same ones each time."""
+    def _values_of(
+        self,
+        key: Hashable,
+        count: int,
+        needs: Sequence[_Value] = (),
+    ) -> list[_Value]:
+        """The `count` results of the work that this key describes, which are the same ones each
+        time.
+        """
         if key not in self._known:
             self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
         return self._known[key]
 
-    def _results(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
-        name, params = eqn.primitive.name, eqn.params
+    def _results(
+        self,
+        eqn: core.JaxprEqn,
+        arguments: list[_Value],
+        scope: str,
+    ) -> list[_Value]:
+        name = eqn.primitive.name
+        params = eqn.params
         if read := {SCAN: self._scan, WHILE: self._while, COND: self._cond}.get(name):
             return read(eqn, arguments, scope)
-        inner = next((value for value in params.values() if isinstance(value, core.Jaxpr | ClosedJaxpr)), None)
+        inner = next(
+            (value for value in params.values() if isinstance(value, core.Jaxpr | ClosedJaxpr)),
+            None,
+        )
         if inner is not None and _fits(inner, eqn):
-            # The compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`.
+            # The compiler may not merge a recomputation with the forward pass:
+            # `jax.checkpoint(prevent_cse=True)`.
             barred = params.get("prevent_cse")
-            apart = params.get("differentiated") and (any(barred) if isinstance(barred, tuple) else barred)
-            return self.read(inner, [_Value((argument,)) for argument in arguments] if apart else arguments, scope)
+            apart = params.get("differentiated") and (
+                any(barred) if isinstance(barred, tuple) else barred
+            )
+            return self.read(
+                inner,
+                [_Value((argument,)) for argument in arguments] if apart else arguments,
+                scope,
+            )
         axes = self._axes(params)
         if axes and name in COLLECTIVES:
             return self._collectives(eqn, axes, arguments, scope)
         if axes and not name.startswith(STILL):
-            self._say(f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted")
+            self._say(
+                f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted"
+            )
         results = self._values_of(_key(eqn, arguments), len(eqn.outvars), arguments)
         if name == NAME:
             results[0].name = params["name"]
@@ -139,54 +195,107 @@ class _Reader:
         self, eqn: core.JaxprEqn, axes: frozenset[str], arguments: list[_Value], scope: str
     ) -> list[_Value]:
         """Add one collective for each of the arrays that are sent."""
-        name, key = eqn.primitive.name, _key(eqn, arguments)
+        name = eqn.primitive.name
+        key = _key(eqn, arguments)
         if eqn.params.get("axis_index_groups"):
-            self._say(f"{scope or 'the step'}: {name} among parts of an axis is counted as over all of it")
+            self._say(
+                f"{scope or 'the step'}: {name} among parts of an axis is counted as over all of it"
+            )
         if key in self._known:
             return self._known[key]
         results = []
         for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
             aval: Any = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
+            sent = Requested(
+                COLLECTIVES[name],
+                axes,
+                size,
+                self._trips,
+                scope,
+                str(aval.dtype),
+            )
             results.append(_Value((argument,), sent))
         self.made += results
         self._known[key] = results
         return results
 
-    def _read_body(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
+    def _read_body(
+        self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str, trips: int = 1
+    ) -> list[_Value]:
         """Read a loop's body or a branch, across whose border the compiler merges nothing."""
-        known, outside = self._known, self._trips
-        self._known, self._trips = {}, outside * trips
+        known = self._known
+        outside = self._trips
+        self._known = {}
+        self._trips = outside * trips
         results = self.read(jaxpr, inputs, scope)
-        self._known, self._trips = known, outside
+        self._known = known
+        self._trips = outside
         return results
 
-    def _scan(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
-        """Read a scan's body once: its constants are the values outside, its carries and slices are new ones."""
-        params, body = eqn.params, _open(eqn.params["jaxpr"])
-        # Ranks tell the carries in every jax version: a stacked result has one dim more than its slice.
+    def _scan(
+        self,
+        eqn: core.JaxprEqn,
+        arguments: list[_Value],
+        scope: str,
+    ) -> list[_Value]:
+        """Read a scan's body once: its constants are the values outside, its carries and slices are
+        new ones.
+        """
+        params = eqn.params
+        body = _open(eqn.params["jaxpr"])
+        # Ranks tell the carries in every jax version: a stacked result has one dim more than its
+        # slice.
         carries = _of_one_rank(eqn.outvars, body.outvars)
         consts = _of_one_rank(eqn.invars, body.invars) - carries
         fresh = [_Value((argument,)) for argument in arguments[consts:]]
-        results = self._read_body(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
+        results = self._read_body(
+            params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"]
+        )
         _carry(fresh[:carries], results)
         return [_Value((result,)) for result in results]
 
-    def _while(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _while(
+        self,
+        eqn: core.JaxprEqn,
+        arguments: list[_Value],
+        scope: str,
+    ) -> list[_Value]:
         params = eqn.params
-        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self.made)
-        results = self._read_body(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
-        again = self._read_body(params["cond_jaxpr"], [*arguments[:first], *fresh], scope)
+        first = params["cond_nconsts"]
+        second = params["cond_nconsts"] + params["body_nconsts"]
+        fresh = [_Value((argument,)) for argument in arguments[second:]]
+        made = len(self.made)
+        results = self._read_body(
+            params["body_jaxpr"],
+            [*arguments[first:second], *fresh],
+            scope,
+        )
+        again = self._read_body(
+            params["cond_jaxpr"],
+            [*arguments[:first], *fresh],
+            scope,
+        )
         _carry(fresh, results)
         if len(self.made) > made:
-            self._say(f"{scope or 'the step'}: a loop whose trips are not known, its collectives are counted once")
-        return [_Value((result, *again)) for result in results]  # the condition says how often it runs
+            self._say(
+                f"{scope or 'the step'}: a loop whose trips are not known, its collectives are "
+                "counted once"
+            )
+        # the condition says how often it runs
+        return [_Value((result, *again)) for result in results]
 
-    def _cond(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
-        """Read the branches. Which one is taken is not known, so the counted bytes are an upper bound."""
-        made, read = len(self.made), []
+    def _cond(
+        self,
+        eqn: core.JaxprEqn,
+        arguments: list[_Value],
+        scope: str,
+    ) -> list[_Value]:
+        """Read the branches. Which one is taken is not known, so the counted bytes are an upper
+        bound.
+        """
+        made = len(self.made)
+        read = []
         for branch in eqn.params["branches"]:
             before = len(self.made)
             results = self._read_body(branch, arguments[1:], scope)
@@ -194,18 +303,24 @@ class _Reader:
             read.append((sum(one.bytes * one.count for one in sent), results))
         best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
         if len(self.made) > made:
-            self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
+            self._say(
+                f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted"
+            )
         # What the other branches need counts, but what they send does not.
-        merged, stop = [], {id(argument) for argument in arguments[1:]}
+        merged = []
+        stop = {id(argument) for argument in arguments[1:]}
         for result, *alternatives in zip(best, *others, strict=True):
             needed = [_needed_ids([other], stop) for other in alternatives]
-            needs = [argument for ids in needed for argument in arguments[1:] if id(argument) in ids]
+            needs = [
+                argument for ids in needed for argument in arguments[1:] if id(argument) in ids
+            ]
             merged.append(_Value((result, arguments[0], *needs)))
         return merged
 
     def _axes(self, params: Mapping[str, Any]) -> frozenset[str]:
         names = params.get("axes") or params.get("axis_name") or ()
-        names = names if isinstance(names, tuple | list) else (names,)
+        if not isinstance(names, tuple | list):
+            names = (names,)
         return frozenset(str(axis) for axis in names if self._sizes.get(axis, 1) > 1)
 
 
@@ -216,15 +331,22 @@ def _carry(values: Sequence[_Value], results: Sequence[_Value]) -> None:
 
 
 def _key(eqn: core.JaxprEqn, arguments: Sequence[_Value]) -> Hashable:
-    """The key that equal work shares. Values live as long as the reader, so that their ids are unique."""
+    """The key that equal work shares. Values live as long as the reader, so that their ids are
+    unique.
+    """
     params = {name: value for name, value in eqn.params.items() if name != "sharding"}
     shapes = tuple(str(var.aval) for var in eqn.outvars)
     return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
 
 
-def _needed_ids(outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()) -> set[int]:
-    """The ids of all values that the outputs need, except those needed only through values in `stop` or `given`."""
-    left, seen = list(outputs), set[int]()
+def _needed_ids(
+    outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()
+) -> set[int]:
+    """The ids of all values that the outputs need, except those needed only through values in
+    `stop` or `given`.
+    """
+    left = list(outputs)
+    seen = set[int]()
     while left:
         value = left.pop()
         if id(value) in seen:
@@ -235,7 +357,9 @@ def _needed_ids(outputs: Sequence[_Value], stop: Collection[int] = (), given: Co
     return seen
 
 
-def _of_one_rank(outside: Sequence[core.Var | core.Literal], inside: Sequence[core.Var | core.Literal]) -> int:
+def _of_one_rank(
+    outside: Sequence[core.Var | core.Literal], inside: Sequence[core.Var | core.Literal]
+) -> int:
     """Count the variables of an equation that have as many dims as those of its body."""
 
     def rank(atom: core.Var | core.Literal) -> int:
@@ -250,7 +374,10 @@ def _open(jaxpr: _AnyJaxpr) -> core.Jaxpr:
 
 
 def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:
-    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results, as in a call."""
-    jaxpr, closed_over = _open(inner), len(getattr(inner, "consts", ()))
+    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results, as
+    in a call.
+    """
+    jaxpr = _open(inner)
+    closed_over = len(getattr(inner, "consts", ()))
     takes = len(jaxpr.constvars) + len(jaxpr.invars) - closed_over
     return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))

@@ -1,7 +1,9 @@
-"""A target names hardware that need not be here: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8` or `h100x64`.
+"""A target names hardware that need not be here: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8` or
+`h100x64`.
 
-A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud. `v5p-128x4` is four
-slices of 128 chips, `v5p:4x4x8` is a slice of exactly this shape, and `h100x64` is 64 GPUs, eight to a node.
+A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud.
+`v5p-128x4` is four slices of 128 chips, `v5p:4x4x8` is a slice of exactly this shape, and `h100x64`
+is 64 GPUs, eight to a node.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Target:
     platform: Platform
     """The platform, as in `lower(lowering_platforms=(target.platform,))`."""
     hardware: Hardware
-    """The figures of one device; `chips` counts all slices or nodes, and `ici` is that of one slice or node."""
+    """The figures of one device; `chips` counts all slices or nodes, and `ici` is that of one slice
+    or node.
+    """
     slices: int
     """The number of TPU slices, or of GPU nodes, which only the data-centre network joins."""
     topology: str
@@ -51,18 +55,22 @@ class Target:
 
     @property
     def device_count(self) -> int:
-        """The number of JAX devices of the whole target: its chips, or twice as many where JAX sees a chip as two."""
+        """The number of JAX devices of the whole target: its chips, or twice as many where JAX sees
+        a chip as two.
+        """
         return self.hardware.chips * self.hardware.devices_per_chip
 
     @property
     def host_shape(self) -> tuple[int, ...]:
-        """The chips that one machine, and so one JAX process, holds: those of a GPU node, or four along (x, y, z), but
-        all of the slices of one machine: 1 chip, or 8 of a 2D torus."""
+        """The chips that one machine, and so one JAX process, holds: those of a GPU node, or four
+        along (x, y, z), but all of the slices of one machine: 1 chip, or 8 of a 2D torus."""
         shape = self.hardware.ici.shape
         flat = (*shape, 1)[:3]
         if self.platform == "cuda":
             return shape
-        return flat if flat in ((1, 1, 1), (2, 4, 1)) else (2, 2, 1)
+        if flat in ((1, 1, 1), (2, 4, 1)):
+            return flat
+        return (2, 2, 1)
 
     @property
     def hosts(self) -> int:
@@ -72,11 +80,12 @@ class Target:
     def devices(self) -> list[jax.Device]:
         """Return devices to build a mesh from and compile for, without the hardware.
 
-        Targets of several kinds may live in one process. Where JAX has been told no platform, it is told `cpu`:
-        compiling needs no accelerator, and JAX would look for one at the first array.
+        Targets of several kinds may live in one process. Where JAX has been told no platform, it is
+        told `cpu`: compiling needs no accelerator, and JAX would look for one at the first array.
 
         Raises:
-          UserError: the compiler is not installed (the message says how to install it), or refuses this topology.
+          UserError: the compiler is not installed (the message says how to install it), or refuses
+            this topology.
         """
         if jax.config.values["jax_platforms"] is None:
             jax.config.update("jax_platforms", "cpu")
@@ -86,15 +95,21 @@ class Target:
             with without_chips():
                 found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
         except (RuntimeError, NotImplementedError) as error:
-            what = f"does not start ({str(error).splitlines()[0]}): `jaxpar doctor` lists what is here"
+            what = (
+                f"does not start ({str(error).splitlines()[0]}): `jaxpar doctor` lists what is here"
+            )
             raise UserError(f"the compiler for {self.name} {what}") from error
         if len(found) != (expected := self.device_count):
-            raise UserError(f"the compiler for {self.name} gives {len(found)} devices, {expected} are expected")
+            raise UserError(
+                f"the compiler for {self.name} gives {len(found)} devices, {expected} are expected"
+            )
         return list(found)
 
 
 class Position(NamedTuple):
-    """The place of a device: its slice or node, its chip's coordinates in `hardware.ici.shape`, and its core there."""
+    """The place of a device: its slice or node, its chip's coordinates in `hardware.ici.shape`, and
+    its core there.
+    """
 
     slice: int
     coords: tuple[int, ...]
@@ -105,17 +120,29 @@ def load_target(name: str) -> Target:
     """Return the target of this name.
 
     Raises:
-      UserError: the chip is unknown, or its topology does not allow this size; the message names the nearest.
+      UserError: the chip is unknown, or its topology does not allow this size; the message names
+        the nearest.
     """
     if not isinstance(name, str):
-        raise UserError(f'a target is a name, such as "v5p-64" or "h100x8", and {short(name)} was given')
+        raise UserError(
+            f'a target is a name, such as "v5p-64" or "h100x8", and {short(name)} was given'
+        )
     match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", name.lower())
     chips = {chip: load_chip(chip) for chip in presets(CHIPS)}
     if match is None or match[1] not in chips:
-        words = [f"{key}{'-' if chip.slices.name else 'x'}{n}" for key, chip in chips.items() for n in (8, 64, 256)]
+        words = [
+            f"{key}{'-' if chip.slices.name else 'x'}{n}"
+            for key, chip in chips.items()
+            for n in (8, 64, 256)
+        ]
         guess = suggest(name.lower().replace("litepod", "e"), words)
-        raise UserError(f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64")
-    key, mark, numbers = match[1], match[2], _numbers(match[3])
+        raise UserError(
+            f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, "
+            "h100x64"
+        )
+    key = match[1]
+    mark = match[2]
+    numbers = _numbers(match[3])
     chip = chips[key]
     match mark, numbers:
         case "x", (count,) if count > 0 and not chip.slices.name:
@@ -127,7 +154,9 @@ def load_target(name: str) -> Target:
             return _slice(key, chip, shape, math.prod(numbers[1:]))
     if chip.slices.name:
         shape = "4x4x4" if chip.slices.cube else "8x8"
-        how = f"{key}-64 for 64 chips, {key}-64x4 for four slices of them, {key}:{shape} for a shape"
+        how = (
+            f"{key}-64 for 64 chips, {key}-64x4 for four slices of them, {key}:{shape} for a shape"
+        )
     else:
         how = f"{key}x64 for 64 GPUs, {GPUS_PER_NODE} to a node"
     raise UserError(f"no target {name!r}: write {how}")
@@ -141,38 +170,83 @@ def _numbers(shape: str) -> tuple[int, ...]:
 
 
 def _shape_of(name: str, rules: Slices, count: int) -> tuple[int, ...]:
-    """Find the shape of a slice of so many chips; among several, the nearest to a cube (the shortest longest side)."""
-    cubes = rules.most_chips // rules.cube**3 if rules.cube else 0
+    """Find the shape of a slice of so many chips; among several, the nearest to a cube (the
+    shortest longest side).
+    """
+    if rules.cube:
+        cubes = rules.most_chips // rules.cube**3
+    else:
+        cubes = 0
     sides = range(1, cubes + 1)
-    whole = [(a, b, c) for a in sides for b in sides[a - 1 : cubes // a] for c in sides[b - 1 : cubes // (a * b)]]
+    whole = [
+        (a, b, c)
+        for a in sides
+        for b in sides[a - 1 : cubes // a]
+        for c in sides[b - 1 : cubes // (a * b)]
+    ]
     whole.sort(key=lambda shape: (shape[2], -shape[0]))
-    listed = [*map(_numbers, rules.shapes), *(tuple(side * rules.cube for side in shape) for shape in whole)]
+    listed = [
+        *map(_numbers, rules.shapes),
+        *(tuple(side * rules.cube for side in shape) for shape in whole),
+    ]
     shapes = {math.prod(shape): shape for shape in reversed(listed)}
     if count in shapes:
         return shapes[count]
-    near = [max((n for n in shapes if n < count), default=0), min((n for n in shapes if n > count), default=0)]
+    near = [
+        max((n for n in shapes if n < count), default=0),
+        min((n for n in shapes if n > count), default=0),
+    ]
     nearby = [f"{name}-{size}" for size in near if size]
     if count > rules.most_chips:
         nearby.append(f"two slices of that, {nearby[0]}x2")
     near = " and ".join(nearby)
-    raise UserError(f"target '{name}-{count}': no {name} slice has {count} chips, the nearest are {near}")
+    raise UserError(
+        f"target '{name}-{count}': no {name} slice has {count} chips, the nearest are {near}"
+    )
 
 
-def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_shape: bool = False) -> Target:
+def _slice(
+    name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_shape: bool = False
+) -> Target:
     """Make the target that has `count` slices of this shape."""
-    text, rules, devices = "x".join(map(str, shape)), chip.slices, chip.hardware.devices_per_chip
-    cubes = rules.cube and len(shape) == 3 and min(shape) > 0 and all(side % rules.cube == 0 for side in shape)
+    text = "x".join(map(str, shape))
+    rules = chip.slices
+    devices = chip.hardware.devices_per_chip
+    cubes = (
+        rules.cube
+        and len(shape) == 3
+        and min(shape) > 0
+        and all(side % rules.cube == 0 for side in shape)
+    )
     if text not in rules.shapes and not (cubes and math.prod(shape) <= rules.most_chips):
-        whole = f", and sides of a multiple of {rules.cube} up to {rules.most_chips} chips" if rules.cube else ""
-        raise UserError(f"target '{name}:{text}': no {name} slice has this shape: try {', '.join(rules.shapes)}{whole}")
+        if rules.cube:
+            whole = f", and sides of a multiple of {rules.cube} up to {rules.most_chips} chips"
+        else:
+            whole = ""
+        raise UserError(
+            f"target '{name}:{text}': no {name} slice has this shape: try "
+            f"{', '.join(rules.shapes)}{whole}"
+        )
     chips = math.prod(shape)
     wraps = tuple(side == rules.ring if rules.ring else bool(cubes) for side in shape)
-    hardware = replace(chip.hardware, chips=chips * count, ici=replace(chip.hardware.ici, shape=shape, wraps=wraps))
-    vendor, each = rules.vendor.format(chips=chips, cores=2 * chips), " a slice" if count > 1 else ""
+    hardware = replace(
+        chip.hardware,
+        chips=chips * count,
+        ici=replace(
+            chip.hardware.ici,
+            shape=shape,
+            wraps=wraps,
+        ),
+    )
+    vendor = rules.vendor.format(chips=chips, cores=2 * chips)
+    each = " a slice" if count > 1 else ""
     counted = f"{chips} chips{each}; Google Cloud counts TensorCores and calls this {vendor}"
     note = counted if "{cores}" in rules.vendor else ""
     note += f"; JAX sees {devices} devices a chip" if devices > 1 else ""
-    label = f"{name}:{text}" if named_by_shape else f"{name}-{chips}" + (f"x{count}" if count > 1 else "")
+    if named_by_shape:
+        label = f"{name}:{text}"
+    else:
+        label = f"{name}-{chips}" + (f"x{count}" if count > 1 else "")
     return Target(label, name, "tpu", hardware, count, text, vendor, note)
 
 
@@ -182,13 +256,24 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_s
 def _gpus(name: str, chip: Chip, count: int) -> Target:
     nodes, rest = divmod(count, GPUS_PER_NODE)
     if rest and count not in (1, 2, 4):
-        below, above = nodes * GPUS_PER_NODE or 4, (nodes + 1) * GPUS_PER_NODE
+        below = nodes * GPUS_PER_NODE or 4
+        above = (nodes + 1) * GPUS_PER_NODE
         raise UserError(
-            f"target '{name}x{count}': GPUs come {GPUS_PER_NODE} to a node (or 1, 2 or 4 of one node), the nearest are "
+            f"target '{name}x{count}': GPUs come {GPUS_PER_NODE} to a node (or 1, 2 or 4 of one "
+            "node), the nearest are "
             f"{name}x{below} and {name}x{above}"
         )
-    nodes, per_node = max(nodes, 1), min(count, GPUS_PER_NODE)
-    hardware = replace(chip.hardware, chips=count, ici=replace(chip.hardware.ici, shape=(per_node,), wraps=(True,)))
+    nodes = max(nodes, 1)
+    per_node = min(count, GPUS_PER_NODE)
+    hardware = replace(
+        chip.hardware,
+        chips=count,
+        ici=replace(
+            chip.hardware.ici,
+            shape=(per_node,),
+            wraps=(True,),
+        ),
+    )
     return Target(f"{name}x{count}", name, "cuda", hardware, nodes, f"{nodes}x{per_node}")
 
 
@@ -201,9 +286,12 @@ def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     if target.slices > 1:
         options["num_slices"] = target.slices
     return topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{rules.name}:{target.topology}", chips_per_host_bounds=target.host_shape,
-        wrap=(*target.hardware.ici.wraps, False)[:3], **options,
-    )  # fmt: skip
+        platform="tpu",
+        topology_name=f"{rules.name}:{target.topology}",
+        chips_per_host_bounds=target.host_shape,
+        wrap=(*target.hardware.ici.wraps, False)[:3],
+        **options,
+    )
 
 
 def _gpu_topology(target: Target) -> topologies.TopologyDescription:
@@ -211,15 +299,21 @@ def _gpu_topology(target: Target) -> topologies.TopologyDescription:
 
     The numbers that are written out here are the same for every chip.
     """
-    chip, hardware = load_chip(target.chip).compiler, target.hardware
+    chip = load_chip(target.chip).compiler
+    hardware = target.hardware
     major, minor, extension = re.fullmatch(r"(\d+)\.(\d+)(a?)", chip.compute_capability).groups()  # pyright: ignore[reportOptionalMemberAccess]
     feature = "ACCELERATED_FEATURES" if extension else "NONE"
     config = f"""
 gpu_device_info {{
-  core_count: {chip.core_count}  fpus_per_core: {chip.fpus_per_core}  clock_rate_ghz: {chip.clock_rate_ghz}
-  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: {chip.threads_per_core}
+  core_count: {chip.core_count}
+  fpus_per_core: {chip.fpus_per_core}
+  clock_rate_ghz: {chip.clock_rate_ghz}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {chip.threads_per_core}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: {chip.shared_memory_per_block_optin}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {chip.shared_memory_per_block_optin}
   shared_memory_per_core: {chip.shared_memory_per_core}  l2_cache_size: {chip.l2_cache_size}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
   device_memory_size: {hardware.hbm_bytes}  memory_bandwidth: {hardware.hbm_bandwidth:.0f}
@@ -232,7 +326,10 @@ device_description_str: "{hardware.device_kinds[0]}"
 
     def describe_devices() -> topologies.TopologyDescription:
         return topologies.get_topology_desc(
-            topology_name=target.name, platform="cuda", target_config=config, topology=f"1x{target.topology}"
+            topology_name=target.name,
+            platform="cuda",
+            target_config=config,
+            topology=f"1x{target.topology}",
         )
 
     try:
@@ -247,13 +344,19 @@ _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plug
 
 
 def compilers() -> dict[str, str]:
-    """Say for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how to install it."""
-    return {platform: _missing(platform) or _listed(versions(names)) for platform, names in _COMPILERS.items()}
+    """Say for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how
+    to install it.
+    """
+    return {
+        platform: _missing(platform) or _listed(versions(names))
+        for platform, names in _COMPILERS.items()
+    }
 
 
 def _missing(platform: str) -> str:
     """Say what must be installed to compile for a platform; empty if nothing is missing."""
-    wanted, found = jax.__version__, versions(_COMPILERS.get(platform, ()))
+    wanted = jax.__version__
+    found = versions(_COMPILERS.get(platform, ()))
     if platform == "tpu" and not (found or os.environ.get("TPU_LIBRARY_PATH")):
         return f"libtpu, the TPU compiler: pip install 'jax[tpu]=={wanted}' (Linux on x86-64 only)"
     if platform != "cuda" or wanted in found.values():
@@ -265,8 +368,13 @@ def _missing(platform: str) -> str:
 
 
 def cudnn_packages() -> list[str]:
-    """The packages that bring cuDNN to a machine without a GPU, for the CUDA version of the plugin that is here."""
-    cuda = "cu13" if "jax-cuda13-plugin" in versions(_COMPILERS["cuda"]) else "cu12"
+    """The packages that bring cuDNN to a machine without a GPU, for the CUDA version of the plugin
+    that is here.
+    """
+    if "jax-cuda13-plugin" in versions(_COMPILERS["cuda"]):
+        cuda = "cu13"
+    else:
+        cuda = "cu12"
     return [f"nvidia-{name}-{cuda}" for name in ("cudnn", "cuda-nvcc", "nvjitlink")]
 
 
@@ -284,19 +392,34 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
       UserError: it does not fit; the message says what to change.
     """
     across = {axis: size for axis, size in vars(spec.dcn).items() if size != 1}
-    spans, unit = math.prod(across.values()), "nodes" if target.platform == "cuda" else "slices"
+    spans = math.prod(across.values())
+    unit = "nodes" if target.platform == "cuda" else "slices"
     needed = target.slices > 1 and target.platform == "tpu"
     if (needed or across) and spans != target.slices:
-        here = f"{target.slices} {unit}" if target.slices > 1 else f"one {unit[:-1]}"
-        change = f"try mesh.dcn.data={target.slices}" if target.slices > 1 else "leave out the mesh.dcn sizes"
-        asked = f"spans {spans} of them (mesh.dcn {describe(across)})" if across else "has no axis across them"
+        if target.slices > 1:
+            here = f"{target.slices} {unit}"
+        else:
+            here = f"one {unit[:-1]}"
+        if target.slices > 1:
+            change = f"try mesh.dcn.data={target.slices}"
+        else:
+            change = "leave out the mesh.dcn sizes"
+        if across:
+            asked = f"spans {spans} of them (mesh.dcn {describe(across)})"
+        else:
+            asked = "has no axis across them"
         raise UserError(f"{target.name} is {here}, and the mesh {asked}: {change}")
-    of = f"{target.hardware.chips} chips" if target.hardware.devices_per_chip > 1 else target.topology
+    if target.hardware.devices_per_chip > 1:
+        of = f"{target.hardware.chips} chips"
+    else:
+        of = target.topology
     resolve(spec, target.device_count, f"{target.name} has {target.device_count} ({of})")
 
 
 def places(devices: Iterable[jax.Device], target: Target) -> tuple[Position, ...]:
-    """Find where each device sits, in the given order; `places(mesh.devices.flat, target)` is a program's order."""
+    """Find where each device sits, in the given order; `places(mesh.devices.flat, target)` is a
+    program's order.
+    """
     devices = list(devices)
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]
     if target.platform == "tpu":
@@ -305,10 +428,13 @@ def places(devices: Iterable[jax.Device], target: Target) -> tuple[Position, ...
             Position(slice, tuple(device.coords[:axes]), device.core_on_chip)  # pyright: ignore[reportAttributeAccessIssue]
             for device, slice in zip(devices, slices, strict=True)
         )
-    if len(set(slices)) == 1:  # GPUs that are not here are all in slice 0, with one process per node
+    # GPUs that are not here are all in slice 0, with one process per node
+    if len(set(slices)) == 1:
         slices = [device.process_index for device in devices]
     members: defaultdict[int, list[int]] = defaultdict(list)  # the devices' ids by node
     for device, node in zip(devices, slices, strict=True):
         members[node].append(device.id)
     seats = zip(devices, slices, strict=True)
-    return tuple(Position(node, (sorted(members[node]).index(device.id),)) for device, node in seats)
+    return tuple(
+        Position(node, (sorted(members[node]).index(device.id),)) for device, node in seats
+    )

@@ -1,11 +1,14 @@
-"""A program's schedule is played out on one device, which shows when each task runs and what compute waits for.
+"""A program's schedule is played out on one device, which shows when each task runs and what
+compute waits for.
 
-The device follows the order of the schedule. A synchronous task runs when the one before is over. An asynchronous task
-starts when its turn has come, its inputs are there and its lanes are free; it runs beside what follows until a `Wait`.
-Two tasks on one lane run one after the other, in schedule order.
+The device follows the order of the schedule. A synchronous task runs when the one before is over.
+An asynchronous task starts when its turn has come, its inputs are there and its lanes are free; it
+runs beside what follows until a `Wait`. Two tasks on one lane run one after the other, in schedule
+order.
 
-A loop is played trip by trip until a trip begins just as the one before did (the same work in flight, equally late).
-From there on all trips are alike, so that trip stands for those that are left.
+A loop is played trip by trip until a trip begins just as the one before did (the same work in
+flight, equally late). From there on all trips are alike, so that trip stands for those that are
+left.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from jaxpar.rehearse.targets import Target, places
 MOVING = ("collective", "host_copy")
 """The kinds of task that are no work of compute."""
 _TIE = 1e-12
-"""Ends within so many seconds of each other count as one, and compute comes first: rounding must not pick a cause."""
+"""Ends within so many seconds of each other count as one, and compute comes first: rounding must
+not pick a cause.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,8 @@ class TaskTime:
     count: int
     """How often it runs."""
     exposed: float
-    """The seconds compute stood still for it: all of them for a synchronous collective or host copy, none for other
-    synchronous tasks (they are compute)."""
+    """The seconds compute stood still for it: all of them for a synchronous collective or host
+    copy, none for other synchronous tasks (they are compute)."""
 
     @property
     def seconds(self) -> float:
@@ -66,13 +71,19 @@ class TaskTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """How a step plays out. All times are in seconds, and `seconds = sum(busy) + sum(stalls) + idle`."""
+    """How a step plays out. All times are in seconds, and `seconds = sum(busy) + sum(stalls) +
+    idle`.
+    """
 
     seconds: float
     busy: dict[str, float]
-    """How long compute is at work, by kind of task; synchronous collectives and host copies are among them."""
+    """How long compute is at work, by kind of task; synchronous collectives and host copies are
+    among them.
+    """
     stalls: dict[str, float]
-    """How long compute stands still for an asynchronous task or a busy link, by the kind of task it waited for."""
+    """How long compute stands still for an asynchronous task or a busy link, by the kind of task it
+    waited for.
+    """
     idle: float
     """How long compute is between tasks, while they are launched."""
     tasks: list[TaskTime]
@@ -93,25 +104,40 @@ class Timeline:
 
 
 def simulate(
-    text: str, mesh: Mesh, target: Target, drawn_trips: int = 2, most_events: int = 20_000,
+    text: str,
+    mesh: Mesh,
+    target: Target,
+    drawn_trips: int = 2,
+    most_events: int = 20_000,
     package_dirs: PackageDirs | None = None,
-) -> Timeline:  # fmt: skip
-    """Read the text of a compiled program, price its tasks by a target's figures, and play it out on one device.
+) -> Timeline:
+    """Read the text of a compiled program, price its tasks by a target's figures, and play it out
+    on one device.
 
-    The mesh is that of the program, made of the target's devices. For `drawn_trips` and `most_events` see `replay`, for
-    `package_dirs` `read_program`.
+    The mesh is that of the program, made of the target's devices. For `drawn_trips` and
+    `most_events` see `replay`, for `package_dirs` `read_program`.
     """
     where = places(list(mesh.devices.flat), target)
-    slice_of = [place.slice for place in where] if target.platform == "tpu" and target.slices > 1 else None
-    program = read_program(text, slice_of=slice_of, kernel_cost=kernel_cost, package_dirs=package_dirs)
-    costs, assumed = price(program, target.hardware, partial(collective_time, places=where, target=target))
+    if target.platform == "tpu" and target.slices > 1:
+        slice_of = [place.slice for place in where]
+    else:
+        slice_of = None
+    program = read_program(
+        text, slice_of=slice_of, kernel_cost=kernel_cost, package_dirs=package_dirs
+    )
+    costs, assumed = price(
+        program, target.hardware, partial(collective_time, places=where, target=target)
+    )
     return replace(replay(program, costs, drawn_trips, most_events), notes=program.notes + assumed)
 
 
-def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000) -> Timeline:
+def replay(
+    program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000
+) -> Timeline:
     """Play a program's schedule out.
 
-    Of every loop `drawn_trips` trips become events, and one bar stands for the others; `most_events` events are kept.
+    Of every loop `drawn_trips` trips become events, and one bar stands for the others;
+    `most_events` events are kept.
 
     Raises:
       ValueError: a node depends on a later one, so this is not a schedule.
@@ -122,18 +148,30 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
     waited = defaultdict[Path, float](float)
     for path, seconds in player.stalls:
         waited[path] += seconds
-    busy, stalls = defaultdict[str, float](float), defaultdict[str, float](float)
-    rows, idle = [], 0.0
+    busy = defaultdict[str, float](float)
+    stalls = defaultdict[str, float](float)
+    rows = []
+    idle = 0.0
     for path, task, count in walk_paths(program.nodes):
-        cost, stalled = costs[path], waited.get(path, 0.0)
+        cost = costs[path]
+        stalled = waited.get(path, 0.0)
         if COMPUTE in cost.lanes:
             busy[task.kind] += count * (cost.seconds - cost.launch)
             idle += count * cost.launch
         if stalled:
             stalls[task.kind] += stalled
         blocking = task.kind in MOVING and not task.asynchronous
-        rows.append(TaskTime(task, cost, count, stalled + (count * cost.seconds if blocking else 0.0)))
-    return Timeline(player.now, dict(busy), dict(stalls), idle, rows, player.events)
+        rows.append(
+            TaskTime(task, cost, count, stalled + (count * cost.seconds if blocking else 0.0))
+        )
+    return Timeline(
+        player.now,
+        dict(busy),
+        dict(stalls),
+        idle,
+        rows,
+        player.events,
+    )
 
 
 class _Step(NamedTuple):
@@ -146,17 +184,27 @@ class _Step(NamedTuple):
     body: tuple[_Step, ...] = ()
     """The steps of a loop's body; empty for other nodes."""
     crossing: tuple[int, ...] = ()
-    """The positions of the body's asynchronous tasks that may still run when the next trip begins."""
+    """The positions of the body's asynchronous tasks that may still run when the next trip
+    begins.
+    """
     lanes: frozenset[str] = frozenset()
     """The lanes, other than compute, that anything in this node holds."""
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """The positions, in the same list, of what must be over first; a wait's task may be of the previous trip."""
-        return (self.node.task,) if isinstance(self.node, Wait) else self.node.depends
+        """The positions, in the same list, of what must be over first; a wait's task may be of the
+        previous trip.
+        """
+        if isinstance(self.node, Wait):
+            return (self.node.task,)
+        return self.node.depends
 
 
-def _make_steps(nodes: tuple[Node, ...], costs: Costs, path: Path = ()) -> tuple[_Step, ...]:
+def _make_steps(
+    nodes: tuple[Node, ...],
+    costs: Costs,
+    path: Path = (),
+) -> tuple[_Step, ...]:
     """Make the nodes of a program, or of the body of the loop at `path`, ready to be played.
 
     Raises:
@@ -167,12 +215,23 @@ def _make_steps(nodes: tuple[Node, ...], costs: Costs, path: Path = ()) -> tuple
         here = (*path, i)
         if isinstance(node, Loop):
             body = _make_steps(node.body, costs, here)
-            waited = {one.task for one in node.body if isinstance(one, Wait) and not one.previous_trip}
-            started = (j for j, one in enumerate(node.body) if isinstance(one, Task) and one.asynchronous)
+            waited = {
+                one.task for one in node.body if isinstance(one, Wait) and not one.previous_trip
+            }
+            started = (
+                j for j, one in enumerate(node.body) if isinstance(one, Task) and one.asynchronous
+            )
             lanes = frozenset[str]().union(*(inner.lanes for inner in body))
-            step = _Step(node, here, None, body, tuple(j for j in started if j not in waited), lanes)
+            step = _Step(
+                node, here, None, body, tuple(j for j in started if j not in waited), lanes
+            )
         elif isinstance(node, Task):
-            step = _Step(node, here, costs[here], lanes=frozenset(costs[here].lanes) - {COMPUTE})
+            step = _Step(
+                node,
+                here,
+                costs[here],
+                lanes=frozenset(costs[here].lanes) - {COMPUTE},
+            )
         else:
             step = _Step(node, here)
         in_this_trip = not (isinstance(node, Wait) and node.previous_trip)
@@ -209,10 +268,14 @@ class _Player:
         self.stalls: list[tuple[Path, float]] = []
         """What compute stood still for, and how many seconds."""
         self.events: list[Event] = []
-        self.drawn_trips, self.most_events = drawn_trips, most_events
+        self.drawn_trips = drawn_trips
+        self.most_events = most_events
 
-    def run(self, steps: tuple[_Step, ...], before: dict[int, _Moment], drawn: bool) -> list[_Moment]:
-        """Play a list of nodes once, recording events if `drawn`, and return when each of them is over.
+    def run(
+        self, steps: tuple[_Step, ...], before: dict[int, _Moment], drawn: bool
+    ) -> list[_Moment]:
+        """Play a list of nodes once, recording events if `drawn`, and return when each of them is
+        over.
 
         `before` says when the tasks of the previous trip are over, by position.
         """
@@ -220,7 +283,14 @@ class _Player:
         for step in steps:
             node = step.node
             if isinstance(node, Task):
-                done.append(self._task(step, node, [done[j] for j in step.needs], drawn))
+                done.append(
+                    self._task(
+                        step,
+                        node,
+                        [done[j] for j in step.needs],
+                        drawn,
+                    )
+                )
                 continue
             if isinstance(node, Wait) and node.previous_trip:
                 self.wait_for([before[node.task]] if node.task in before else [])
@@ -238,17 +308,28 @@ class _Player:
                 self.stalls.append((moment.path, moment.time - self.now))
                 self.now = moment.time
 
-    def _task(self, step: _Step, task: Task, needs: list[_Moment], drawn: bool) -> _Moment:
+    def _task(
+        self,
+        step: _Step,
+        task: Task,
+        needs: list[_Moment],
+        drawn: bool,
+    ) -> _Moment:
         """Play a task and return when it is over."""
         assert step.cost is not None
-        start, blamed = self.now, step.path
+        start = self.now
+        blamed = step.path
         for moment in needs:
             if moment.time > start + _TIE:
                 start, blamed = moment
         for lane in step.cost.lanes:
-            free = self.free[lane].time if lane in self.free else start
+            if lane in self.free:
+                free = self.free[lane].time
+            else:
+                free = start
             if free > start + _TIE:
-                start, blamed = free, step.path
+                start = free
+                blamed = step.path
         end = _Moment(start + step.cost.seconds, step.path)
         if not task.asynchronous and start > self.now:
             self.stalls.append((blamed, start - self.now))
@@ -264,7 +345,8 @@ class _Player:
     def _loop(self, step: _Step, loop: Loop, drawn: bool) -> None:
         """Play a loop until its trips are alike, and count the alike ones without playing them."""
         shown = self.drawn_trips if drawn else 0
-        undrawn, last = self.now, None
+        undrawn = self.now
+        last = None
         before: dict[int, _Moment] = {}
         for trip in range(loop.trips):
             if trip == shown:
@@ -279,16 +361,30 @@ class _Player:
             before = {j: done[j] for j in step.crossing}
         self.wait_for(before.values())  # a loop is over when everything in it is over
         if drawn and loop.trips > shown:
-            self.events.append(Event(COMPUTE, undrawn, self.now - undrawn, loop, loop.trips - shown))
+            self.events.append(
+                Event(COMPUTE, undrawn, self.now - undrawn, loop, loop.trips - shown)
+            )
 
     def _mark(self, step: _Step, before: dict[int, _Moment]) -> _Mark:
-        moments = [self.free[lane] for lane in sorted(step.lanes) if lane in self.free] + list(before.values())
-        return _Mark(self.now, [max(0.0, time - self.now) for time, _ in moments], len(self.stalls))
+        moments = [self.free[lane] for lane in sorted(step.lanes) if lane in self.free] + list(
+            before.values()
+        )
+        return _Mark(
+            self.now,
+            [max(0.0, time - self.now) for time, _ in moments],
+            len(self.stalls),
+        )
 
-    def _skip(self, step: _Step, before: dict[int, _Moment], begin: _Mark, end: _Mark, repeats: int) -> None:
-        """Count the trip between two marks `repeats` times more, and move all times of the loop on."""
+    def _skip(
+        self, step: _Step, before: dict[int, _Moment], begin: _Mark, end: _Mark, repeats: int
+    ) -> None:
+        """Count the trip between two marks `repeats` times more, and move all times of the loop
+        on.
+        """
         stalls = self.stalls[begin.stalls : end.stalls]
-        self.stalls[begin.stalls : end.stalls] = [(path, seconds * (1 + repeats)) for path, seconds in stalls]
+        self.stalls[begin.stalls : end.stalls] = [
+            (path, seconds * (1 + repeats)) for path, seconds in stalls
+        ]
         later = repeats * (end.now - begin.now)
         self.now += later
         for j, (time, path) in before.items():

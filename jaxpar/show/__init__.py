@@ -1,1 +1,3 @@
-"""Tables and pictures: a plan's parameters, its pipeline's schedule, what is kept; the timeline of a rehearsal."""
+"""Tables and pictures: a plan's parameters, its pipeline's schedule, what is kept; the timeline of
+a rehearsal.
+"""

@@ -1,4 +1,6 @@
-"""The steps that `metrics.profile` traced, by line of the model, beside what a rehearsal predicts for each."""
+"""The steps that `metrics.profile` traced, by line of the model, beside what a rehearsal predicts
+for each.
+"""
 
 from __future__ import annotations
 
@@ -19,53 +21,99 @@ from jaxpar.rehearse.report.tables import seconds_text, titled_table
 from jaxpar.train.run_folder import read_run_config
 
 Line = tuple[str, str, str]  # the scope, source and phase of a line of the model
-_KINDS = {"steps": list[int], "trace": str, "module": str, "device_kind": str, "devices": int, "traced": int,
-          "lines": dict[str, list[str]]}  # fmt: skip
+_KINDS = {
+    "steps": list[int],
+    "trace": str,
+    "module": str,
+    "device_kind": str,
+    "devices": int,
+    "traced": int,
+    "lines": dict[str, list[str]],
+}
 _NOWHERE = ("instructions that are not in the program's text", "", "")
 
 
-def profile_parts(folder: Path, target: str, say: Callable[[str], None], most: int = 25) -> list[RenderableType]:
+def profile_parts(
+    folder: Path, target: str, say: Callable[[str], None], most: int = 25
+) -> list[RenderableType]:
     """Make the table of a run's latest trace, with `most` rows.
 
-    `target` is the system to rehearse the run's config for; empty = the one that it ran on, if it can be rehearsed.
+    `target` is the system to rehearse the run's config for; empty = the one that it ran on, if it
+    can be rehearsed.
 
     Raises:
       UserError: there is no trace, or the target that was named does not serve.
     """
-    files = sorted((folder / "profile").glob("steps_*.json"), key=lambda file: file.stat().st_mtime)
+    files = sorted(
+        (folder / "profile").glob("steps_*.json"),
+        key=lambda file: file.stat().st_mtime,
+    )
     if not files:
-        raise UserError(f"{folder} has no trace: train it with metrics.profile=20:25, which traces steps 20 to 25")
+        raise UserError(
+            f"{folder} has no trace: train it with metrics.profile=20:25, which traces steps 20 "
+            "to 25"
+        )
     facts = _read_facts(files[-1])
-    measured, predicted = measured_lines(facts, files[-1].parent), dict[Line, float]()
+    measured = measured_lines(facts, files[-1].parent)
+    predicted = dict[Line, float]()
     note = f"{facts['devices']} x {facts['device_kind']}"
     try:
         report = rehearse(read_run_config(folder), target or _target_of(facts), say=say)
-        predicted = {(row["scope"], row["source"], row["phase"]): row["compute"] + row["exposed"]
-                     for row in report["lines"]}  # fmt: skip
-        note += f", predicted for {report['target']['name']}: {seconds_text(report['time']['step'])}"
+        predicted = {
+            (row["scope"], row["source"], row["phase"]): row["compute"] + row["exposed"]
+            for row in report["lines"]
+        }
+        note += (
+            f", predicted for {report['target']['name']}: {seconds_text(report['time']['step'])}"
+        )
     except UserError as error:
         if target:
             raise
         note += f"; no prediction: {error}"
-    order = sorted({*measured, *predicted}, key=lambda line: (-measured[line], -predicted.get(line, 0.0)))
+    order = sorted(
+        {*measured, *predicted},
+        key=lambda line: (
+            -measured[line],
+            -predicted.get(line, 0.0),
+        ),
+    )
     times = {"measured": measured} | ({"predicted": predicted} if predicted else {})
     rows = [
-        [*(seconds_text(time[line]) if time.get(line) else "" for time in times.values()), line[1], line[0], line[2]]
+        [
+            *(seconds_text(time[line]) if time.get(line) else "" for time in times.values()),
+            line[1],
+            line[0],
+            line[2],
+        ]
         for line in order
     ]
     first, last = facts["steps"]
-    title = f"a step of steps {first} to {last} on one device: {seconds_text(measured.total())} measured on {note}"
-    return titled_table(title, [*times, "line", "scope", "phase"], rows, len(times), most)
+    title = (
+        f"a step of steps {first} to {last} on one device: {seconds_text(measured.total())} "
+        f"measured on {note}"
+    )
+    return titled_table(
+        title,
+        [*times, "line", "scope", "phase"],
+        rows,
+        len(times),
+        most,
+    )
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Return what was written beside a trace (`train.metrics.Profile`), or raise a UserError where it is damaged."""
+    """Return what was written beside a trace (`train.metrics.Profile`), or raise a UserError where
+    it is damaged.
+    """
     facts = read_json(file, _KINDS)
     missing = [key for key in _KINDS if key not in facts]
     counts = not missing and min(facts["devices"], facts["traced"]) > 0
     steps = [] if missing else facts["steps"]
     if not (counts and len(steps) == 2 and steps[0] <= steps[1]):
-        lacks = f"lacks {missing[0]}" if missing else "has no steps in order, or no devices"
+        if missing:
+            lacks = f"lacks {missing[0]}"
+        else:
+            lacks = "has no steps in order, or no devices"
         raise UserError(f"{file} is damaged: it {lacks}, so delete it and trace the steps again")
     if wrong := [name for name, place in facts["lines"].items() if len(place) != 3]:
         raise UserError(f"{file} is damaged: the place of {wrong[0]} is no scope, source and phase")
@@ -73,7 +121,8 @@ def _read_facts(file: Path) -> dict[str, Any]:
 
 
 def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
-    """Return the seconds of one step on one device by line of the model, in the trace that `facts` describe.
+    """Return the seconds of one step on one device by line of the model, in the trace that `facts`
+    describe.
 
     A wait for a collective or a copy that runs beside the compute is on the line that started it.
     """
@@ -81,21 +130,31 @@ def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
     try:
         planes = list(ProfileData.from_file(str(trace)).planes)
     except (RuntimeError, OSError, ValueError) as error:
-        raise UserError(f"{trace} is missing, damaged or cut short ({error}): trace the steps again") from error
+        raise UserError(
+            f"{trace} is missing, damaged or cut short ({error}): trace the steps again"
+        ) from error
     chips = [plane for plane in planes if re.fullmatch(r"/device:(TPU|GPU):\d+", plane.name)]
     found = Counter[Line]()
     for plane in chips or planes:
         tpu = "TPU" in plane.name
         for line in plane.lines:
-            # The instructions of a TPU are one line of its plane, of a GPU its streams, of a CPU in the host's threads.
+            # The instructions of a TPU are one line of its plane, of a GPU its streams, of a CPU in
+            # the host's threads.
             if chips and not (line.name == "XLA Ops" if tpu else "Stream" in line.name):
                 continue
             for event in line.events:
-                stats = {"hlo_module": facts["module"]} if tpu else dict(event.stats)
+                if tpu:
+                    stats = {"hlo_module": facts["module"]}
+                else:
+                    stats = dict(event.stats)
                 # The name of an event of a TPU begins `%add.1 = f32[8] ...`.
-                name = event.name.partition(" ")[0].lstrip("%") if tpu else stats.get("hlo_op", "")
+                if tpu:
+                    name = event.name.partition(" ")[0].lstrip("%")
+                else:
+                    name = stats.get("hlo_op", "")
                 place = facts["lines"].get(name)
-                around = name.startswith(("while", "call", "conditional"))  # others, which have events of their own
+                # others, which have events of their own
+                around = name.startswith(("while", "call", "conditional"))
                 if stats.get("hlo_module") == facts["module"] and (place or not around):
                     found[tuple(place) if place else _NOWHERE] += event.duration_ns
     shares = 1e9 * facts["traced"] * (facts["steps"][1] - facts["steps"][0] + 1)
@@ -107,5 +166,9 @@ def _target_of(facts: dict[str, Any]) -> str:
     for name in presets("jaxpar.meshes.chips"):
         chip = load_chip(name)
         if facts["device_kind"] in chip.hardware.device_kinds:
-            return f"{name}{'-' if chip.slices.name else 'x'}{facts['devices'] // chip.hardware.devices_per_chip}"
-    raise UserError("these devices cannot be rehearsed; --target v5e-8, or another that fits the mesh, can")
+            chips = facts["devices"] // chip.hardware.devices_per_chip
+            joined_by = "-" if chip.slices.name else "x"
+            return f"{name}{joined_by}{chips}"
+    raise UserError(
+        "these devices cannot be rehearsed; --target v5e-8, or another that fits the mesh, can"
+    )

@@ -1,4 +1,6 @@
-"""Pictures of pipeline schedules show which microbatch each stage works on when, and what it keeps meanwhile."""
+"""Pictures of pipeline schedules show which microbatch each stage works on when, and what it keeps
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from rich.text import Text
 
-from jaxpar.parallel.pipeline.schedules import UNIT, Action, Kind, Simulation, Table, Times, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import (
+    UNIT,
+    Action,
+    Kind,
+    Simulation,
+    Table,
+    Times,
+    simulate_schedule,
+)
 
 # These are blue and orange of Okabe and Ito's palette, which all kinds of colour vision tell apart.
 _COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00"}
@@ -19,10 +29,12 @@ _HEIGHT = 0.86  # the height of a bar as a share of its row
 
 
 def schedule_figure(table: Table, times: Times, title: str) -> Figure:
-    """Draw a schedule in time with a row for each stage, and below it the number of inputs that each stage keeps.
+    """Draw a schedule in time with a row for each stage, and below it the number of inputs that
+    each stage keeps.
 
-    Each action shows its microbatch where there is room for the number. Later chunks of a stage are lighter. The times
-    are those of one action of one virtual stage. The idle share is added to the title.
+    Each action shows its microbatch where there is room for the number. Later chunks of a stage are
+    lighter. The times are those of one action of one virtual stage. The idle share is added to the
+    title.
 
     Raises:
       UserError: the table is not valid.
@@ -31,7 +43,12 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     width = float(np.clip(2.2 + 0.32 * len(table.ticks), 8, 17))
     rows = float(np.clip(0.34 * table.stages, 1.1, 6.5))
     figure = Figure(figsize=(width, rows + 3.1), dpi=130, layout="constrained")
-    gantt, curve = figure.subplots(2, 1, sharex=True, height_ratios=[rows + 0.5, 1.7])
+    gantt, curve = figure.subplots(
+        2,
+        1,
+        sharex=True,
+        height_ratios=[rows + 0.5, 1.7],
+    )
     _draw(gantt, table, times, found, 72 * (width - 1.9))
     most = max(found.stash)
     kept = f"at most {most} input{'s' if most > 1 else ''} kept"
@@ -41,57 +58,103 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     v = table.virtual
     chunks = {*_even_steps(v, 4), v - 1} if v > 1 else set()
     keys = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
-    keys += [Patch(color=_lighten("#666666", chunk, v), label=f"chunk {chunk}") for chunk in sorted(chunks)]
+    keys += [
+        Patch(color=_lighten("#666666", chunk, v), label=f"chunk {chunk}")
+        for chunk in sorted(chunks)
+    ]
     figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     return figure
 
 
-def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: float) -> None:
+def _draw(
+    axes: Axes,
+    table: Table,
+    times: Times,
+    found: Simulation,
+    points: float,
+) -> None:
     """Draw the bars of a schedule on axes that are `points` wide."""
     scale = points / max(found.makespan, 1e-9)
     for s in range(table.stages):
         column = [(t, tick[s]) for t, tick in enumerate(table.ticks)]
         actions = [(found.starts[t], action) for t, action in column if action]
-        shades = [_lighten(_COLORS[action.kind], action.chunk, table.virtual) for _, action in actions]
+        shades = [
+            _lighten(_COLORS[action.kind], action.chunk, table.virtual) for _, action in actions
+        ]
         spans = [(start, times.of(action.kind)) for start, action in actions]
         axes.broken_barh(
-            spans, (s - _HEIGHT / 2, _HEIGHT), facecolors=shades, edgecolor="white",
+            spans,
+            (s - _HEIGHT / 2, _HEIGHT),
+            facecolors=shades,
+            edgecolor="white",
             linewidth=min(0.8, 0.08 * scale * min(length for _, length in spans)),
-        )  # fmt: skip
+        )
         for (start, length), shade, (_, action) in zip(spans, shades, actions, strict=True):
-            size = min(10.0, length * scale / (0.74 * len(str(table.microbatches - 1))))
+            size = min(
+                10.0,
+                length * scale / (0.74 * len(str(table.microbatches - 1))),
+            )
             if size >= 4.5:
-                color, middle = "white" if _is_dark(shade) else "black", start + length / 2
-                axes.text(middle, s, str(action.microbatch), size=size, color=color, ha="center", va="center_baseline")
+                color = "white" if _is_dark(shade) else "black"
+                middle = start + length / 2
+                axes.text(
+                    middle,
+                    s,
+                    str(action.microbatch),
+                    size=size,
+                    color=color,
+                    ha="center",
+                    va="center_baseline",
+                )
     ticks = _even_steps(table.stages, 16)
-    axes.set(ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=ticks)
+    axes.set(
+        ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=ticks
+    )
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
 
 
 def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> None:
-    """Draw how many inputs each stage keeps: one more when a forward starts, one less when its whole backward ends."""
+    """Draw how many inputs each stage keeps: one more when a forward starts, one less when its
+    whole backward ends.
+    """
     colors = matplotlib.colormaps["viridis"]
     named = {*_even_steps(table.stages, 8), table.stages - 1}
     for s in range(table.stages):
         steps = {0.0: 0, found.makespan: 0}  # by time; an end at the time of a start makes no step
         for t, tick in enumerate(table.ticks):
-            action, start = tick[s], found.starts[t]
+            action = tick[s]
+            start = found.starts[t]
             if action and action.kind == "forward":
                 steps[start] = steps.get(start, 0) + 1
             elif action:
                 end = start + times.of(action.kind)
                 steps[end] = steps.get(end, 0) - 1
         when = sorted(steps)
-        label = f"stage {s}: {found.stash[s]}" if s in named else None
+        if s in named:
+            label = f"stage {s}: {found.stash[s]}"
+        else:
+            label = None
         shade = colors(0.9 * s / max(table.stages - 1, 1))
-        axes.step(when, np.cumsum([steps[t] for t in when]), where="post", color=shade, linewidth=1.3, label=label)
-    axes.set(ylim=(0, max(found.stash) * 1.08 + 0.2), ylabel="inputs kept")
+        axes.step(
+            when,
+            np.cumsum([steps[t] for t in when]),
+            where="post",
+            color=shade,
+            linewidth=1.3,
+            label=label,
+        )
+    axes.set(
+        ylim=(0, max(found.stash) * 1.08 + 0.2),
+        ylabel="inputs kept",
+    )
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = axes.legend(title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    legend = axes.legend(
+        title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9
+    )
     legend.get_title().set_fontsize(9)
 
 
@@ -112,23 +175,32 @@ def _is_dark(color: str) -> bool:
 
 
 def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
-    """Write a schedule for a terminal with a row for each stage and a cell for each tick: of microbatch 3, `F3` is the
-    forward, `B3` the backward, and `F3b` the forward with the second chunk. The most inputs that each stage keeps and
-    the bubble follow.
+    """Write a schedule for a terminal with a row for each stage and a cell for each tick: of
+    microbatch 3, `F3` is the forward, `B3` the backward, and `F3b` the forward with the second
+    chunk. The most inputs that each stage keeps and the bubble follow.
 
     Of a table that is longer than `width` columns the first and the last ticks are shown.
     """
-    found, ticks = simulate_schedule(table, times), table.ticks
+    found = simulate_schedule(table, times)
+    ticks = table.ticks
     lettered = 1 < table.virtual <= 26
 
     def cell(action: Action) -> str:
-        return f"{action.kind[0].upper()}{action.microbatch}" + (chr(ord("a") + action.chunk) if lettered else "")
+        return f"{action.kind[0].upper()}{action.microbatch}" + (
+            chr(ord("a") + action.chunk) if lettered else ""
+        )
 
     wide = max(len(cell(action)) for tick in ticks for action in tick if action)
     head = len(f"stage {table.stages - 1} ")
-    room = max((width - head - len(" keeps 999") - 2) // (wide + 1), 2)
+    room = max(
+        (width - head - len(" keeps 999") - 2) // (wide + 1),
+        2,
+    )
     front = len(ticks) if len(ticks) <= room else -(-room // 2)
-    rest = range(len(ticks) - room + front, len(ticks)) if front < len(ticks) else range(0)
+    if front < len(ticks):
+        rest = range(len(ticks) - room + front, len(ticks))
+    else:
+        rest = range(0)
     text = Text()
     for s in range(table.stages):
         text.append(f"stage {s}".ljust(head))
@@ -140,10 +212,15 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
                 text.append(".".ljust(wide + 1), style="dim")
             else:
                 shade = _lighten(_COLORS[action.kind], action.chunk, table.virtual)
-                text.append(cell(action).ljust(wide), style=f"{'#ffffff' if _is_dark(shade) else '#000000'} on {shade}")
+                text.append(
+                    cell(action).ljust(wide),
+                    style=f"{'#ffffff' if _is_dark(shade) else '#000000'} on {shade}",
+                )
                 text.append(" ")
         text.append(f"keeps {found.stash[s]}\n")
     cut = f" ({front + len(rest)} shown)" if rest else ""
-    text.append(f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, B backward")
+    text.append(
+        f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, B backward"
+    )
     text.append(", then the microbatch" + (" and the chunk" if lettered else ""))
     return text

@@ -1,5 +1,5 @@
-"""`jaxpar show`: where a config's parameters live, what its devices keep and send, and how its pipeline goes, for any
-mesh and without hardware."""
+"""`jaxpar show`: where a config's parameters live, what its devices keep and send, and how its
+pipeline goes, for any mesh and without hardware."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from jaxpar.train.step import param_shapes
 
 
 def show(config: Config, picture: Path, has: int = 0) -> None:
-    """Print where a config's parameters live and what each device sends in a step. Draw the largest arrays on the mesh.
+    """Print where a config's parameters live and what each device sends in a step. Draw the largest
+    arrays on the mesh.
 
-    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1. `has` is the bytes of
-    a device's memory; 0 = not known.
+    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
+    `has` is the bytes of a device's memory; 0 = not known.
 
     Raises:
       UserError: the model does not fit the mesh, or a picture cannot be written.
@@ -40,15 +41,29 @@ def show(config: Config, picture: Path, has: int = 0) -> None:
     auto = "overlap auto: shown as xla, without Domino; train and rehearse choose"
     notes = [auto] if is_open(config.overlap) else []
     config = replace(config, mesh=mesh, overlap=without_auto(config.overlap))
-    plan, model = make_plan(config, start(mesh)), Model(config.model)
-    rows, collectives = placements(param_shapes(model, plan), model.axes, plan), step_collectives(config, plan)
-    size, budget = count_text(model.parameter_count()), config.memory.budget
+    plan = make_plan(config, start(mesh))
+    model = Model(config.model)
+    rows = placements(param_shapes(model, plan), model.axes, plan)
+    collectives = step_collectives(config, plan)
+    size = count_text(model.parameter_count())
+    budget = config.memory.budget
     title = f"{config.model.family}, {size} parameters, on {describe(dict(plan.mesh.shape))}"
     solved = f"memory.budget {budget}: shown as policy and keep say; train and rehearse solve it"
     parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
     held = memory_table(parts, has), *([solved] if budget else [])
-    sent = communication_table(collectives) if collectives else "no collectives: one device"
-    tables = sharding_table(rows), "", activation_table(activations(config, plan)), "", *held, "", sent
+    if collectives:
+        sent = communication_table(collectives)
+    else:
+        sent = "no collectives: one device"
+    tables = (
+        sharding_table(rows),
+        "",
+        activation_table(activations(config, plan)),
+        "",
+        *held,
+        "",
+        sent,
+    )
     out = console()
     for part in (title, *plan_notes(config, plan), *notes, *tables):
         out.print(part)
@@ -57,27 +72,43 @@ def show(config: Config, picture: Path, has: int = 0) -> None:
 
 
 def show_schedule(config: Config, picture: Path) -> None:
-    """Print which microbatch each stage of a config's pipeline works on in each tick. Draw the schedule beside the
-    picture of the mesh (`tiny_schedule.png` for `tiny.png`).
+    """Print which microbatch each stage of a config's pipeline works on in each tick. Draw the
+    schedule beside the picture of the mesh (`tiny_schedule.png` for `tiny.png`).
 
-    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its backward 2; a transfer
-    takes no time.
+    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its
+    backward 2; a transfer takes no time.
 
     Raises:
       UserError: the mesh has one stage, or there can be no such pipeline.
     """
     check_folders(picture)
-    name, v, mesh = config.pipeline.schedule, config.pipeline.virtual, config.mesh
+    name = config.pipeline.schedule
+    v = config.pipeline.virtual
+    mesh = config.mesh
     stages = mesh.stage * mesh.dcn.stage
     if stages < 2:
-        raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try mesh.stage=4")
+        raise UserError(
+            f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try "
+            "mesh.stage=4"
+        )
     table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
     layers = layers_of(config.model.layers, stages, config.pipeline)
-    chunks, more = f" x {v} chunks" if v > 1 else "", "es" if table.microbatches > 1 else ""
-    title, out = f"{name}, {stages} stages{chunks}, {table.microbatches} microbatch{more}", console()
+    chunks = f" x {v} chunks" if v > 1 else ""
+    more = "es" if table.microbatches > 1 else ""
+    title = f"{name}, {stages} stages{chunks}, {table.microbatches} microbatch{more}"
+    out = console()
     counts = " or ".join(map(str, sorted(set(layers.counts))))
-    out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
-    out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
+    out.print(
+        f"{title}, {counts} layer{'' if counts == '1' else 's'} in each "
+        f"{'chunk' if v > 1 else 'stage'}\n"
+    )
+    out.print(
+        schedule_text(
+            table,
+            out.width if out.is_terminal else 160,
+            UNIT.chunk(v),
+        )
+    )
     path = picture.with_name(f"{picture.stem}_schedule.png")
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
     out.print(f"picture: {path}")

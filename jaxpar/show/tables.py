@@ -1,4 +1,6 @@
-"""Tables of a plan: where its parameters live, what is kept of a layer, what devices send, and what a step holds."""
+"""Tables of a plan: where its parameters live, what is kept of a layer, what devices send, and what
+a step holds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jaxpar.plan.communication import StepCollective
 from jaxpar.plan.memory_account import MemoryPart
 from jaxpar.train.memory import Activation
 
-_table, _number = partial(Table, box=None, pad_edge=False), partial(Column, justify="right")
+_table = partial(Table, box=None, pad_edge=False)
+_number = partial(Column, justify="right")
 
 
 def sharding_table(rows: Sequence[Placement]) -> Table:
@@ -27,34 +30,72 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
         column.overflow = "fold"
     for row in rows:
         axes = ", ".join(axis or "-" for axis in row.axes)
-        table.add_row(row.name, " x ".join(map(str, row.shape)), axes, str(row.spec), bytes_text(row.bytes_per_device))
-    table.add_row("all", "", "", "", bytes_text(sum(row.bytes_per_device for row in rows)))
+        table.add_row(
+            row.name,
+            " x ".join(map(str, row.shape)),
+            axes,
+            str(row.spec),
+            bytes_text(row.bytes_per_device),
+        )
+    table.add_row(
+        "all",
+        "",
+        "",
+        "",
+        bytes_text(sum(row.bytes_per_device for row in rows)),
+    )
     return table
 
 
 def activation_table(rows: Sequence[Activation]) -> Table:
-    """List what becomes of each named activation, and its bytes in one layer and in all that exist at a time."""
-    table = _table("activation", "what", "a layer's shape", "kept", *map(_number, ("bytes/layer", "device", "host")))
+    """List what becomes of each named activation, and its bytes in one layer and in all that exist
+    at a time.
+    """
+    table = _table(
+        "activation",
+        "what",
+        "a layer's shape",
+        "kept",
+        *map(_number, ("bytes/layer", "device", "host")),
+    )
     for row in rows:
-        kept = (bytes_text(row.kept_bytes) if row.action == action else "" for action in ("save", "offload"))
+        kept = (
+            bytes_text(row.kept_bytes) if row.action == action else ""
+            for action in ("save", "offload")
+        )
         shape = " x ".join(map(str, row.shape)) + f" {row.dtype}"
-        table.add_row(row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), *kept)
-    sums = (sum(row.kept_bytes for row in rows if row.action == action) for action in ("save", "offload"))
-    table.add_row("all", f"{rows[0].blocks} layers" if rows else "", "", "", "", *map(bytes_text, sums))
+        table.add_row(
+            row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), *kept
+        )
+    sums = (
+        sum(row.kept_bytes for row in rows if row.action == action)
+        for action in ("save", "offload")
+    )
+    table.add_row(
+        "all", f"{rows[0].blocks} layers" if rows else "", "", "", "", *map(bytes_text, sums)
+    )
     return table
 
 
 def communication_table(collectives: Sequence[StepCollective], most: int = 3) -> Table:
-    """List what one device sends in a step by collective and mesh axes, the most first, with the scopes and phases in
-    which most of it is sent."""
+    """List what one device sends in a step by collective and mesh axes, the most first, with the
+    scopes and phases in which most of it is sent."""
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in collectives:
         groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.step_bytes
     table = _table("collective", "over", _number("sent a step"), "where")
-    for (kind, over), parts in sorted(groups.items(), key=lambda item: -sum(item[1].values())):
+    for (kind, over), parts in sorted(
+        groups.items(),
+        key=lambda item: -sum(item[1].values()),
+    ):
         whole = sum(parts.values())
-        shares = [f"{where} {100 * size / whole:.0f} %" for where, size in nlargest(most, parts.items(), itemgetter(1))]
-        table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
+        shares = [
+            f"{where} {100 * size / whole:.0f} %"
+            for where, size in nlargest(most, parts.items(), itemgetter(1))
+        ]
+        table.add_row(
+            kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)])
+        )
     total = bytes_text(sum(one.step_bytes for one in collectives))
     table.add_row("all", "", total, "and what XLA adds for norms and biases")
     return table
@@ -63,7 +104,13 @@ def communication_table(collectives: Sequence[StepCollective], most: int = 3) ->
 def memory_table(parts: Sequence[MemoryPart], has: int = 0) -> Table:
     """List the parts of what a step holds, their sum, and what a device has (0 = not known)."""
     table = _table("memory", "what", _number("device"), _number("host"))
-    sums = MemoryPart("predicted", "", sum(part.device for part in parts), sum(part.host for part in parts))
-    for name, what, *sizes in (*parts, sums, *([MemoryPart("a device has", "", has)] if has else [])):
+    sums = MemoryPart(
+        "predicted", "", sum(part.device for part in parts), sum(part.host for part in parts)
+    )
+    for name, what, *sizes in (
+        *parts,
+        sums,
+        *([MemoryPart("a device has", "", has)] if has else []),
+    ):
         table.add_row(name, what, *(bytes_text(size) if size else "" for size in sizes))
     return table

@@ -28,20 +28,36 @@ _MOST = 1e15
 """What no number of a run comes to, unless its line is damaged: such a one is not shown."""
 _LEAST_WIDTH = 20
 """Columns that a curve needs."""
-_DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # the bits of a braille letter's dots
+# the bits of a braille letter's dots
+_DOTS = np.array(
+    [
+        [0x01, 0x08],
+        [0x02, 0x10],
+        [0x04, 0x20],
+        [0x40, 0x80],
+    ]
+)
 _NUMBERS = {
-    "loss": ("loss", "{:.4f}".format, "cyan"), "val_loss": ("validation", "{:.4f}".format, "red"),
-    "tokens_per_second": ("tokens/s", count_text, ""), "step_seconds": ("a step", seconds_text, ""),
-    "mfu": ("MFU", percent_text, ""), "data_wait": ("data wait", percent_text, ""),
+    "loss": ("loss", "{:.4f}".format, "cyan"),
+    "val_loss": ("validation", "{:.4f}".format, "red"),
+    "tokens_per_second": ("tokens/s", count_text, ""),
+    "step_seconds": ("a step", seconds_text, ""),
+    "mfu": ("MFU", percent_text, ""),
+    "data_wait": ("data wait", percent_text, ""),
     "device_memory": ("memory", bytes_text, ""),
-}  # fmt: skip
+}
 """The name of a metric on the page, its text, and the colour of it and its curve."""
 
 
 def watch(folder: Path, once: bool = False) -> None:
-    """Show a run, or the runs in a folder, until Ctrl-C; with `once`, or in a pipe, print it and return."""
+    """Show a run, or the runs in a folder, until Ctrl-C; with `once`, or in a pipe, print it and
+    return.
+    """
     out = PlainConsole()
-    with suppress(KeyboardInterrupt), Live(page(folder, out.width), console=out, auto_refresh=False) as live:
+    with (
+        suppress(KeyboardInterrupt),
+        Live(page(folder, out.width), console=out, auto_refresh=False) as live,
+    ):
         while out.is_terminal and not once:
             time.sleep(2)
             live.update(page(folder, out.width), refresh=True)
@@ -55,10 +71,16 @@ def page(folder: Path, width: int) -> RenderableType:
     """
     if is_run(folder):
         return _run_page(folder, min(width, 100))
-    runs = [path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))]
+    runs = [
+        path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))
+    ]
     if not runs:
-        raise UserError(f"{folder} is no run folder, and has none in it: a run folder has a config.toml")
-    columns = (Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s"))
+        raise UserError(
+            f"{folder} is no run folder, and has none in it: a run folder has a config.toml"
+        )
+    columns = (
+        Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s")
+    )
     table = Table("run", "", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for run in runs:
         name = visible(str(run.relative_to(folder)))
@@ -73,62 +95,111 @@ def page(folder: Path, width: int) -> RenderableType:
 
 
 def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Text, dict[str, str]]:
-    """The run's config, its rows, its step of how many, whether it lives, and the last of each number as text."""
-    config, now = read_run_config(folder), time.time()
-    rows = [{key: value for key, value in row.items() if _is_shown(key, value)} for row in read_metrics(folder)]
+    """The run's config, its rows, its step of how many, whether it lives, and the last of each
+    number as text.
+    """
+    config = read_run_config(folder)
+    now = time.time()
+    rows = [
+        {key: value for key, value in row.items() if _is_shown(key, value)}
+        for row in read_metrics(folder)
+    ]
     found = {key: value for row in rows for key, value in row.items()}
-    steps, stop = config.train.steps, config.train.stop_at
-    step, last, took = found.get("step", 0), min(stop or steps, steps), found.get("step_seconds", 0.0)
+    steps = config.train.steps
+    stop = config.train.stop_at
+    step = found.get("step", 0)
+    last = min(stop or steps, steps)
+    took = found.get("step_seconds", 0.0)
     age = now - (folder / ("metrics.jsonl" if rows else "config.toml")).stat().st_mtime
-    state = Text("running", "green") if rows else Text("starting", "yellow")
+    if rows:
+        state = Text("running", "green")
+    else:
+        state = Text("starting", "yellow")
     if step >= steps:
         state = Text("done", "blue")
     elif step >= last:
         state = Text(f"stopped at train.stop_at={stop}", "blue")
-    elif age > max(60, 5 * took * config.metrics.log_every):  # an evaluation or a save may take a while
+    # an evaluation or a save may take a while
+    elif age > max(60, 5 * took * config.metrics.log_every):
         state = Text(f"silent for {duration_text(age)}", "bold red")
-    saved = {int(path.name): path.stat().st_mtime for path in folder.glob("checkpoints/*") if path.name.isdecimal()}
+    saved = {
+        int(path.name): path.stat().st_mtime
+        for path in folder.glob("checkpoints/*")
+        if path.name.isdecimal()
+    }
     newest = max(saved, default=0)
-    facts = {name: text(found[key]) if key in found else "-" for key, (name, text, _) in _NUMBERS.items()} | {
+    facts = {
+        name: text(found[key]) if key in found else "-" for key, (name, text, _) in _NUMBERS.items()
+    } | {
         "checkpoint": f"{newest}, {duration_text(now - saved[newest])} ago" if saved else "-",
         "last line": f"{duration_text(age)} ago",
-        "left": _left((last - step) * took, stop if last < steps else 0) if took and step < last else "",
+        "left": _left((last - step) * took, stop if last < steps else 0)
+        if took and step < last
+        else "",
     }
     return config, rows, (step, steps), state, facts
 
 
 def _is_shown(key: str, value: float) -> bool:
-    """Whether a run can have such a number. A loss may be NaN or infinite, which tells that the run diverged."""
+    """Whether a run can have such a number. A loss may be NaN or infinite, which tells that the run
+    diverged.
+    """
     is_loss = bool(key in _NUMBERS and _NUMBERS[key][2])
     return abs(value) < _MOST or (is_loss and not math.isfinite(value))
 
 
 def _left(seconds: float, stop: int) -> str:
-    """Say how long a run takes until its end, or until it stops before that, at a step other than 0."""
+    """Say how long a run takes until its end, or until it stops before that, at a step other
+    than 0.
+    """
     return f"{duration_text(seconds)} left" + (f" to {stop}" if stop else "")
 
 
 def _run_page(folder: Path, width: int) -> RenderableType:
     config, rows, (step, last), state, facts = _look(folder)
     model, bar, grid = config.model, *(Table.grid(padding=(0, 2), expand=True) for _ in range(2))
-    what = f"{model.family}, {model.layers} layers of {model.embed}; {describe(total_sizes(config.mesh))}"
+    what = (
+        f"{model.family}, {model.layers} layers of {model.embed}; "
+        f"{describe(total_sizes(config.mesh))}"
+    )
     bar.add_column(ratio=1)
-    bar.add_row(ProgressBar(last, step, finished_style="blue"), f"step {step} of {last}", facts.pop("left"))
+    bar.add_row(
+        ProgressBar(last, step, finished_style="blue"), f"step {step} of {last}", facts.pop("left")
+    )
     colors = {name: color for name, _, color in _NUMBERS.values()}
-    cells = [Text.assemble((f"{key} ", "dim"), (text, f"bold {colors.get(key, '')}")) for key, text in facts.items()]
+    cells = [
+        Text.assemble((f"{key} ", "dim"), (text, f"bold {colors.get(key, '')}"))
+        for key, text in facts.items()
+    ]
     for first in range(0, len(cells), 3):
         grid.add_row(*cells[first : first + 3])
     batch = Text(f"{what}; {config.train.batch} x {config.data.seq_len} tokens a step", "dim")
     parts = batch, bar, "", *_curves(rows, width - 4, 8), grid
     return Panel(
-        Group(*parts), title=Text(visible(str(folder)), "bold"), title_align="left", subtitle=state, width=width
+        Group(*parts),
+        title=Text(visible(str(folder)), "bold"),
+        title_align="left",
+        subtitle=state,
+        width=width,
     )
 
 
-def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
+def _curves(
+    rows: list[dict[str, Any]],
+    width: int,
+    height: int,
+) -> list[Text]:
     """Draw the losses by step in lines of braille letters, each of which has 4 x 2 dots."""
-    series = [(np.array([(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]), color)
-              for key, (_, _, color) in _NUMBERS.items() if color]  # fmt: skip
+    series = [
+        (
+            np.array(
+                [(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]
+            ),
+            color,
+        )
+        for key, (_, _, color) in _NUMBERS.items()
+        if color
+    ]
     series = [(points, color) for points, color in series if len(points) > 1]
     if not series:
         return []
@@ -137,16 +208,33 @@ def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
     margin = max(map(len, labels))
     if width - margin < _LEAST_WIDTH:
         return []
-    letters, styles = np.full((height, width - margin), 0x2800), np.full((height, width - margin), "", object)
+    letters = np.full((height, width - margin), 0x2800)
+    styles = np.full((height, width - margin), "", object)
     for points, color in series:
-        at = np.linspace(points[0, 0], points[-1, 0], 100 * width)  # so many that a steep part is a line too
+        # so many that a steep part is a line too
+        at = np.linspace(
+            points[0, 0],
+            points[-1, 0],
+            100 * width,
+        )
         fallen = (losses.max() - np.interp(at, *points.T)) / max(np.ptp(losses), 1e-9)
         x = (at / steps.max() * (2 * (width - margin) - 1)).astype(int)
         y = (fallen * (4 * height - 1)).round().astype(int)
-        np.bitwise_or.at(letters, (y // 4, x // 2), _DOTS[y % 4, x % 2])
+        np.bitwise_or.at(
+            letters,
+            (y // 4, x // 2),
+            _DOTS[y % 4, x % 2],
+        )
         styles[y // 4, x // 2] = color
     drawn = [
-        Text.assemble((label.rjust(margin), "dim"), *zip(map(chr, row), colors, strict=True))
+        Text.assemble(
+            (label.rjust(margin), "dim"),
+            *zip(map(chr, row), colors, strict=True),
+        )
         for label, row, colors in zip(labels, letters, styles, strict=True)
     ]
-    return [*drawn, Text(" " * margin + "0" + f"step {steps.max():.0f}".rjust(width - margin - 1), "dim"), Text()]
+    return [
+        *drawn,
+        Text(" " * margin + "0" + f"step {steps.max():.0f}".rjust(width - margin - 1), "dim"),
+        Text(),
+    ]

@@ -1,10 +1,12 @@
-"""Training: the state and the step, checkpoints and the loop; also evaluation, text generation and conversion.
+"""Training: the state and the step, checkpoints and the loop; also evaluation, text generation and
+conversion.
 
     train.run(plan.resolve(config), folder)
 
-`run` trains a config in a run folder. `config_of` reads the model of a Hugging Face folder, `export_run` writes one,
-and `open_trained` loads either to generate. The other names serve a loop of your own: they make a plan from a config,
-its state, the jitted step, and what the model makes of a prompt.
+`run` trains a config in a run folder. `config_of` reads the model of a Hugging Face folder,
+`export_run` writes one, and `open_trained` loads either to generate. The other names serve a loop
+of your own: they make a plan from a config, its state, the jitted step, and what the model makes of
+a prompt.
 """
 
 from __future__ import annotations
@@ -21,14 +23,31 @@ if TYPE_CHECKING:
     from jaxpar.train.trained import open_trained
 
 _MODULES = {
-    "batch_rows": "step", "config_of": "restore", "export_run": "restore", "generate": "generation",
-    "init_state": "step", "make_eval_step": "step", "make_plan": "plans", "make_train_step": "step",
-    "open_trained": "trained", "put_batch": "step", "run": "loop",
-}  # fmt: skip
+    "batch_rows": "step",
+    "config_of": "restore",
+    "export_run": "restore",
+    "generate": "generation",
+    "init_state": "step",
+    "make_eval_step": "step",
+    "make_plan": "plans",
+    "make_train_step": "step",
+    "open_trained": "trained",
+    "put_batch": "step",
+    "run": "loop",
+}
 __all__ = [
-    "batch_rows", "config_of", "export_run", "generate", "init_state", "make_eval_step", "make_plan",
-    "make_train_step", "open_trained", "put_batch", "run",
-]  # fmt: skip
+    "batch_rows",
+    "config_of",
+    "export_run",
+    "generate",
+    "init_state",
+    "make_eval_step",
+    "make_plan",
+    "make_train_step",
+    "open_trained",
+    "put_batch",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

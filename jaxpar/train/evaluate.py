@@ -1,4 +1,6 @@
-"""Computes the validation loss of parameters while they train, or of a run or a Hugging Face folder on any mesh."""
+"""Computes the validation loss of parameters while they train, or of a run or a Hugging Face folder
+on any mesh.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_ba
 
 
 class Evaluation(NamedTuple):
-    """The validation loss (nats a token) and perplexity of the checkpoint of a step, 0 for a Hugging Face folder.
+    """The validation loss (nats a token) and perplexity of the checkpoint of a step, 0 for a
+    Hugging Face folder.
 
-    `bits_per_byte` is the loss of all tokens in bits over the bytes of their text, which can be compared between
-    tokenizers; it is None where the tokens have none.
+    `bits_per_byte` is the loss of all tokens in bits over the bytes of their text, which can be
+    compared between tokenizers; it is None where the tokens have none.
     """
 
     step: int
@@ -42,15 +45,22 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    eval_step: Compiled, params: Params, stream: Part, config: Config, plan: Plan, limit: int,
+    eval_step: Compiled,
+    params: Params,
+    stream: Part,
+    config: Config,
+    plan: Plan,
+    limit: int,
     tick: Callable[[int], None] = lambda done: None,
-) -> float:  # fmt: skip
+) -> float:
     """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all.
 
     `tick` is called with the number of batches that are done, after each.
     """
     rows = batch_rows(config.train.batch, plan)
-    read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
+    read = val_batches(
+        stream, config.data, config.train.batch, rows, config.model.vocab_size, limit
+    )
     batches = Batches(read, empty_batch(config, plan))
     sums = list[Any]()
     for batch in batches:
@@ -58,17 +68,21 @@ def evaluate(
         jax.block_until_ready(sums[-2:-1])  # the host stays one batch ahead
         tick(len(sums))
     batches.require()
-    nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+    nll, tokens = np.sum(
+        np.asarray(jax.device_get(sums), np.float64),
+        axis=0,
+    )
     return float(nll / tokens)
 
 
 def final_batches(train: TrainConfig) -> int:
     """Return how many validation batches are evaluated after the last step; 0 = all.
 
-    They are those of `final_eval_batches`, but no more than the run has steps, or an evaluation in between has batches:
-    a short try is not followed by an evaluation that takes longer than itself.
+    They are those of `final_eval_batches`, but no more than the run has steps, or an evaluation in
+    between has batches: a short try is not followed by an evaluation that takes longer than itself.
     """
-    asked, most = train.final_eval_batches, max(train.steps, train.eval_batches)
+    asked = train.final_eval_batches
+    most = max(train.steps, train.eval_batches)
     if train.eval_batches == 0:
         return asked
     return min(asked or most, most)
@@ -77,11 +91,13 @@ def final_batches(train: TrainConfig) -> int:
 def evaluate_folder(
     config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
 ) -> Evaluation:
-    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) or a Hugging Face folder.
+    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) or a
+    Hugging Face folder.
 
-    The mesh may be any. The batches are those of `train.final_eval_batches`, by default all; the evaluation at the end
-    of a run takes no more of them than it has steps. `say` receives each note on how they run. A UserError says that
-    there is no checkpoint or no validation data, or that the mesh does not fit.
+    The mesh may be any. The batches are those of `train.final_eval_batches`, by default all; the
+    evaluation at the end of a run takes no more of them than it has steps. `say` receives each note
+    on how they run. A UserError says that there is no checkpoint or no validation data, or that the
+    mesh does not fit.
     """
     plan = make_plan(check(config, training=False), start(config.mesh))
     run_together(lambda: require_memory(config, plan, machine_memory(), training=False))
@@ -103,14 +119,22 @@ def evaluate_folder(
         params = load_params(folder, config, plan, step)
     eval_step = compile_eval_step(Model(config.model), config, plan)
     loss = evaluate(eval_step, params, corpus.val, config, plan, config.train.final_eval_batches)
-    bits = None if corpus.tokenizer is None else bits_per_byte(loss, corpus.val, corpus.tokenizer, config, say)
+    if corpus.tokenizer is None:
+        bits = None
+    else:
+        bits = bits_per_byte(loss, corpus.val, corpus.tokenizer, config, say)
     return Evaluation(step, loss, math.exp(min(loss, 700)), bits)
 
 
 def bits_per_byte(
-    loss: float, stream: Part, tokenizer: Tokenizer, config: Config, say: Callable[[str], None] = lambda line: None
+    loss: float,
+    stream: Part,
+    tokenizer: Tokenizer,
+    config: Config,
+    say: Callable[[str], None] = lambda line: None,
 ) -> float | None:
-    """Return the bits of the scored tokens over the bytes of their text, to which special tokens add none.
+    """Return the bits of the scored tokens over the bytes of their text, to which special tokens
+    add none.
 
     Args:
       loss: in nats a token.
@@ -122,17 +146,23 @@ def bits_per_byte(
     Returns:
       Bits a byte; None where there is no text.
     """
-    batch, limit = config.train.batch, config.train.final_eval_batches
-    tokens, size, unknown = 0, 0, 0
+    batch = config.train.batch
+    limit = config.train.final_eval_batches
+    tokens = 0
+    size = 0
+    unknown = 0
     unknown_token = unknown_id(tokenizer)
-    for row in val_batches(stream, config.data, batch, range(batch), config.model.vocab_size, limit):
+    for row in val_batches(
+        stream, config.data, batch, range(batch), config.model.vocab_size, limit
+    ):
         scored = row["labels"] >= 0
         tokens += int(scored.sum())
         size += count_bytes(tokenizer, row["tokens"][scored], row["labels"][scored])
         unknown += int((row["labels"][scored] == unknown_token).sum())
     if unknown and unknown_token is not None:
         say(
-            f"{unknown:,} of {tokens:,} scored tokens are {tokenizer.decode([unknown_token])!r}, which stands for text "
+            f"{unknown:,} of {tokens:,} scored tokens are "
+            f"{tokenizer.decode([unknown_token])!r}, which stands for text "
             "of a length that is not known and counts no bytes, so bits a byte come out too high"
         )
     return loss * tokens / math.log(2) / size if size else None

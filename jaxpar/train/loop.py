@@ -1,4 +1,6 @@
-"""Trains a config in a run folder with metrics, a picture and checkpoints; the same call again resumes the run."""
+"""Trains a config in a run folder with metrics, a picture and checkpoints; the same call again
+resumes the run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ from jaxpar.base.runtime import (
     stop_signals,
     told_by_first,
 )
-from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, skipped_records, train_batches, unigram_entropy
+from jaxpar.data.corpus import (
+    Corpus,
+    HostBatch,
+    load_corpus,
+    skipped_records,
+    train_batches,
+    unigram_entropy,
+)
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
@@ -58,7 +67,9 @@ from jaxpar.train.template_date import with_template_date
 
 
 class Result(NamedTuple):
-    """How a run ended: the step that it reached, its last losses (nats a token), and the text's unigram entropy."""
+    """How a run ended: the step that it reached, its last losses (nats a token), and the text's
+    unigram entropy.
+    """
 
     step: int
     loss: float | None
@@ -68,7 +79,9 @@ class Result(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """What a step says of itself, before it is read: its loss, gradient norm, and overflows (see `Updated`)."""
+    """What a step says of itself, before it is read: its loss, gradient norm, and overflows (see
+    `Updated`).
+    """
 
     step: int
     loss: Any
@@ -81,7 +94,8 @@ class _Numbers(NamedTuple):
         return bool(np.isfinite(self.loss) and np.isfinite(self.norm) and self.overflows == 0)
 
 
-STEP, EVALUATION = "this step", "this evaluation"
+STEP = "this step"
+EVALUATION = "this evaluation"
 
 
 class OutOfMemory(UserError):
@@ -99,7 +113,10 @@ class OutOfMemory(UserError):
         if where == EVALUATION:  # which keeps nothing for a backward pass
             tries = "a higher train.accumulation, which is that of an evaluation too, or mesh.fsdp"
         super().__init__(f"out of memory in {where} ({compiler_message(said)[:200]}): try {tries}")
-        self.config, self.plan, self.said, self.where = config, plan, said, where
+        self.config = config
+        self.plan = plan
+        self.said = said
+        self.where = where
 
 
 class Diverged(UserError):
@@ -107,32 +124,43 @@ class Diverged(UserError):
 
 
 Watch = Callable[[Config, Plan, Compiled], None]
-"""A function that runs beside the first steps and gets the config, its plan and the compiled step."""
+"""A function that runs beside the first steps and gets the config, its plan and the compiled
+step.
+"""
 
 
 def run(
-    config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch = lambda *_: None,
+    config: Config,
+    folder: Path,
+    corpus: Corpus | None = None,
+    watch: Watch = lambda *_: None,
     report: Report | None = None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Train the run in `folder`, or go on with it.
 
     Args:
-      config: the experiment, with nothing left open: `jaxpar.plan.resolve` settles a memory budget and `overlap auto`.
-        If the folder already has a config, the two may differ only in layout and reporting.
+      config: the experiment, with nothing left open: `jaxpar.plan.resolve` settles a memory budget
+        and `overlap auto`. If the folder already has a config, the two may differ only in layout
+        and reporting.
       folder: the run folder, which is made if it is absent.
       corpus: the config's data, if they are already loaded.
       watch: a function that the first process calls in a thread beside the loop.
-      report: a function that every process calls with the step and the numbers of each row of metrics.jsonl. The
-        calls are the same in number and order on all of them; speed and data_wait are those of the process.
+      report: a function that every process calls with the step and the numbers of each row of
+        metrics.jsonl. The calls are the same in number and order on all of them; speed and
+        data_wait are those of the process.
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
-      UserError: the user can mend it: config, devices or data are bad, the folder has another config, or it diverged.
+      UserError: the user can mend it: config, devices or data are bad, the folder has another
+        config, or it diverged.
     """
     require_local(folder)
     require_settled(check(config))
     if config.model.lora.rank and not config.train.init:
-        raise UserError("model.lora trains beside frozen weights, and there are none: name their folder in train.init")
+        raise UserError(
+            "model.lora trains beside frozen weights, and there are none: name their folder in "
+            "train.init"
+        )
     devices = start(config.mesh)
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
@@ -148,7 +176,8 @@ def run(
     main = jax.process_index() == 0
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
     before = compare_run(folder, config, compared.known)
-    # From now on it is a run folder; that of a run is written once nothing can be refused. Only process 0 knows which.
+    # From now on it is a run folder; that of a run is written once nothing can be refused. Only
+    # process 0 knows which.
     if told_by_first(before is None):
         keep_config(folder, config)
     if before is not None and (note := replaced_values(before, config)):
@@ -157,10 +186,16 @@ def run(
         say(compared.note)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
-        run_together(lambda: keep_tokenizer(tokenizer, folder) if jax.process_index() == 0 else None)
+        run_together(
+            lambda: keep_tokenizer(tokenizer, folder) if jax.process_index() == 0 else None
+        )
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     trained = checkpoints.latest() or 0
-    if before is not None and trained and (note := schedule_note(before.train, config.train, trained)):
+    if (
+        before is not None
+        and trained
+        and (note := schedule_note(before.train, config.train, trained))
+    ):
         say(note)
     try:
         result = _Run(config, folder, plan, corpus, checkpoints, compared, watch, report).go()
@@ -176,15 +211,33 @@ def run(
 
 
 class _Run:
-    """One call of `run`; it has what the loop needs, and the steps whose numbers have not been read yet."""
+    """One call of `run`; it has what the loop needs, and the steps whose numbers have not been read
+    yet.
+    """
 
     def __init__(
-        self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints,
-        compared: Compared, watch: Watch, report: Report | None,
-    ):  # fmt: skip
-        self.config, self.folder, self.plan, self.corpus = config, folder, plan, corpus
-        self.compared, self.broken = compared, ""
-        self.checkpoints, self.watch, self.report, self.model = checkpoints, watch, report, Model(config.model)
+        self,
+        config: Config,
+        folder: Path,
+        plan: Plan,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        compared: Compared,
+        watch: Watch,
+        report: Report | None,
+    ):
+        self.config = config
+        self.folder = folder
+        self.plan = plan
+        self.corpus = corpus
+        self.compared = compared
+        self.broken = ""
+        self.checkpoints, self.watch, self.report, self.model = (
+            checkpoints,
+            watch,
+            report,
+            Model(config.model),
+        )
         self.first = checkpoints.latest() or 0
         self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
         self.entropy = unigram_entropy(corpus.train.sample)
@@ -206,16 +259,32 @@ class _Run:
             if self.missed:
                 self._finish()
             steps = self.config.train.steps
-            more = f"stop-at 0 goes on to step {steps}" if self.last < steps else "steps extends it"
-            done = f"step {self.first} of {self.last} is done already: nothing to train (--train.{more})"
+            if self.last < steps:
+                more = f"stop-at 0 goes on to step {steps}"
+            else:
+                more = "steps extends it"
+            done = (
+                f"step {self.first} of {self.last} is done already: nothing to train "
+                f"(--train.{more})"
+            )
             self.show.say(f"{done}; see {self.folder}")
             return Result(self.first, None, self.val_loss, self.entropy, False)
         # Only the first process traces: its devices do what all do.
-        steps = self.config.metrics.profiled if self.main else range(0)
-        self.profile = run_together(lambda: Profile(steps, self.folder, self.first, self._profile_advice()))
-        # One other thread compiles the step while this one makes or reads the state; while the first steps run, it
-        # compiles the evaluation and draws the memory.
-        with closing(self.profile), self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
+        if self.main:
+            steps = self.config.metrics.profiled
+        else:
+            steps = range(0)
+        self.profile = run_together(
+            lambda: Profile(steps, self.folder, self.first, self._profile_advice())
+        )
+        # One other thread compiles the step while this one makes or reads the state; while the
+        # first steps run, it compiles the evaluation and draws the memory.
+        with (
+            closing(self.profile),
+            self._metrics() as self.log,
+            self._out_of_memory(),
+            _one_thread() as self.beside,
+        ):
             compiling = self.beside.submit(self._compile)
             state, data = self._start()
             step_fn, said = compiling.result()
@@ -226,27 +295,40 @@ class _Run:
             self.watching.result()
             if self.lines is not None:
                 self.lines.result()
-                self.show.say(f"wrote {self.profile.file.parent}: `jaxpar watch {self.folder} --profile` shows it")
+                self.show.say(
+                    f"wrote {self.profile.file.parent}: `jaxpar watch {self.folder} --profile` "
+                    "shows it"
+                )
         if self.main:
             self._say_result(step)
         return Result(step, self.loss, self.val_loss, self.entropy, step < self.last)
 
     def _profile_advice(self) -> str:
         """Steps of `metrics.profile` that this call could trace, as they are written."""
-        first = min(self.first + 2, self.last)  # the first step after a start is slower than the others
+        # the first step after a start is slower than the others
+        first = min(self.first + 2, self.last)
         last = min(first + 4, self.last)
         train = self.config.train
-        due = [step for step in range(first, last) if self.corpus.val and _is_due(step, train.eval_every)]
+        due = [
+            step
+            for step in range(first, last)
+            if self.corpus.val and _is_due(step, train.eval_every)
+        ]
         return f"{first}:{min([last, *due])}"
 
     def _keep(self) -> None:
-        """Write what the run goes on with, once nothing of it can be refused: a refused call leaves a run as it was."""
+        """Write what the run goes on with, once nothing of it can be refused: a refused call leaves
+        a run as it was.
+        """
         keep_config(self.folder, self.config)
         run_together(lambda: keep_data(self.folder, self.compared.pieces) if self.main else None)
 
     def _missed_evaluations(self) -> set[str]:
-        """The metrics that the step to go on after should have and has not, because an error ended its evaluation."""
-        train, step = self.config.train, self.first
+        """The metrics that the step to go on after should have and has not, because an error ended
+        its evaluation.
+        """
+        train = self.config.train
+        step = self.first
         if not step or self.corpus.val is None:
             return set()
         due = dict[str, bool]()
@@ -281,31 +363,51 @@ class _Run:
             self.eval_step = self.beside.submit(compile_it)
 
     def _metrics(self) -> MetricsLog:
-        """Open the log and the sinks, before anything is compiled: where one is refused, no process waits for it."""
+        """Open the log and the sinks, before anything is compiled: where one is refused, no process
+        waits for it.
+        """
         names = self.config.metrics.sinks if self.main else ()
         place = self.config, self.folder, self.first, self.show.say
         sinks = run_together(lambda: [Sink(name, *place) for name in names])
-        return MetricsLog(self.folder, self.first, self.main, sinks, self.report, self.show.say)
+        return MetricsLog(
+            self.folder,
+            self.first,
+            self.main,
+            sinks,
+            self.report,
+            self.show.say,
+        )
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
-        """Raise `OutOfMemory` where a device has too little memory, at compilation or when the program runs."""
+        """Raise `OutOfMemory` where a device has too little memory, at compilation or when the
+        program runs.
+        """
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            if said := kernel_memory_message(str(error)):  # a kernel's limit, not the device's memory
+            # a kernel's limit, not the device's memory
+            if said := kernel_memory_message(str(error)):
                 raise UserError(f"the compiler refuses {self.running}: {said}") from error
             raise OutOfMemory(self.config, self.plan, str(error), self.running) from error
 
     def _start(self) -> tuple[TrainState[jax.Array], DatasetIterator[HostBatch]]:
-        """Return the state and the data iterator at the first step, and print the start-up lines."""
-        config, model, plan, text = self.config, self.model, self.plan, self.corpus.train
+        """Return the state and the data iterator at the first step, and print the start-up
+        lines.
+        """
+        config = self.config
+        model = self.model
+        plan = self.plan
+        text = self.corpus.train
         rows = batch_rows(config.train.batch, plan)
         data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
         if self.checkpoints.latest() is None:
-            params = load_params(Path(config.train.init), config, plan) if config.train.init else None
+            if config.train.init:
+                params = load_params(Path(config.train.init), config, plan)
+            else:
+                params = None
             state = init_state(model, config, plan, params)
         else:
             state, beside = restore_state(self.checkpoints, self.first, config, plan)
@@ -314,13 +416,23 @@ class _Run:
             if beside["iterator"] is not None:
                 try:
                     data.set_state(beside["iterator"])
-                except Exception as error:  # whatever an iterator says that finds other data than it was in
+                # whatever an iterator says that finds other data than it was in
+                except Exception as error:
                     if not changed:
                         raise
-                    self.show.say(f"warning: these data have no such place, they are read from their start: {error}")
-                    data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
-        self.frozen, val = fingerprint(model, state.params), self.corpus.val
-        held_out = val.amount if val else "nothing, as there is no data.val_path,"
+                    self.show.say(
+                        "warning: these data have no such place, they are read from their "
+                        f"start: {error}"
+                    )
+                    data = train_batches(
+                        text, config.data, config.train.batch, rows, config.model.vocab_size
+                    )
+        self.frozen = fingerprint(model, state.params)
+        val = self.corpus.val
+        if val:
+            held_out = val.amount
+        else:
+            held_out = "nothing, as there is no data.val_path,"
         facts = {
             "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
             f"{bytes_text(local_bytes(state))} of state per device",
@@ -337,33 +449,50 @@ class _Run:
         return state, data
 
     def _require_as_much(self, before: int | None) -> None:
-        """Raise a UserError where a run that does not say which data it has was trained on more or fewer."""
+        """Raise a UserError where a run that does not say which data it has was trained on more or
+        fewer.
+        """
         text = self.corpus.train
         if self.main and not self.compared.known and before not in (None, text.size):
             raise UserError(
-                f"the run was trained on {before:,} tokens, documents or examples and {text.origin} now has "
-                f"{text.amount}: bring the old text back (the stdlib corpus changes with Python), or start a new --run"
+                f"the run was trained on {before:,} tokens, documents or examples and "
+                f"{text.origin} now has "
+                f"{text.amount}: bring the old text back (the stdlib corpus changes with "
+                "Python), or start a new --run"
             )
 
     def _compile(self) -> tuple[Compiled, str]:
-        """Compile the step ahead, so that the first is timed like the others; return it and a line to say about it."""
+        """Compile the step ahead, so that the first is timed like the others; return it and a line
+        to say about it.
+        """
         began = time.perf_counter()
         step_fn = make_train_step(self.model, self.config, self.plan)
         compiled = step_fn.lower(*step_shapes(self.model, self.config, self.plan)).compile()
         require_order(compiled, self.plan.mesh.devices.flat)
         memory = compiled.memory_analysis()
-        used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
+        if memory:
+            used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device"
+        else:
+            used = ""
         return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
     def _loop(
-        self, step_fn: Compiled, state: TrainState[jax.Array], data: DatasetIterator[HostBatch],
+        self,
+        step_fn: Compiled,
+        state: TrainState[jax.Array],
+        data: DatasetIterator[HostBatch],
         stop_after: Callable[[int], bool],
-    ) -> int:  # fmt: skip
-        """Run the steps after `first`, and return the last one that finished. What is good is saved before an error
-        leaves, where all processes leave by it."""
-        self.state, self.data = state, data
+    ) -> int:
+        """Run the steps after `first`, and return the last one that finished. What is good is saved
+        before an error leaves, where all processes leave by it."""
+        self.state = state
+        self.data = data
         self.positions: dict[int, Any] = {}  # the state of the data's iterator, by step
-        self.batches = Batches(data, empty_batch(self.config, self.plan, absent=True), ask_to_stop)
+        self.batches = Batches(
+            data,
+            empty_batch(self.config, self.plan, absent=True),
+            ask_to_stop,
+        )
         try:
             self._evaluate_missed()
             return self._steps(step_fn, stop_after)
@@ -375,8 +504,10 @@ class _Run:
             raise
 
     def _steps(self, step_fn: Compiled, stop_after: Callable[[int], bool]) -> int:
-        config, train = self.config, self.config.train
-        flops, devices = self.model.flops_per_token(config.data.seq_len), list(self.plan.mesh.devices.ravel())
+        config = self.config
+        train = self.config.train
+        flops = self.model.flops_per_token(config.data.seq_len)
+        devices = list(self.plan.mesh.devices.ravel())
         self.meter = Meter(self.first, flops, devices, self.plan.compute)
         step = logged = self.first
         metrics: dict[str, jax.Array] = {}
@@ -391,18 +522,23 @@ class _Run:
             if step == self.profile.last:
                 self._aside(metrics, self.profile.close)
                 self.lines = self.beside.submit(self.profile.write_lines, step_fn, devices)
-            self._unread.append(_Numbers(step, metrics["loss"], metrics["grad_norm"], metrics["overflows"]))
+            self._unread.append(
+                _Numbers(step, metrics["loss"], metrics["grad_norm"], metrics["overflows"])
+            )
             if step == self.first + 1:
                 self._compile_evaluation()
                 watch = self.watch if self.main else lambda *_: None
                 self.watching = self.beside.submit(watch, config, self.plan, step_fn)
-            # The host stays one step ahead: it awaits the step before, and fetches its metrics, while this one runs.
+            # The host stays one step ahead: it awaits the step before, and fetches its metrics,
+            # while this one runs.
             jax.block_until_ready(before)
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
             stop = stop_after(step) or step == self.last
             saving = stop or _is_due(step, config.checkpoint.every)
-            evaluating = self.corpus.val is not None and (step == self.last or _is_due(step, train.eval_every))
+            evaluating = self.corpus.val is not None and (
+                step == self.last or _is_due(step, train.eval_every)
+            )
             if not (evaluating or saving):
                 continue
             jax.block_until_ready(metrics)  # a step that is still running counts as training time
@@ -426,7 +562,9 @@ class _Run:
         return step
 
     def _next_rows(self, step: int) -> HostBatch:
-        """Read this process's rows of a step's batch, and keep the position after it for a checkpoint of that step."""
+        """Read this process's rows of a step's batch, and keep the position after it for a
+        checkpoint of that step.
+        """
         with self._reading_data():
             rows = next(self.batches)
         if jax.process_count() == 1:
@@ -449,7 +587,8 @@ class _Run:
             raise
 
     def _save(self, step: int) -> None:
-        size, position = self.corpus.train.size, self.positions[step]
+        size = self.corpus.train.size
+        position = self.positions[step]
         beside = beside_state(self.plan, self.config, position, size, self.frozen)
         self.checkpoints.save(step, saved_part(self.state, self.model), beside)
 
@@ -467,9 +606,16 @@ class _Run:
         except Exception as error:  # the first error is the one to tell
             self.show.say(f"warning: the steps since the last checkpoint are lost: {error}")
             return
-        self.show.say(f"an error ends this run after step {step}, which is saved: the same command goes on from there")
+        self.show.say(
+            f"an error ends this run after step {step}, which is saved: the same command goes "
+            "on from there"
+        )
 
-    def _aside(self, metrics: dict[str, jax.Array], do: Callable[[], None]) -> None:
+    def _aside(
+        self,
+        metrics: dict[str, jax.Array],
+        do: Callable[[], None],
+    ) -> None:
         """Wait for the steps until now, and do something that is no part of them."""
         jax.block_until_ready(metrics)
         with self.meter.timed("aside"):
@@ -482,7 +628,10 @@ class _Run:
             self._require_rows()  # which is why, where a process had no rows
         del numbers["overflows"]
         numbers["labels"] = numbers.pop("tokens")
-        speed = self.meter.read(step, self.config.train.batch * self.config.data.seq_len)
+        speed = self.meter.read(
+            step,
+            self.config.train.batch * self.config.data.seq_len,
+        )
         self.loss = numbers["loss"]
         if skipped := sum(count.count for count in self.skipped):
             numbers["records_skipped"] = float(skipped)
@@ -493,9 +642,12 @@ class _Run:
         self._require_finite(step)
 
     def _say_skipped(self) -> None:
-        """Say how many records were left out, whenever there are more; of the validation data, which are read again at
-        each evaluation, once."""
-        validation = [] if self.corpus.val is None else skipped_records(self.corpus.val)
+        """Say how many records were left out, whenever there are more; of the validation data,
+        which are read again at each evaluation, once."""
+        if self.corpus.val is None:
+            validation = []
+        else:
+            validation = skipped_records(self.corpus.val)
         for number, count in enumerate([*self.skipped, *validation]):
             told = self.told.get(number, 0)
             if count.count > told and not (told and count in validation):
@@ -503,9 +655,11 @@ class _Run:
                 self.show.say(f"warning: {count.text}")
 
     def _require_finite(self, last: int) -> None:
-        """Stop if a step up to `last`, which has run, diverged; such a step left its state as it was, and is not saved.
+        """Stop if a step up to `last`, which has run, diverged; such a step left its state as it
+        was, and is not saved.
 
-        Steps between log lines are also read here, all at once, so that no step waits for its numbers to arrive.
+        Steps between log lines are also read here, all at once, so that no step waits for its
+        numbers to arrive.
         """
         read = [row for row in self._unread if row.step <= last]
         del self._unread[: len(read)]
@@ -520,50 +674,75 @@ class _Run:
         if np.isfinite(row.loss) and np.isfinite(row.norm):
             name, size = largest_parameter(self.model.trained(self.state.params))
             found = (
-                f"step {row.step} would make {row.overflows} entries of the parameters not finite (the largest is now "
+                f"step {row.step} would make {row.overflows} entries of the parameters not "
+                "finite (the largest is now "
                 f"{size:.2g}, in {name})"
             )
         saved = self.checkpoints.latest()
-        advice = "try a lower train.learning_rate or a longer train.warmup_steps in another --run folder"
+        advice = (
+            "try a lower train.learning_rate or a longer train.warmup_steps in another --run folder"
+        )
         if saved is None:
             return f"{found}: the run diverged; {advice}; no checkpoint was saved before"
         return (
-            f"{found}: the run diverged; {advice}, from the start or with train.init={self.folder}; the checkpoint of "
+            f"{found}: the run diverged; {advice}, from the start or with "
+            f"train.init={self.folder}; the checkpoint of "
             f"step {saved} is kept"
         )
 
     def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None and self.eval_step is not None
         began = told = time.perf_counter()
-        done, self.running = 0, EVALUATION
+        done = 0
+        self.running = EVALUATION
 
         def tick(count: int) -> None:
             nonlocal told, done
-            done, now = count, time.perf_counter()
+            done = count
+            now = time.perf_counter()
             if now - told > _PATIENCE:
                 told = now
                 of = f" of {limit}" if limit else ""
-                self.show.say(f"evaluating: {done}{of} batches in {duration_text(now - began)}; {key} takes fewer")
+                self.show.say(
+                    f"evaluating: {done}{of} batches in {duration_text(now - began)}; {key} "
+                    "takes fewer"
+                )
 
-        key = "train.final_eval_batches" if prefix else "train.eval_batches"
+        if prefix:
+            key = "train.final_eval_batches"
+        else:
+            key = "train.eval_batches"
         eval_step = run_together(self.eval_step.result)
         with self._reading_data():
-            loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit, tick)
+            loss = evaluate(
+                eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit, tick
+            )
         self.running = STEP
         self.log.write(step, **{prefix + METRIC: loss})
-        over = f"{done} batches" if done == limit else "the whole set"
+        if done == limit:
+            over = f"{done} batches"
+        else:
+            over = "the whole set"
         if prefix and done == limit != self.config.train.final_eval_batches:
             over += f", as many as there were steps; `jaxpar eval {self.folder}` takes more"
-        self.show.say(f"step {step}  validation loss {loss:.4f}  ({over}, {time.perf_counter() - began:.1f} s)")
+        self.show.say(
+            f"step {step}  validation loss {loss:.4f}  ({over}, "
+            f"{time.perf_counter() - began:.1f} s)"
+        )
         return loss
 
     def _say_result(self, step: int) -> None:
         if step < self.last:
             self.show.say(f"stopped after step {step}, saved; the same command goes on from there")
             return
-        val = "" if self.val_loss is None else f", validation loss {self.val_loss:.4f} nats a token"
+        if self.val_loss is None:
+            val = ""
+        else:
+            val = f", validation loss {self.val_loss:.4f} nats a token"
         took = duration_text(self.meter.trained)
-        self.show.say(f"step {step} done in {took} of training{val} (unigram entropy {self.entropy:.3f})")
+        self.show.say(
+            f"step {step} done in {took} of training{val} (unigram entropy {self.entropy:.3f})"
+        )
 
 
 _FINAL = "final_"
@@ -577,8 +756,11 @@ def _is_due(step: int, every: int) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[ThreadPoolExecutor]:
-    """Give a thread that is waited for, except after Ctrl-C: it may be in the compiler, which nothing interrupts."""
-    pool, wait = ThreadPoolExecutor(1), True
+    """Give a thread that is waited for, except after Ctrl-C: it may be in the compiler, which
+    nothing interrupts.
+    """
+    pool = ThreadPoolExecutor(1)
+    wait = True
     try:
         yield pool
     except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""The tokenizer of a run: its own copy, which other files under the name that its config gives do not change."""
+"""The tokenizer of a run: its own copy, which other files under the name that its config gives do
+not change.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,14 @@ _IMPORTED = [0]
 
 
 def carry_tokenizer(source: Path, target: Path, keep: bool = False) -> None:
-    """Copy a tokenizer's files, as far as they are there, to another folder, which may be that folder itself.
+    """Copy a tokenizer's files, as far as they are there, to another folder, which may be that
+    folder itself.
 
     Args:
       source: the folder that has them.
       target: the other folder.
-      keep: whether what the other folder has besides stays, as the files of a model do beside those of an adapter.
+      keep: whether what the other folder has besides stays, as the files of a model do beside those
+        of an adapter.
 
     Raises:
       UserError: one of them cannot be read.
@@ -59,9 +63,11 @@ def carry_tokenizer(source: Path, target: Path, keep: bool = False) -> None:
 
 
 def export_tokenizer(source: Path, target: Path, data: DataConfig) -> None:
-    """Copy the tokenizer of a run to an exported folder, where texts begin and end as they do in the run.
+    """Copy the tokenizer of a run to an exported folder, where texts begin and end as they do in
+    the run.
 
-    After a training on chats, what is generated ends also at the token with which the template closes a turn.
+    After a training on chats, what is generated ends also at the token with which the template
+    closes a turn.
 
     Args:
       source: the run folder.
@@ -73,29 +79,44 @@ def export_tokenizer(source: Path, target: Path, data: DataConfig) -> None:
     """
     carry_tokenizer(source, target)
     (target / TOKEN_IDS).unlink(missing_ok=True)
-    file, ids = target / TOKENIZER, exported_ids(source, data.bos)
-    if ids and not (target / GENERATION).exists():  # as transformers writes it, which reads what ends a text from it
-        write_whole(target / GENERATION, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+    file = target / TOKENIZER
+    ids = exported_ids(source, data.bos)
+    # as transformers writes it, which reads what ends a text from it
+    if ids and not (target / GENERATION).exists():
+        write_whole(
+            target / GENERATION, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n"
+        )
     _end_at(_learned_ends(source / TOKENIZER, data), target / GENERATION)
     if file.exists():
         _begin_as_trained(file, data.bos)
 
 
 def _begin_as_trained(file: Path, bos: Bos) -> None:
-    """Let a tokenizer.json begin texts by its post-processor and by the config beside it as it does with `bos`."""
-    tokenizer, config_file = load_tokenizer(file, bos=bos), file.with_name(TOKENIZER_CONFIG)
+    """Let a tokenizer.json begin texts by its post-processor and by the config beside it as it does
+    with `bos`.
+    """
+    tokenizer = load_tokenizer(file, bos=bos)
+    config_file = file.with_name(TOKENIZER_CONFIG)
     if not isinstance(tokenizer, HFTokenizer):
         return
     begin = tokenizer.begin_of_text
     if find_put(tokenizer.inner, begin) == begin == load_tokenizer(file).begin_of_text:
         return
     write_whole(file, put_before(tokenizer.inner, begin))
-    config = read_json(config_file) if config_file.exists() else {}
-    write_whole(config_file, json.dumps({**config, "add_bos_token": begin is not None}, indent=2))
+    if config_file.exists():
+        config = read_json(config_file)
+    else:
+        config = {}
+    write_whole(
+        config_file,
+        json.dumps({**config, "add_bos_token": begin is not None}, indent=2),
+    )
 
 
 def _learned_ends(file: Path, data: DataConfig) -> list[int]:
-    """Return the ids with which the chat template that a run was trained with closes a turn, if it was and one does."""
+    """Return the ids with which the chat template that a run was trained with closes a turn, if it
+    was and one does.
+    """
     if data.source != "chat" or not read_templates(file):
         return []
     writer = open_writer(file, data.template_args, data.template_date)
@@ -103,22 +124,33 @@ def _learned_ends(file: Path, data: DataConfig) -> list[int]:
 
 
 def _end_at(ids: Sequence[int], generation: Path) -> None:
-    """Let what is generated end at ids besides those that a generation_config.json, which may be missing, has."""
-    config = read_json(generation) if generation.exists() else {}
+    """Let what is generated end at ids besides those that a generation_config.json, which may be
+    missing, has.
+    """
+    if generation.exists():
+        config = read_json(generation)
+    else:
+        config = {}
     there = config.get("eos_token_id")
-    ends = there if isinstance(there, list) else [there] if isinstance(there, int) else []
+    if isinstance(there, list):
+        ends = there
+    elif isinstance(there, int):
+        ends = [there]
+    else:
+        ends = []
     more = [id for id in ids if id not in ends]
     if not more:
         return
     ends = [*ends, *more]
     config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    config.pop("_from_model_config", None)  # with it transformers would take the ids of config.json instead
+    # with it transformers would take the ids of config.json instead
+    config.pop("_from_model_config", None)
     write_whole(generation, json.dumps(config, indent=2) + "\n")
 
 
 def exported_ids(source: Path, bos: Bos) -> dict[str, Any]:
-    """Return the token ids for the config.json of a run's export: those of the folder that it was imported from, or
-    what its tokenizer says; none where there is neither.
+    """Return the token ids for the config.json of a run's export: those of the folder that it was
+    imported from, or what its tokenizer says; none where there is neither.
 
     Raises:
       UserError: a file cannot be read.
@@ -133,14 +165,16 @@ def exported_ids(source: Path, bos: Bos) -> dict[str, Any]:
 
 
 def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Keep the tokenizer of a run in its folder, where it is never replaced once the run has weights.
+    """Keep the tokenizer of a run in its folder, where it is never replaced once the run has
+    weights.
 
     What the files beside it declare is that of the data until the run has trained.
 
     Raises:
       UserError: the run has another, or a file cannot be read.
     """
-    own, steps = folder / TOKENIZER, finished_steps(folder)
+    own = folder / TOKENIZER
+    steps = finished_steps(folder)
     if own.exists() and steps:
         if load_tokenizer(own).to_json() != tokenizer.to_json():
             raise _another("the tokenizer of the data", folder)
@@ -156,17 +190,20 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     write_whole(own, tokenizer.to_json())
 
 
-def with_own_tokenizer(data: DataConfig, folder: Path, say: Callable[[str], None] = lambda line: None) -> DataConfig:
-    """Return the data of a run with its own copy of the tokenizer, once the run has weights that know its ids.
+def with_own_tokenizer(
+    data: DataConfig, folder: Path, say: Callable[[str], None] = lambda line: None
+) -> DataConfig:
+    """Return the data of a run with its own copy of the tokenizer, once the run has weights that
+    know its ids.
 
-    An import that has not trained yet takes what the files beside another copy of its tokenizer declare, such as the
-    chat template that a model without one is to be tuned with.
+    An import that has not trained yet takes what the files beside another copy of its tokenizer
+    declare, such as the chat template that a model without one is to be tuned with.
 
     Args:
       data: how the data are asked for.
       folder: the run folder, or where it will be.
-      say: gets a line where the file that the run's config names has become another, or the files beside it declare
-        something else than those of the run.
+      say: gets a line where the file that the run's config names has become another, or the files
+        beside it declare something else than those of the run.
 
     Raises:
       UserError: another tokenizer is asked for than that of the run, or a file cannot be read.
@@ -180,20 +217,31 @@ def with_own_tokenizer(data: DataConfig, folder: Path, say: Callable[[str], None
     if not _is_the_same(data, own):
         if data.tokenizer != as_made:
             raise _another(f"data.tokenizer={data.tokenizer}", folder)
-        say(f"data.tokenizer={as_made} has changed since this run began: its own copy, {own}, is used")
+        say(
+            f"data.tokenizer={as_made} has changed since this run began: its own copy, {own}, "
+            "is used"
+        )
         return kept
     others = " and ".join(_declared_otherwise(data.tokenizer, own))
     if not others:
         return kept
     if steps == _IMPORTED:
-        say(f"data.tokenizer={data.tokenizer}: the {others} beside it are taken in place of those that were imported")
+        say(
+            f"data.tokenizer={data.tokenizer}: the {others} beside it are taken in place of "
+            "those that were imported"
+        )
         return data
-    say(f"data.tokenizer={data.tokenizer}: the {others} beside it are not those of this run, whose own are used")
+    say(
+        f"data.tokenizer={data.tokenizer}: the {others} beside it are not those of this run, "
+        "whose own are used"
+    )
     return kept
 
 
 def _declared_otherwise(name: str, own: Path) -> list[str]:
-    """Return what the files beside a `data.tokenizer` declare, if anything, otherwise than those of a run."""
+    """Return what the files beside a `data.tokenizer` declare, if anything, otherwise than those of
+    a run.
+    """
     file = Path(name)
     if not (name.endswith(".json") and file.exists() and read_declared(file)):
         return []
@@ -205,7 +253,8 @@ def _declared_otherwise(name: str, own: Path) -> list[str]:
 
 
 def _is_the_same(data: DataConfig, own: Path) -> bool:
-    """Whether a `data.tokenizer` is the run's own: a file that is gone is taken for it, and so are its characters.
+    """Whether a `data.tokenizer` is the run's own: a file that is gone is taken for it, and so are
+    its characters.
 
     Token files bring theirs, which is compared where they are read, unless a file is named.
     """
@@ -223,6 +272,7 @@ def _is_the_same(data: DataConfig, own: Path) -> bool:
 
 def _another(what: str, folder: Path) -> UserError:
     return UserError(
-        f"{what} is not that of the run {folder}, whose weights know the ids of {folder / TOKENIZER}: leave "
+        f"{what} is not that of the run {folder}, whose weights know the ids of "
+        f"{folder / TOKENIZER}: leave "
         f"data.tokenizer out, or begin another run with train.init={folder}"
     )

@@ -1,4 +1,6 @@
-"""Makes the plan of a config (its mesh, rules and choices) and checks it against the model and the batch."""
+"""Makes the plan of a config (its mesh, rules and choices) and checks it against the model and the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,43 @@ from jaxpar.train.step import gradient_axes, param_shapes
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """Make the plan of a config on these devices (None = all), and check it against the model and the batch.
+    """Make the plan of a config on these devices (None = all), and check it against the model and
+    the batch.
 
-    The rules are the config's, except where there are more devices than heads (see `fit_rules`). `plan_notes` says what
-    was changed.
+    The rules are the config's, except where there are more devices than heads (see `fit_rules`).
+    `plan_notes` says what was changed.
 
     Raises:
-      UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the optimizer state is
-        split neither as its parameters nor further, XLA does not know an option, or `context.check_split` refuses the
-        plan.
+      UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the
+        optimizer state is split neither as its parameters nor further, XLA does not know an option,
+        or `context.check_split` refuses the plan.
     """
     mesh = make_mesh(config.mesh, devices)
-    rules, _ = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, mesh.shape)
-    memory, precision = config.memory, config.precision
+    rules, _ = fit_rules(
+        config.rules,
+        config.model.heads,
+        config.model.kv_head_count,
+        mesh.shape,
+    )
+    memory = config.memory
+    precision = config.precision
     plan = Plan(
-        mesh, rules, compute=precision.compute, params=precision.params, gradients=precision.gradients,
-        moments=precision.moments, overlap=config.overlap, context=config.context, attention=config.kernels.attention,
-        pipeline=config.pipeline, remat=memory.policy, keep=memory.keep, loss_mib=memory.loss_mib,
-        parameters=memory.parameters, optimizer=memory.optimizer,
-    )  # fmt: skip
+        mesh,
+        rules,
+        compute=precision.compute,
+        params=precision.params,
+        gradients=precision.gradients,
+        moments=precision.moments,
+        overlap=config.overlap,
+        context=config.context,
+        attention=config.kernels.attention,
+        pipeline=config.pipeline,
+        remat=memory.policy,
+        keep=memory.keep,
+        loss_mib=memory.loss_mib,
+        parameters=memory.parameters,
+        optimizer=memory.optimizer,
+    )
     if plan.size("stage") > 1:
         count = microbatches(config, mesh.shape)
         check_stages(plan, config.model.layers, count, config.model.kinds)
@@ -60,7 +80,9 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 
 
 def check_parameters(config: Config, plan: Plan) -> None:
-    """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op converts between."""
+    """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op
+    converts between.
+    """
     model = Model(config.model)
     shapes = param_shapes(model, plan)
     plan.sharding(model.axes, shapes)
@@ -73,48 +95,82 @@ def check_parameters(config: Config, plan: Plan) -> None:
 
 def check_batch(config: Config, plan: Plan) -> None:
     """Refuse a batch or a sequence that the mesh does not divide."""
-    train, sizes, seq_len, shards = config.train, config.model, config.data.seq_len, plan.size("batch")
+    train = config.train
+    sizes = config.model
+    seq_len = config.data.seq_len
+    shards = plan.size("batch")
     microbatch = train.batch // train.accumulation // microbatches_of(plan)
     if microbatch % shards:
         fitting = -(-microbatch // shards) * shards * train.accumulation
         raise UserError(
-            f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
+            f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of "
+            f"{microbatch} sequences, "
             f"which {shards} data-parallel shards do not divide: try train.batch={fitting}"
         )
     if plan.overlap.domino == "on" and microbatch // shards % 2:
         raise UserError(
-            f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in two halves: "
+            f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in "
+            "two halves: "
             f"try train.batch={2 * train.batch}, or leave domino out"
         )
     activation = (microbatch, seq_len, sizes.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
-    check_split(plan, plan.context.strategy, seq_len, sizes.heads, sizes.kv_head_count, sizes.dropout)
+    check_split(
+        plan, plan.context.strategy, seq_len, sizes.heads, sizes.kv_head_count, sizes.dropout
+    )
 
 
 def plan_notes(config: Config, plan: Plan) -> list[str]:
-    """Return what a plan does differently from what its config asks for, a line for each in the log."""
+    """Return what a plan does differently from what its config asks for, a line for each in the
+    log.
+    """
     asked = offload_asked(plan)
     useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
-    offload = [f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []
-    fitted = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape)[1]
+    if useless:
+        offload = [
+            f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"
+        ]
+    else:
+        offload = []
+    fitted = fit_rules(
+        config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape
+    )[1]
     options = option_notes(plan.mesh, config.compiler.options)
-    notes = [*fitted, *overlap_notes(plan), *pipeline_notes(config, plan), *offload, *kernel_notes(config, plan)]
+    notes = [
+        *fitted,
+        *overlap_notes(plan),
+        *pipeline_notes(config, plan),
+        *offload,
+        *kernel_notes(config, plan),
+    ]
     return notes + options
 
 
 def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:
-    """Say why attention in training, or in evaluation, uses no kernel although the devices have some."""
-    model, data, train = config.model, config.data, config.train
-    parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
+    """Say why attention in training, or in evaluation, uses no kernel although the devices have
+    some.
+    """
+    model = config.model
+    data = config.data
+    train = config.train
+    parts = plan.size("batch") * (
+        train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1
+    )
     if plan.attention != "auto":
         return []
     found = (
         choose_attention(
-            split_of(plan, model.attention_softcap), mask, data.seq_len, model.head_size,
-            dropping=training and model.dropout > 0, packed=data.pack, batch=max(train.batch // parts, 1),
-        ) for mask in layer_masks(model)
-    )  # fmt: skip
+            split_of(plan, model.attention_softcap),
+            mask,
+            data.seq_len,
+            model.head_size,
+            dropping=training and model.dropout > 0,
+            packed=data.pack,
+            batch=max(train.batch // parts, 1),
+        )
+        for mask in layer_masks(model)
+    )
     slow = dict.fromkeys(why for name, why in found if name == "chunked" and why)
     return [f"attention by plain XLA, in tiles, and no kernel ({why})" for why in slow]
 

@@ -1,4 +1,6 @@
-"""Loads the weights of any folder on any mesh: a run's, Hugging Face's or PEFT's; and converts one into the other."""
+"""Loads the weights of any folder on any mesh: a run's, Hugging Face's or PEFT's; and converts one
+into the other.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.config import Config, DataConfig, Lora, ModelConfig, PrecisionConfig, TrainConfig, check
+from jaxpar.base.config import (
+    Config,
+    DataConfig,
+    Lora,
+    ModelConfig,
+    PrecisionConfig,
+    TrainConfig,
+    check,
+)
 from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
@@ -26,34 +36,62 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_plan
-from jaxpar.train.run_folder import Checkpoints, compare_run, finished_steps, is_run, keep_config, read_run_config
+from jaxpar.train.run_folder import (
+    Checkpoints,
+    compare_run,
+    finished_steps,
+    is_run,
+    keep_config,
+    read_run_config,
+)
 from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
-ORDER, FROZEN = "layer_order", "frozen"
-_BESIDE_KINDS = {"iterator": dict[str, Any] | None, "training_tokens": int | None, ORDER: list[int] | None,
-                 FROZEN: int | None}  # fmt: skip
-# What a config may set freely although its weights come from another: how the model runs, not what its weights mean.
+ORDER = "layer_order"
+FROZEN = "frozen"
+_BESIDE_KINDS = {
+    "iterator": dict[str, Any] | None,
+    "training_tokens": int | None,
+    ORDER: list[int] | None,
+    FROZEN: int | None,
+}
+# What a config may set freely although its weights come from another: how the model runs, not what
+# its weights mean.
 _FREE = {
-    "vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len", *(f"lora.{key}" for key in vars(Lora())),
-}  # fmt: skip
+    "vocab_multiple",
+    "dropout",
+    "init_std",
+    "scan_layers",
+    "max_seq_len",
+    *(f"lora.{key}" for key in vars(Lora())),
+}
 
 
-def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, Params]:
-    """Load the parameters of a run's checkpoint on this plan's mesh and return its step and them; 0 = the best, or the
-    newest where none was evaluated. The optimizer's state is not read. A checkpoint that is not there, or cannot be
-    read, is a UserError. Where a run that trains beside has removed the one that was chosen, another is."""
+def load_run(
+    folder: Path,
+    step: int,
+    config: Config,
+    plan: Plan,
+) -> tuple[int, Params]:
+    """Load the parameters of a run's checkpoint on this plan's mesh and return its step and them; 0
+    = the best, or the newest where none was evaluated. The optimizer's state is not read. A
+    checkpoint that is not there, or cannot be read, is a UserError. Where a run that trains beside
+    has removed the one that was chosen, another is."""
     for _ in range(_TRIES):
         checkpoints = Checkpoints(folder / "checkpoints")
         chosen = step or _best_or_newest(checkpoints)
         if chosen not in (steps := checkpoints.steps()):
-            raise UserError(f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}")
+            raise UserError(
+                f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}"
+            )
         try:
             return chosen, restore_state(checkpoints, chosen, config, plan, whole=False)[0].params
         except UserError:
             # Of several processes all would have to choose alike.
             if step or jax.process_count() > 1 or not _is_removed(folder, chosen):
                 raise
-    raise UserError(f"a run removes the checkpoints of {folder} faster than they are read: try again")
+    raise UserError(
+        f"a run removes the checkpoints of {folder} faster than they are read: try again"
+    )
 
 
 _TRIES = 5
@@ -80,19 +118,25 @@ def _is_removed(folder: Path, step: int) -> bool:
 def restore_state(
     checkpoints: Checkpoints, step: int, config: Config, plan: Plan, whole: bool = True
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
-    """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it.
+    """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved
+    beside it.
 
-    Where not the `whole` of it is asked for, only parameters are read. Those that are frozen are loaded from
-    `train.init`. A UserError says that one of both cannot be read, or that the frozen weights are no longer the run's.
+    Where not the `whole` of it is asked for, only parameters are read. Those that are frozen are
+    loaded from `train.init`. A UserError says that one of both cannot be read, or that the frozen
+    weights are no longer the run's.
     """
-    model, data = Model(config.model), _read_beside(checkpoints, step, config.model.layers)
+    model = Model(config.model)
+    data = _read_beside(checkpoints, step, config.model.layers)
     trained = _restore_trained(model, checkpoints, step, config, plan, data, whole)
     if not config.model.lora.rank:
         return trained, data
     source = Path(config.train.init)
     frozen = init_state(model, config, plan, load_params(source, config, plan)).params
     if fingerprint(model, frozen) != data.get(FROZEN):
-        raise UserError(f"{source} has other weights now than those that this run trains LoRA beside: bring them back")
+        raise UserError(
+            f"{source} has other weights now than those that this run trains LoRA beside: bring "
+            "them back"
+        )
     return trained._replace(params=model.merge(frozen, trained.params)), data
 
 
@@ -103,33 +147,54 @@ def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, 
     order = data.get(ORDER)
     if order is None:
         return data
-    layers_there = sorted(layer for layer in order if layer != -1)  # -1: uneven stages leave a place empty
+    # -1: uneven stages leave a place empty
+    layers_there = sorted(layer for layer in order if layer != -1)
     if layers_there != list(range(layers)):
-        raise UserError(f"{place}: {ORDER} is not the numbers of {layers} layers, found {short(order)}")
+        raise UserError(
+            f"{place}: {ORDER} is not the numbers of {layers} layers, found {short(order)}"
+        )
     return data
 
 
 def _restore_trained(
-    model: Model, checkpoints: Checkpoints, step: int, config: Config, plan: Plan, data: dict[str, Any], whole: bool
+    model: Model,
+    checkpoints: Checkpoints,
+    step: int,
+    config: Config,
+    plan: Plan,
+    data: dict[str, Any],
+    whole: bool,
 ) -> TrainState[Any]:
-    """Restore what a checkpoint has; where not the `whole` of it is asked for, step and optimizer are empty."""
+    """Restore what a checkpoint has; where not the `whole` of it is asked for, step and optimizer
+    are empty.
+    """
     layers = config.model.layers
 
     def read(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
         if whole:
             return checkpoints.restore(step, shapes)
-        return TrainState((), checkpoints.restore(step, {"params": shapes.params}, part=True)["params"], ())
+        return TrainState(
+            (), checkpoints.restore(step, {"params": shapes.params}, part=True)["params"], ()
+        )
 
-    wanted, saved = stored_order(plan, layers), data.get(ORDER)
+    wanted = stored_order(plan, layers)
+    saved = data.get(ORDER)
     if saved == (None if wanted is None else list(wanted)):
         return read(saved_part(state_shapes(model, config, plan), model))
-    # Layers are read in their saved order, over the stages if possible, and then each stage is sent its own.
+    # Layers are read in their saved order, over the stages if possible, and then each stage is sent
+    # its own.
     there = tuple(saved or range(layers))
-    rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
+    if len(there) % plan.size("layers") == 0:
+        rules = plan.rules
+    else:
+        rules = replace(plan.rules, layers=(), stage=())
     shapes = state_shapes(model, config, replace(plan, rules=rules), there)
-    found, shardings = read(saved_part(shapes, model)), saved_part(state_shardings(model, config, plan), model)
+    found = read(saved_part(shapes, model))
+    shardings = saved_part(state_shardings(model, config, plan), model)
     move = partial(reorder_state, before=there, after=wanted, config=config)
-    return jax.jit(move, out_shardings=shardings if whole else TrainState((), shardings.params, ()))(found)
+    return jax.jit(
+        move, out_shardings=shardings if whole else TrainState((), shardings.params, ())
+    )(found)
 
 
 def saved_part(state: TrainState, model: Model) -> TrainState:
@@ -142,7 +207,9 @@ def fingerprint(model: Model, params: Params) -> int | None:
     if not model.config.lora.rank:
         return None
     trained = model.trained(params)["blocks"]
-    frozen = params | {"blocks": {name: leaf for name, leaf in params["blocks"].items() if name not in trained}}
+    frozen = params | {
+        "blocks": {name: leaf for name, leaf in params["blocks"].items() if name not in trained}
+    }
     return sum(int(_sum_of_bits(leaf)) for leaf in jax.tree.leaves(frozen)) % 2**32
 
 
@@ -152,16 +219,19 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
     return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
 
 
-def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None, frozen: int | None) -> dict[str, Any]:
-    """Return what is saved beside a state: the data iterator's state, its number of tokens, the layers' order and the
-    `fingerprint` of the frozen parameters."""
+def beside_state(
+    plan: Plan, config: Config, iterator: Any, tokens: int | None, frozen: int | None
+) -> dict[str, Any]:
+    """Return what is saved beside a state: the data iterator's state, its number of tokens, the
+    layers' order and the `fingerprint` of the frozen parameters."""
     order = stored_order(plan, config.model.layers)
     return {"iterator": iterator, "training_tokens": tokens, ORDER: order, FROZEN: frozen}
 
 
 def model_of(source: Path) -> ModelConfig:
-    """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT adapter. A UserError says
-    that it is none of these, or that the model is one that is not computed here."""
+    """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT
+    adapter. A UserError says that it is none of these, or that the model is one that is not
+    computed here."""
     if is_run(source):
         return read_run_config(source).model
     if not peft.is_adapter(source):
@@ -171,46 +241,65 @@ def model_of(source: Path) -> ModelConfig:
 
 
 def frozen_folder(source: Path, lora: Lora) -> Path:
-    """Return the folder of the weights that stay frozen when LoRA goes on from `source`: where the source has the same
-    LoRA, those that it is beside."""
+    """Return the folder of the weights that stay frozen when LoRA goes on from `source`: where the
+    source has the same LoRA, those that it is beside."""
     while lora.rank and model_of(source).lora == lora:
-        source = peft.base_folder(source) if peft.is_adapter(source) else Path(read_run_config(source).train.init)
+        if peft.is_adapter(source):
+            source = peft.base_folder(source)
+        else:
+            source = Path(read_run_config(source).train.init)
     return source.absolute()
 
 
 def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Params:
-    """Load the parameters of a config's model from a run folder (see `load_run`), a Hugging Face folder, or the folder
-    of a PEFT adapter. They are on this plan's mesh, with the model's order of layers, as `init_state` takes them.
+    """Load the parameters of a config's model from a run folder (see `load_run`), a Hugging Face
+    folder, or the folder of a PEFT adapter. They are on this plan's mesh, with the model's order of
+    layers, as `init_state` takes them.
 
-    An adapter of the config's own rank, alpha and targets stays beside its matrices; another is merged into them. LoRA
-    that the source does not have begins as PEFT begins it, from `train.seed`. A UserError says that there is no such
-    folder, that it is of another model, or that its weights cannot be read.
+    An adapter of the config's own rank, alpha and targets stays beside its matrices; another is
+    merged into them. LoRA that the source does not have begins as PEFT begins it, from
+    `train.seed`. A UserError says that there is no such folder, that it is of another model, or
+    that its weights cannot be read.
     """
-    theirs, plan, nonfinite = model_of(source), drop_stages(plan), config.train.allow_nonfinite
+    theirs = model_of(source)
+    plan = drop_stages(plan)
+    nonfinite = config.train.allow_nonfinite
     require_model(theirs, config.model, source)
-    lora, there = config.model.lora, replace(config, model=replace(config.model, lora=theirs.lora))
+    lora = config.model.lora
+    there = replace(config, model=replace(config.model, lora=theirs.lora))
     if is_run(source):
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         there = replace(there, train=run.train)
         params = load_run(source, step, there, replace(plan, params=run.precision.params))[1]
     elif peft.is_adapter(source):
-        base = load_params(peft.base_folder(source), replace(there, model=base_config(there.model)), plan)
-        params = Model.merge(base, peft.import_adapter(source, Model(there.model), plan, nonfinite))
+        base = load_params(
+            peft.base_folder(source), replace(there, model=base_config(there.model)), plan
+        )
+        params = Model.merge(
+            base,
+            peft.import_adapter(source, Model(there.model), plan, nonfinite),
+        )
     else:
         params = import_hf(source, Model(there.model), plan, nonfinite)
     if theirs.lora == lora:
         return params
-    params, model = merge_lora(params, there.model), Model(config.model)
+    params = merge_lora(params, there.model)
+    model = Model(config.model)
     if not lora.rank:
         return params
     shardings = model.trained(plan.sharding(model.axes, model.shapes()))
     key = jax.random.key(config.train.seed)
-    return Model.merge(params, jax.jit(lambda: model.trained(model.init(key)), out_shardings=shardings)())
+    return Model.merge(
+        params, jax.jit(lambda: model.trained(model.init(key)), out_shardings=shardings)()
+    )
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
-    """Refuse weights of a model other than the config's, with a UserError that says what differs."""
-    there, here = flatten(theirs), flatten(ours)
+    """Refuse weights of a model other than the config's, with a UserError that says what
+    differs.
+    """
+    there = flatten(theirs)
+    here = flatten(ours)
     differing = [key for key in here if here[key] != there[key] and key not in _FREE]
     if differing:
         found = "; ".join(f"{key} is {there[key]} there and {here[key]} here" for key in differing)
@@ -218,15 +307,16 @@ def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
 
 
 def drop_stages(plan: Plan) -> Plan:
-    """Return the plan without stages: layers are in the model's order, as in a file, and each is whole on all stages.
-    Its arrays are on the device, where they are read."""
+    """Return the plan without stages: layers are in the model's order, as in a file, and each is
+    whole on all stages. Its arrays are on the device, where they are read."""
     rules = replace(plan.rules, layers=(), stage=())
     return replace(plan, rules=rules, parameters="device", optimizer="device")
 
 
 def folder_config(source: Path, target: Path) -> Config:
-    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with the tokenizer that lies, or
-    will lie, in the folder `target`. The rest is default and can be overridden. It has no data."""
+    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with the
+    tokenizer that lies, or will lie, in the folder `target`. The rest is default and can be
+    overridden. It has no data."""
     model = model_of(source)
     seq_len = min(DataConfig.seq_len, model.max_seq_len)
     data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
@@ -234,16 +324,20 @@ def folder_config(source: Path, target: Path) -> Config:
 
 
 _LONGEST = 8192
-"""Tokens of a sequence of a fine-tuning at most, unless asked for: models' contexts are longer than examples are."""
+"""Tokens of a sequence of a fine-tuning at most, unless asked for: models' contexts are longer than
+examples are.
+"""
 
 
 def config_of(source: Path, target: Path, lora: bool = False) -> Config:
-    """Return the config of a run that goes on from a Hugging Face folder or a PEFT adapter, as fine-tunings are run.
+    """Return the config of a run that goes on from a Hugging Face folder or a PEFT adapter, as
+    fine-tunings are run.
 
-    The rate is 2e-5, as in LLaMA 2's (Touvron et al. 2023, arXiv:2307.09288, section 3.1), and for LoRA 2e-4 (Dettmers
-    et al. 2023, arXiv:2305.14314, appendix B). It rises in 3 % of the steps and decays to zero; there is no weight
-    decay. Sequences are as long as the model's own, up to 8,192 tokens. Matmuls are in bfloat16 where the folder's
-    weights are in 16 bits; parameters stay float32, since bfloat16 rounds updates of such a rate away.
+    The rate is 2e-5, as in LLaMA 2's (Touvron et al. 2023, arXiv:2307.09288, section 3.1), and for
+    LoRA 2e-4 (Dettmers et al. 2023, arXiv:2305.14314, appendix B). It rises in 3 % of the steps and
+    decays to zero; there is no weight decay. Sequences are as long as the model's own, up to 8,192
+    tokens. Matmuls are in bfloat16 where the folder's weights are in 16 bits; parameters stay
+    float32, since bfloat16 rounds updates of such a rate away.
 
     Args:
       source: the folder, which `jaxpar.train.restore.import_run` reads.
@@ -251,7 +345,8 @@ def config_of(source: Path, target: Path, lora: bool = False) -> Config:
       lora: whether LoRA is asked for; an adapter has it anyway.
     """
     config = folder_config(source, target)
-    model, train = config.model, TrainConfig()
+    model = config.model
+    train = TrainConfig()
     train = replace(
         train,
         learning_rate=2e-4 if lora or model.lora.rank else 2e-5,
@@ -260,14 +355,22 @@ def config_of(source: Path, target: Path, lora: bool = False) -> Config:
         beta2=0.999,
         weight_decay=0.0,
     )
-    compute = "bfloat16" if _stored_in_16_bits(source) else "float32"
+    if _stored_in_16_bits(source):
+        compute = "bfloat16"
+    else:
+        compute = "float32"
     data = replace(config.data, seq_len=min(model.max_seq_len, _LONGEST))
     return replace(config, train=train, data=data, precision=PrecisionConfig(compute=compute))
 
 
 def _stored_in_16_bits(source: Path) -> bool:
-    """Whether config.json says that the weights of a folder, or those beside an adapter, are in 16 bits."""
-    folder = peft.base_folder(source) if peft.is_adapter(source) else source
+    """Whether config.json says that the weights of a folder, or those beside an adapter, are in 16
+    bits.
+    """
+    if peft.is_adapter(source):
+        folder = peft.base_folder(source)
+    else:
+        folder = source
     if is_run(folder):
         return read_run_config(folder).precision.compute == "bfloat16"
     config = read_json(folder / MODEL_CONFIG)
@@ -277,14 +380,15 @@ def _stored_in_16_bits(source: Path) -> bool:
 def import_run(config: Config, source: Path, target: Path) -> None:
     """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
 
-    With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init` names the folder of
-    the model. A UserError says that the config has another model, that the target holds another run or has already
-    trained, or what is wrong with the checkpoint.
+    With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init`
+    names the folder of the model. A UserError says that the config has another model, that the
+    target holds another run or has already trained, or what is wrong with the checkpoint.
     """
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
-    plan, model = make_plan(check(config), start(config.mesh)), Model(config.model)
+    plan = make_plan(check(config), start(config.mesh))
+    model = Model(config.model)
     if finished_steps(target):
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
     compare_run(target, config)
@@ -302,21 +406,33 @@ def import_run(config: Config, source: Path, target: Path) -> None:
 
 
 def export_run(
-    config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"], adapter: bool = False
+    config: Config,
+    source: Path,
+    target: Path,
+    step: int,
+    dtype: Literal["float32", "bfloat16"],
+    adapter: bool = False,
 ) -> int:
-    """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was exported.
+    """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was
+    exported.
 
-    LoRA's matrices are merged into the others, or as an `adapter` they are all that is written, in PEFT's form.
+    LoRA's matrices are merged into the others, or as an `adapter` they are all that is written, in
+    PEFT's form.
     """
     if adapter and not config.model.lora.rank:
-        raise UserError(f"--adapter: {source} was trained without LoRA, so it has none: leave it out")
-    plan, model = drop_stages(make_plan(check(config, training=False), start(config.mesh))), Model(config.model)
+        raise UserError(
+            f"--adapter: {source} was trained without LoRA, so it has none: leave it out"
+        )
+    plan = drop_stages(make_plan(check(config, training=False), start(config.mesh)))
+    model = Model(config.model)
     step, params = load_run(source, step, config, plan)
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)
         peft.export_adapter(params, model, target, str(base))
     else:
-        export_hf(params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos))
+        export_hf(
+            params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos)
+        )
     if jax.process_index() == 0:
         export_tokenizer(source, target, config.data)
     return step

@@ -1,4 +1,6 @@
-"""The data of a run: `data.json` in its folder says which they are, and a run that goes on compares them with it."""
+"""The data of a run: `data.json` in its folder says which they are, and a run that goes on compares
+them with it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from jaxpar.base.errors import UserError, is_kind, read_json
 from jaxpar.base.runtime import write_whole
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.identity import Piece, difference, identify
-from jaxpar.train.run_folder import finished_steps, is_run, moved_data, read_run_config, refused_changes
+from jaxpar.train.run_folder import (
+    finished_steps,
+    is_run,
+    moved_data,
+    read_run_config,
+    refused_changes,
+)
 
 DATA = "data.json"
 
@@ -38,10 +46,11 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
     """Compare the data of a config with those that the run in a folder was trained on, if it was.
 
     Raises:
-      UserError: they are others, and neither `data.accept_changed` nor an error that ended the run over them allows it;
-        or a file cannot be read.
+      UserError: they are others, and neither `data.accept_changed` nor an error that ended the run
+        over them allows it; or a file cannot be read.
     """
-    pieces, file = identify(corpus), folder / DATA
+    pieces = identify(corpus)
+    file = folder / DATA
     if not (is_run(folder) and file.exists()):
         return Compared(pieces, False, False, "")
     before, broken = read_data(file)
@@ -50,12 +59,26 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
     if other_run or not what or not any(finished_steps(folder)):
         return Compared(pieces, True, False, "")
     if broken:
-        return Compared(pieces, True, True, f"data: {what}; the run goes on over it, as it had stopped over its data")
+        return Compared(
+            pieces,
+            True,
+            True,
+            f"data: {what}; the run goes on over it, as it had stopped over its data",
+        )
     if config.data.accept_changed:
-        return Compared(pieces, True, True, f"data: {what}; the run goes on over it, as data.accept_changed says")
-    python = " (the stdlib corpus changes with Python)" if config.data.source == "stdlib" else ""
+        return Compared(
+            pieces,
+            True,
+            True,
+            f"data: {what}; the run goes on over it, as data.accept_changed says",
+        )
+    if config.data.source == "stdlib":
+        python = " (the stdlib corpus changes with Python)"
+    else:
+        python = ""
     raise UserError(
-        f"the run in {folder} was trained on other data: {what}{python}: bring it back, go on over it with "
+        f"the run in {folder} was trained on other data: {what}{python}: bring it back, go on "
+        "over it with "
         "data.accept_changed=True, or start a new --run"
     )
 

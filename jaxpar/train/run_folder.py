@@ -1,4 +1,6 @@
-"""A run's folder: its `config.toml`, the files of its tokenizer, and its checkpoints, by Orbax's manager."""
+"""A run's folder: its `config.toml`, the files of its tokenizer, and its checkpoints, by Orbax's
+manager.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, outdated, parse
+from jaxpar.base.config import (
+    RESOLVED,
+    CheckpointConfig,
+    Config,
+    incompatible_changes,
+    outdated,
+    parse,
+)
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, require_local
 from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
@@ -31,7 +40,9 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run_config(folder: Path) -> Config:
-    """Read the config that a run folder was made with, or last went on with; without one it is refused (UserError)."""
+    """Read the config that a run folder was made with, or last went on with; without one it is
+    refused (UserError).
+    """
     path = folder / "config.toml"
     if not is_run(folder):
         raise UserError(f"{folder} is no run folder: it has no config.toml")
@@ -43,22 +54,25 @@ def read_run_config(folder: Path) -> Config:
 def finished_steps(folder: Path) -> list[int]:
     """Return the steps of a run folder's finished checkpoints, as they are at the moment."""
     checkpoints = folder / "checkpoints"
-    if not os.path.isdir(checkpoints):  # also where the name is too long, which is an error of `glob`
+    # also where the name is too long, which is an error of `glob`
+    if not os.path.isdir(checkpoints):
         return []
     names = [path.name for path in checkpoints.glob("[0-9]*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def moved_data(changes: Sequence[str]) -> list[str]:
-    """Return the changes of a config (see `incompatible_changes`) that are more than another place of its data."""
+    """Return the changes of a config (see `incompatible_changes`) that are more than another place
+    of its data.
+    """
     return [text for text in changes if not text.startswith(("data.path: ", "data.val_path: "))]
 
 
 def refused_changes(folder: Path, before: Config, config: Config) -> list[str]:
     """Return the changes that make a config another experiment than the run in a folder.
 
-    A run without a finished checkpoint is no experiment yet. An import that has not trained has its arrays alone. What
-    a run of an earlier version has and is refused today may be replaced.
+    A run without a finished checkpoint is no experiment yet. An import that has not trained has its
+    arrays alone. What a run of an earlier version has and is refused today may be replaced.
 
     Args:
       folder: the run folder.
@@ -80,14 +94,18 @@ def refused_changes(folder: Path, before: Config, config: Config) -> list[str]:
 
 def replaced_values(before: Config, config: Config) -> str:
     """Say which values of a run, that are refused today, a config replaces; empty = none."""
-    was, now = flatten(before), flatten(config)
+    was = flatten(before)
+    now = flatten(config)
     changed = sorted(key for key in outdated(before) if was[key] != now[key])
     values = ", ".join(f"{key} {was[key]} -> {now[key]}" for key in changed)
-    return f"settings of this run that are refused today are replaced: {values}" if values else ""
+    if values:
+        return f"settings of this run that are refused today are replaced: {values}"
+    return ""
 
 
 def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
-    """Require that a folder is no run yet, or that its run is the same experiment. Nothing is written.
+    """Require that a folder is no run yet, or that its run is the same experiment. Nothing is
+    written.
 
     Only process 0 looks, and tells the others what it found.
 
@@ -100,7 +118,8 @@ def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Co
       On process 0 the config that is in the folder, or None; None elsewhere.
 
     Raises:
-      UserError: the folder is of another experiment, is no run folder or cannot be used; or it is a URL.
+      UserError: the folder is of another experiment, is no run folder or cannot be used; or it is a
+        URL.
     """
     require_local(folder)
     main = jax.process_index() == 0
@@ -119,12 +138,17 @@ def _compare_run(folder: Path, config: Config, data_compared: bool) -> Config | 
             raise UserError(f"{why}: use another --run folder, or give the old values")
         return before
     if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
+        raise UserError(
+            f"{folder} is there and is no run folder (it has no config.toml): use another --run "
+            "folder"
+        )
     return None
 
 
 def keep_config(folder: Path, config: Config) -> None:
-    """Write a run's `config.toml`, on process 0, which tells the others whether it succeeded (else a UserError)."""
+    """Write a run's `config.toml`, on process 0, which tells the others whether it succeeded (else
+    a UserError).
+    """
     main = jax.process_index() == 0
     text = to_toml(_for_next_call(config), RESOLVED)
     run_together(lambda: write_whole(folder / "config.toml", text) if main else None)
@@ -140,20 +164,26 @@ PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the 
 
 
 class _Best:
-    """For Orbax, keeps the checkpoint with the lowest of some losses by step, which grow while the run goes on."""
+    """For Orbax, keeps the checkpoint with the lowest of some losses by step, which grow while the
+    run goes on.
+    """
 
     def __init__(self, losses: dict[int, float]):
         self._losses = losses
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for each checkpoint whether it is the best; Orbax asks this before it removes any."""
+        """Return for each checkpoint whether it is the best; Orbax asks this before it removes
+        any.
+        """
         best = _lowest(self._losses, [info.step for info in checkpoints])
         return [info.step == best for info in checkpoints]
 
 
 def _lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
     """Return the step with the lowest loss, or None where none of the steps has one."""
-    return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
+    return min(
+        (step for step in steps if step in losses), key=lambda step: losses[step], default=None
+    )
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -164,43 +194,59 @@ def _is_not_of_unread_future(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
-# What Orbax logs is raised too, or is of no use to whoever trains; its lines have no form of ours. Of its writes that
-# fail together it raises the first, and asyncio logs the others.
+# What Orbax logs is raised too, or is of no use to whoever trains; its lines have no form of ours.
+# Of its writes that fail together it raises the first, and asyncio logs the others.
 logging.getLogger("absl").addFilter(_is_not_of_orbax)
 logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
 class Checkpoints:
-    """The checkpoints of one run, which are written in the background; the newest few and the best one are kept.
+    """The checkpoints of one run, which are written in the background; the newest few and the best
+    one are kept.
 
-    Without a config they are only read: nothing in the folder is made or removed. A training run may be writing there,
-    and a second writer would clear away its unfinished checkpoint as a leftover.
+    Without a config they are only read: nothing in the folder is made or removed. A training run
+    may be writing there, and a second writer would clear away its unfinished checkpoint as a
+    leftover.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None = None):
         self._config = config
         require_local(folder)
         self.folder = folder.absolute()
-        # Orbax takes a metric with its checkpoint only, and here a step is saved before it is evaluated.
+        # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
+        # evaluated.
         self._losses = {} if config is None else self._read_losses()
         self._unwritten: dict[int, float] = {}
         policies: list[Any] = [managers.LatestN(config.keep if config else None)]
         if config and config.keep_best:
             policies.append(_Best(self._losses))
-        # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips a save.
+        # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips
+        # a save.
         options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=True, preservation_policy=managers.AnyPreservationPolicy(policies),
-            create=config is not None, cleanup_tmp_directories=config is not None,
-        )  # fmt: skip
-        handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+            enable_async_checkpointing=True,
+            preservation_policy=managers.AnyPreservationPolicy(policies),
+            create=config is not None,
+            cleanup_tmp_directories=config is not None,
+        )
+        handlers: dict[str, Any] = {
+            "state": ocp.PyTreeCheckpointHandler(),
+            "data": ocp.JsonCheckpointHandler(),
+        }
         try:
-            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-        except Exception as error:  # Orbax reads a few files of every checkpoint, and hands on what their parsers raise
+            self._manager = ocp.CheckpointManager(
+                self.folder, options=options, item_handlers=handlers
+            )
+        # Orbax reads a few files of every checkpoint, and hands on what their parsers raise
+        except Exception as error:
             raise UserError(self._damage(error)) from error
 
     def _damage(self, error: Exception) -> str:
-        """Say which file of the checkpoints kept them from being opened, as far as that can be told."""
-        for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA")) + sorted(self.folder.glob("*/metrics/metrics")):
+        """Say which file of the checkpoints kept them from being opened, as far as that can be
+        told.
+        """
+        for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA")) + sorted(
+            self.folder.glob("*/metrics/metrics")
+        ):
             try:
                 read_json(file)
             except UserError as found:
@@ -217,35 +263,51 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Return the step with the lowest validation loss among those kept, or None."""
-        losses = self._losses if self._config else self._read_losses()
+        if self._config:
+            losses = self._losses
+        else:
+            losses = self._read_losses()
         return _lowest(losses, self._manager.all_steps())
 
-    def save(self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None = None) -> None:
-        """Save in the background, unless the step is already saved; `val_loss` may also follow, see `record`."""
+    def save(
+        self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None = None
+    ) -> None:
+        """Save in the background, unless the step is already saved; `val_loss` may also follow, see
+        `record`.
+        """
         assert self._config, "opened for reading"
         if step not in self._manager.all_steps():
-            # The save waits for the one before, and then removes old checkpoints: no loss is written into those.
+            # The save waits for the one before, and then removes old checkpoints: no loss is
+            # written into those.
             with self._writing():
                 self._manager.wait_until_finished()
                 self._write_losses()
                 self._losses.pop(step, None)  # of a checkpoint that was there before and is not
-                items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state))
+                items = ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
+                )
                 self._manager.save(step, args=items)
         if val_loss is not None:
             self.record(step, val_loss)
 
     def record(self, step: int, val_loss: float) -> None:
-        """Keep the validation loss of a step that was saved. A step without one, or with NaN, is never the best."""
+        """Keep the validation loss of a step that was saved. A step without one, or with NaN, is
+        never the best.
+        """
         if step in self._manager.all_steps() and math.isfinite(val_loss):
             self._losses[step] = self._unwritten[step] = val_loss
             self._write_losses()
 
     def _loss_file(self, step: int) -> Path:
-        """Where a checkpoint has its validation loss: where Orbax writes a metric that is saved with it."""
+        """Where a checkpoint has its validation loss: where Orbax writes a metric that is saved
+        with it.
+        """
         return self.folder / str(step) / "metrics" / "metrics"
 
     def _read_losses(self) -> dict[int, float]:
-        """Read the validation losses of the checkpoints that are there; one that cannot be read is none."""
+        """Read the validation losses of the checkpoints that are there; one that cannot be read is
+        none.
+        """
         found: dict[int, float] = {}
         for folder in self.folder.glob("[0-9]*"):
             with suppress(OSError, ValueError, TypeError, KeyError):
@@ -256,7 +318,9 @@ class Checkpoints:
         return found
 
     def _write_losses(self) -> None:
-        """Write the losses of those checkpoints that have been written to their end; the others wait for it."""
+        """Write the losses of those checkpoints that have been written to their end; the others
+        wait for it.
+        """
         there = [step for step in self._unwritten if (self.folder / str(step)).exists()]
         for step in there:
             loss = self._unwritten.pop(step)
@@ -264,36 +328,47 @@ class Checkpoints:
                 write_whole(self._loss_file(step), json.dumps({METRIC: loss}))
 
     def data(self, step: int) -> dict[str, Any]:
-        """Return what `save` was given beside the state; raise a UserError where it cannot be read."""
+        """Return what `save` was given beside the state; raise a UserError where it cannot be
+        read.
+        """
         return self._read(step, data=ocp.args.JsonRestore()).data
 
     def restore(self, step: int, shapes: PyTree, part: bool = False) -> PyTree:
         """Return the state of a finished step, with the shardings of `shapes`.
 
-        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A `part` is a
-        dictionary of some fields of the state; nothing else is read. A UserError says that files are missing or cut
-        short, or that the state is of another model or precision.
+        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A
+        `part` is a dictionary of some fields of the state; nothing else is read. A UserError says
+        that files are missing or cut short, or that the state is of another model or precision.
         """
         self._check(step, shapes, part)
         arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
-        return self._read(step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part)).state
+        return self._read(
+            step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part)
+        ).state
 
     def _check(self, step: int, shapes: PyTree, part: bool) -> None:
-        """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts silently."""
+        """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts
+        silently.
+        """
         self._manager.wait_until_finished()
         with self._readable(step):
             found: Any = self._manager.item_metadata(step)
             saved, wanted = (
-                {path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in leaves}
+                {
+                    path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
+                    for path, leaf in leaves
+                }
                 for leaves in map(jax.tree_util.tree_leaves_with_path, (found.state, shapes))
             )
             if not saved:
                 raise ValueError("it holds no state")
         for name in [*wanted, *([] if part else sorted(saved.keys() - wanted.keys()))]:
-            there, here = saved.get(name, "absent"), wanted.get(name, "absent")
+            there = saved.get(name, "absent")
+            here = wanted.get(name, "absent")
             if there != here and not _is_wider_moment(name, there, here):
                 raise UserError(
-                    f"checkpoint {self.folder / str(step)} is of another model or precision ({name} is {there} there "
+                    f"checkpoint {self.folder / str(step)} is of another model or precision "
+                    f"({name} is {there} there "
                     f"and {here} here): take those of its run's config.toml"
                 )
 
@@ -308,22 +383,28 @@ class Checkpoints:
             yield
         except UserError:
             raise
-        except Exception as error:  # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
+        # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
+        except Exception as error:
             why = f"checkpoint {self.folder / str(step)} cannot be read ({_first_line(error)})"
-            if self._config is None:  # a run beside may be removing it, or a copy of it may be under way
+            # a run beside may be removing it, or a copy of it may be under way
+            if self._config is None:
                 raise UserError(
                     f"{why}: try again if a run or a copy is writing there, or take another step"
                 ) from error
             raise UserError(f"{why}: delete that folder to fall back to an older one") from error
 
     def wait(self) -> None:
-        """Wait until what was saved is there, with its losses; raise a UserError where it could not be written."""
+        """Wait until what was saved is there, with its losses; raise a UserError where it could not
+        be written.
+        """
         with self._writing():
             self._manager.wait_until_finished()
             self._write_losses()
 
     def close(self) -> None:
-        """Wait for what is being written, and raise what went wrong in the background (a full disk, say)."""
+        """Wait for what is being written, and raise what went wrong in the background (a full disk,
+        say).
+        """
         with self._writing():
             self._manager.wait_until_finished()
             self._write_losses()
@@ -331,20 +412,29 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn Orbax's failure to write into a UserError; it raises what its threads, storage and JSON raise."""
+        """Turn Orbax's failure to write into a UserError; it raises what its threads, storage and
+        JSON raise.
+        """
         try:
             yield
         except Exception as error:
             why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
-            raise UserError(f"{why}: look at the space that is left, and start again from the last one") from error
+            raise UserError(
+                f"{why}: look at the space that is left, and start again from the last one"
+            ) from error
 
     def remove_old(self) -> None:
-        """Remove what is neither among the newest nor the best: a save cannot know how its own step evaluates."""
+        """Remove what is neither among the newest nor the best: a save cannot know how its own step
+        evaluates.
+        """
         if self._config is None:
             return
         self._manager.wait_until_finished()
         steps = self.steps()
-        kept = {*steps[-self._config.keep :], self.best() if self._config.keep_best else None}
+        kept = {
+            *steps[-self._config.keep :],
+            self.best() if self._config.keep_best else None,
+        }
         for step in steps:
             if step not in kept:
                 self._manager.delete(step)
@@ -356,5 +446,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_wider_moment(name: str, there: str, here: str) -> bool:
-    """Whether a saved bfloat16 is the second moment of an earlier version, which is float32 now: the same number."""
-    return ".nu." in name and there.startswith("bfloat16") and here == there.replace("bfloat16", "float32", 1)
+    """Whether a saved bfloat16 is the second moment of an earlier version, which is float32 now:
+    the same number.
+    """
+    return (
+        ".nu." in name
+        and there.startswith("bfloat16")
+        and here == there.replace("bfloat16", "float32", 1)
+    )

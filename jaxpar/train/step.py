@@ -1,5 +1,5 @@
-"""The training state (its shapes, where each array lives, and how it is made), the training step, which adds up the
-gradients of microbatches and updates the state, and the evaluation step.
+"""The training state (its shapes, where each array lives, and how it is made), the training step,
+which adds up the gradients of microbatches and updates the state, and the evaluation step.
 
 Shapes: A accumulation, B batch, S sequence.
 """
@@ -33,17 +33,25 @@ from jaxpar.parallel.host_memory import HOST, on_device
 from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
-from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer, map_moments, pack_moments, update
+from jaxpar.train.optimizer import (
+    decay_mask,
+    learning_rate,
+    make_optimizer,
+    map_moments,
+    pack_moments,
+    update,
+)
 
 Leaf = TypeVar("Leaf")
 Shape = jax.ShapeDtypeStruct
 
 
 class TrainState(NamedTuple, Generic[Leaf]):
-    """A training run between steps: finished steps (int32 scalar), all parameters, and the state of `make_optimizer`
-    for those that are trained.
+    """A training run between steps: finished steps (int32 scalar), all parameters, and the state of
+    `make_optimizer` for those that are trained.
 
-    Its leaves are arrays, or what a function returns for each of them: a ShapeDtypeStruct, a sharding or a flag.
+    Its leaves are arrays, or what a function returns for each of them: a ShapeDtypeStruct, a
+    sharding or a flag.
     """
 
     step: Leaf
@@ -57,27 +65,38 @@ def param_shapes(model: Model, plan: Plan) -> Params:
     return jax.eval_shape(lambda params: _as_stored(params, model, plan), shapes)
 
 
-def state_shapes(model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None) -> TrainState[Shape]:
-    """Return the state as ShapeDtypeStructs with shardings; its layers are in this order (None = the plan's).
+def state_shapes(
+    model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
+) -> TrainState[Shape]:
+    """Return the state as ShapeDtypeStructs with shardings; its layers are in this order (None =
+    the plan's).
 
-    Moments are split like their parameters or further; every scalar is replicated. (A scalar made outside jit would sit
-    on device 0 and clash with the mesh after a restore.)
+    Moments are split like their parameters or further; every scalar is replicated. (A scalar made
+    outside jit would sit on device 0 and clash with the mesh after a restore.)
     """
-    order = stored_order(plan, config.model.layers) if order is None else order
+    if order is None:
+        order = stored_order(plan, config.model.layers)
     trained_axes = model.trained(model.axes)
 
     def start(params: Params) -> TrainState:
         opt_state = make_optimizer(config.train, trained_axes).init(model.trained(params))
         opt_state = pack_moments(opt_state, decay_mask(trained_axes), plan.moments)
-        return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, plan), opt_state)
+        return TrainState(
+            jnp.zeros((), jnp.int32),
+            _as_stored(params, model, plan),
+            opt_state,
+        )
 
-    shapes, everywhere = jax.eval_shape(start, model.shapes(order)), replicated_sharding(plan)
+    shapes = jax.eval_shape(start, model.shapes(order))
+    everywhere = replicated_sharding(plan)
 
     def place(shape: Shape, at: NamedSharding, host: bool) -> Shape:
         return Shape(shape.shape, shape.dtype, sharding=_in_memory(at, host))
 
     of_moment = lambda moment, axes: plan.sharding(axes, moment.shape)  # noqa: E731
-    opt_state = map_moments(of_moment, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
+    opt_state = map_moments(
+        of_moment, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere
+    )
     shardings = TrainState(everywhere, plan.sharding(model.axes, shapes.params), opt_state)
     return jax.tree.map(place, shapes, shardings, in_host(shapes, model, plan))
 
@@ -89,18 +108,27 @@ def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState[Name
 
 def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
     """Return where the parameters live; layers are in host memory if the plan offloads them."""
-    return jax.tree.map(_in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan))
+    return jax.tree.map(
+        _in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan)
+    )
 
 
 def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
-    """Tell whether each array of a state is in host memory; stacked layers and moments of matrices may be."""
-    matrices, away = decay_mask(model.trained(model.axes)), plan.optimizer == "offload"
-    opt_state = map_moments(lambda _, matrix: matrix and away, state.opt_state, matrices, others=lambda _: False)
+    """Tell whether each array of a state is in host memory; stacked layers and moments of matrices
+    may be.
+    """
+    matrices = decay_mask(model.trained(model.axes))
+    away = plan.optimizer == "offload"
+    opt_state = map_moments(
+        lambda _, matrix: matrix and away, state.opt_state, matrices, others=lambda _: False
+    )
     return TrainState(False, _params_in_host(state.params, plan), opt_state)
 
 
 def _params_in_host(params: Params, plan: Plan) -> Params:
-    return jax.tree.broadcast({name: name == "blocks" and plan.parameters == "offload" for name in params}, params)
+    return jax.tree.broadcast(
+        {name: name == "blocks" and plan.parameters == "offload" for name in params}, params
+    )
 
 
 def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
@@ -108,31 +136,44 @@ def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
 
 
 def gradient_axes(model: Model) -> Params:
-    """Return the logical axes of the gradient and moments of every parameter that is trained, in a dict like that of
-    the parameters."""
+    """Return the logical axes of the gradient and moments of every parameter that is trained, in a
+    dict like that of the parameters."""
     return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)
 
 
-def init_state(model: Model, config: Config, plan: Plan, params: Params | None = None) -> TrainState[jax.Array]:
+def init_state(
+    model: Model, config: Config, plan: Plan, params: Params | None = None
+) -> TrainState[jax.Array]:
     """Make a state at step 0 in place on the mesh, from `params` (an import) if they are given.
 
-    It is the same on every mesh, because each random number depends only on its place in the global array.
+    It is the same on every mesh, because each random number depends only on its place in the global
+    array.
     """
-    shapes, order = state_shapes(model, config, plan), stored_order(plan, model.config.layers)
+    shapes = state_shapes(model, config, plan)
+    order = stored_order(plan, model.config.layers)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.params)
     if params is None:
-        key, options = jax.random.key(config.train.seed), once_options(plan.mesh)
+        key = jax.random.key(config.train.seed)
+        options = once_options(plan.mesh)
         init = jax.jit(
-            lambda: _as_stored(model.init(key, order), model, plan), out_shardings=shardings, compiler_options=options
+            lambda: _as_stored(model.init(key, order), model, plan),
+            out_shardings=shardings,
+            compiler_options=options,
         )
         made = init()
     else:
 
         def start(params: Params) -> Params:
             reorder = partial(reorder_layers, before=None, after=order, layers=config.model.layers)
-            return _as_stored(params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, plan)
+            return _as_stored(
+                params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, plan
+            )
 
-        dtypes = jax.tree.map(lambda leaf, made: leaf.dtype == made.dtype, params, shapes.params)
+        dtypes = jax.tree.map(
+            lambda leaf, made: leaf.dtype == made.dtype,
+            params,
+            shapes.params,
+        )
         if order is None and all(jax.tree.leaves(dtypes)):
             made = jax.device_put(params, shardings)
         else:  # no given array is as large as the one made here, so none can be reused
@@ -143,34 +184,55 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
 
 def _as_stored(params: Params, model: Model, plan: Plan) -> Params:
     """Convert each parameter to the dtype in which the plan stores it."""
-    return jax.tree.map(lambda x, axes: x.astype(param_dtype(axes, plan)), params, model.axes)
+    return jax.tree.map(
+        lambda x, axes: x.astype(param_dtype(axes, plan)),
+        params,
+        model.axes,
+    )
 
 
 def _zeros(leaf: Shape) -> jax.Array:
-    """Make zeros without compiling a program, one array at a time, since all at once could fill the host's memory."""
+    """Make zeros without compiling a program, one array at a time, since all at once could fill the
+    host's memory.
+    """
     zeros = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: zeros))
+    return jax.block_until_ready(
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: zeros)
+    )
 
 
 def reorder_state(
-    state: TrainState[jax.Array], before: Sequence[int] | None, after: Sequence[int] | None, config: Config
+    state: TrainState[jax.Array],
+    before: Sequence[int] | None,
+    after: Sequence[int] | None,
+    config: Config,
 ) -> TrainState[jax.Array]:
-    """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None = the model's. The
-    optimizer's state may be empty."""
+    """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None =
+    the model's. The optimizer's state may be empty."""
     model = Model(config.model)
 
     def reorder(x: jax.Array, axes: Axes) -> jax.Array:
-        return reorder_layers(x, before, after, config.model.layers) if axes[:1] == ("layers",) else x
+        if axes[:1] == ("layers",):
+            return reorder_layers(x, before, after, config.model.layers)
+        return x
 
     axes = model.trained(model.axes)  # only what is trained is saved
     params = jax.tree.map(reorder, state.params, axes)
-    return TrainState(state.step, params, state.opt_state and map_moments(reorder, state.opt_state, axes))
+    return TrainState(
+        state.step, params, state.opt_state and map_moments(reorder, state.opt_state, axes)
+    )
 
 
-def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
+def put_batch(
+    rows: Mapping[str, np.ndarray],
+    plan: Plan,
+) -> dict[str, jax.Array]:
     """Turn this process's rows of a global batch into global arrays [B, S] on the mesh."""
     sharding = plan.sharding(TOKENS)
-    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in rows.items()}
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array)
+        for name, array in rows.items()
+    }
 
 
 def batch_rows(batch: int, plan: Plan) -> list[int]:
@@ -182,63 +244,105 @@ _ABSENT = -2
 """The labels of rows that a process could not read; -1 are those that do not count."""
 
 
-def empty_batch(config: Config, plan: Plan, absent: bool = False) -> dict[str, np.ndarray]:
-    """Return this process's rows of a batch in which no label counts; a training step with `absent` rows is void."""
+def empty_batch(
+    config: Config,
+    plan: Plan,
+    absent: bool = False,
+) -> dict[str, np.ndarray]:
+    """Return this process's rows of a batch in which no label counts; a training step with `absent`
+    rows is void.
+    """
     shape = len(batch_rows(config.train.batch, plan)), config.data.seq_len
     label = _ABSENT if absent else -1
-    return {name: np.full(shape, label if name == "labels" else 0, np.int32) for name in batch_shapes(config, plan)}
+    return {
+        name: np.full(shape, label if name == "labels" else 0, np.int32)
+        for name in batch_shapes(config, plan)
+    }
 
 
 def batch_shapes(config: Config, plan: Plan) -> dict[str, Shape]:
-    """Return a training batch as ShapeDtypeStructs with shardings, for which the step is compiled."""
+    """Return a training batch as ShapeDtypeStructs with shardings, for which the step is
+    compiled.
+    """
     shape = (config.train.batch, config.data.seq_len)
     leaf = Shape(shape, jnp.int32, sharding=plan.sharding(TOKENS, shape, "batch"))
-    names = ("tokens", "labels", "positions", "segments") if config.data.pack else ("tokens", "labels")
+    if config.data.pack:
+        names = ("tokens", "labels", "positions", "segments")
+    else:
+        names = ("tokens", "labels")
     return dict.fromkeys(names, leaf)
 
 
-def step_shapes(model: Model, config: Config, plan: Plan) -> tuple[TrainState[Shape], dict[str, Shape]]:
-    """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and compiling it."""
+def step_shapes(
+    model: Model, config: Config, plan: Plan
+) -> tuple[TrainState[Shape], dict[str, Shape]]:
+    """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and
+    compiling it.
+    """
     return state_shapes(model, config, plan), batch_shapes(config, plan)
 
 
 def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
-    Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`, `tokens`
-    (labels that count) and `overflows` (entries of parameters that would not be finite, and stayed as they were). With
-    experts there are also `router_balance` (1 = all alike) and `router_z`, which are means over the tokens that are
-    text and over the layers.
+    Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping),
+    `learning_rate`, `tokens` (labels that count) and `overflows` (entries of parameters that would
+    not be finite, and stayed as they were). With experts there are also `router_balance` (1 = all
+    alike) and `router_z`, which are means over the tokens that are text and over the layers.
 
-    Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was, its step too: the
-    other processes learn of it by the loss, and all can save what they have.
+    Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was,
+    its step too: the other processes learn of it by the loss, and all can save what they have.
     """
-    schedule, train = learning_rate(config.train), config.train
+    schedule = learning_rate(config.train)
+    train = config.train
     shardings = state_shardings(model, config, plan)
 
-    def step(state: TrainState[jax.Array], batch: Batch) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
-        sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
+    def step(
+        state: TrainState[jax.Array], batch: Batch
+    ) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
+        if config.model.dropout:
+            key = jax.random.fold_in(jax.random.key(train.seed), state.step)
+        else:
+            key = None
+        sums, grads = gradients(
+            model, state.params, batch, plan, key, train.accumulation, loss_weights(train)
+        )
         done: jax.Array | int = 1
         if jax.process_count() > 1:
             absent = jnp.any(batch["labels"] == _ABSENT)
-            sums = jax.tree.map(lambda x: jnp.where(absent, jnp.nan, x), sums)
+            sums = jax.tree.map(
+                lambda x: jnp.where(absent, jnp.nan, x),
+                sums,
+            )
             done = jnp.where(absent, 0, 1)
         with jax.named_scope("update"):
             trained = model.trained(state.params), state.opt_state, grads
             new = update(*trained, sums, model.trained(model.axes), train, plan)
         rate = jnp.asarray(schedule(state.step), jnp.float32)
-        metrics = {"loss": sums.nll / sums.tokens, "grad_norm": new.norm, "learning_rate": rate, "tokens": sums.tokens}
+        metrics = {
+            "loss": sums.nll / sums.tokens,
+            "grad_norm": new.norm,
+            "learning_rate": rate,
+            "tokens": sums.tokens,
+        }
         metrics["overflows"] = new.overflows
         if sums.routed is not None:
             text = count_tokens(batch).text
-            metrics |= {"router_balance": sums.routed.balance / text, "router_z": sums.routed.z / text}
-        return TrainState(state.step + done, model.merge(state.params, new.params), new.opt_state), metrics
+            metrics |= {
+                "router_balance": sums.routed.balance / text,
+                "router_z": sums.routed.z / text,
+            }
+        return TrainState(
+            state.step + done, model.merge(state.params, new.params), new.opt_state
+        ), metrics
 
     return jax.jit(
-        step, in_shardings=(shardings, plan.sharding(TOKENS)), out_shardings=(shardings, replicated_sharding(plan)),
-        donate_argnums=0, compiler_options=step_options(plan.mesh, config.compiler.options),
-    )  # fmt: skip
+        step,
+        in_shardings=(shardings, plan.sharding(TOKENS)),
+        out_shardings=(shardings, replicated_sharding(plan)),
+        donate_argnums=0,
+        compiler_options=step_options(plan.mesh, config.compiler.options),
+    )
 
 
 def loss_weights(train: TrainConfig) -> LossWeights:
@@ -247,21 +351,32 @@ def loss_weights(train: TrainConfig) -> LossWeights:
 
 
 def gradients(
-    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
+    model: Model,
+    params: Params,
+    batch: Batch,
+    plan: Plan,
+    key: jax.Array | None,
+    accumulation: int,
     weights: LossWeights,
-) -> tuple[LossSums, Params]:  # fmt: skip
-    """Compute the summed loss of a global batch and its float32 gradient, one of `accumulation` microbatches at a time.
+) -> tuple[LossSums, Params]:
+    """Compute the summed loss of a global batch and its float32 gradient, one of `accumulation`
+    microbatches at a time.
 
     The gradient is that of the parameters that are trained (`Model.trained`), and no other is made.
-    They are sums and not means, so that dividing by the total token count weighs every token alike, however they were
-    split; the losses of routers take their weight from the counts of the whole batch (see `Model.loss`). Where each
-    device can add up its own, devices are summed after the last microbatch (`late_sum_axes`).
+    They are sums and not means, so that dividing by the total token count weighs every token alike,
+    however they were split; the losses of routers take their weight from the counts of the whole
+    batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
+    last microbatch (`late_sum_axes`).
     """
     over = late_sum_axes(plan, accumulation, key is not None or bool(model.config.experts))
     if not over:
-        counts = count_tokens(batch) if model.config.experts else None
+        if model.config.experts:
+            counts = count_tokens(batch)
+        else:
+            counts = None
         return _accumulate(model, params, batch, plan, key, accumulation, weights, counts)
-    one, axes = plan_of_one_place(plan, over), (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
+    one = plan_of_one_place(plan, over)
+    axes = (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
 
     def total(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
@@ -271,23 +386,45 @@ def gradients(
         with jax.named_scope("accumulate"):
             return manual(lambda parts: jax.tree.map(total, parts), one, (axes,), axes)(parts)
 
-    # Axes of one device are manual too: if no other axis is left, XLA has nothing to split around a kernel.
-    here = {*over, *(axis for axis, size in plan.mesh.shape.items() if size == 1)}
+    # Axes of one device are manual too: if no other axis is left, XLA has nothing to split around a
+    # kernel.
+    here = {
+        *over,
+        *(axis for axis, size in plan.mesh.shape.items() if size == 1),
+    }
     return jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(P(), P(over)), out_specs=P(), axis_names=here, check_vma=False
+        local,
+        mesh=plan.mesh,
+        in_specs=(P(), P(over)),
+        out_specs=P(),
+        axis_names=here,
+        check_vma=False,
     )(params, dict(batch))
 
 
 def _accumulate(
-    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
-    weights: LossWeights, counts: TokenCounts | None,
-) -> tuple[LossSums, Params]:  # fmt: skip
+    model: Model,
+    params: Params,
+    batch: Batch,
+    plan: Plan,
+    key: jax.Array | None,
+    accumulation: int,
+    weights: LossWeights,
+    counts: TokenCounts | None,
+) -> tuple[LossSums, Params]:
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
         if plan.size("stage") > 1:
             return pipeline.gradients(model, params, rows, plan, key, weights, counts=counts)
 
         def loss(trained: Params) -> tuple[jax.Array, LossSums]:
-            sums = model.loss(model.merge(params, trained), rows, plan, key, weights, counts)
+            sums = model.loss(
+                model.merge(params, trained),
+                rows,
+                plan,
+                key,
+                weights,
+                counts,
+            )
             return sums.loss, sums
 
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(model.trained(params))
@@ -296,30 +433,53 @@ def _accumulate(
     if accumulation == 1:
         return of_microbatch(batch, key)
 
-    def add(total: tuple[LossSums, Params], item: tuple[Batch, jax.Array]) -> tuple[tuple[LossSums, Params], None]:
+    def add(
+        total: tuple[LossSums, Params], item: tuple[Batch, jax.Array]
+    ) -> tuple[tuple[LossSums, Params], None]:
         rows, index = item
-        more, more_grads = of_microbatch(rows, None if key is None else jax.random.fold_in(key, index))
+        more, more_grads = of_microbatch(
+            rows, None if key is None else jax.random.fold_in(key, index)
+        )
         with jax.named_scope("accumulate"):
             sums, grads = total
-            grads = jax.tree.map(lambda x, y: (x + on_device(y)).astype(x.dtype), grads, more_grads)
+            grads = jax.tree.map(
+                lambda x, y: (x + on_device(y)).astype(x.dtype),
+                grads,
+                more_grads,
+            )
             return (jax.tree.map(jnp.add, sums, more), grads), None
 
     def zeros(param: jax.Array, axes: Axes) -> jax.Array:
-        return plan.constrain(jnp.zeros(param.shape, gradient_dtype(axes, plan)), state_axes(axes))
+        return plan.constrain(
+            jnp.zeros(param.shape, gradient_dtype(axes, plan)),
+            state_axes(axes),
+        )
 
-    routed = RouterSums(*jnp.zeros(2)) if model.config.experts else None
+    if model.config.experts:
+        routed = RouterSums(*jnp.zeros(2))
+    else:
+        routed = None
     trained = model.trained(params), model.trained(model.axes)
-    nothing = LossSums(*jnp.zeros(3), routed=routed), jax.tree.map(zeros, *trained)
-    return jax.lax.scan(add, nothing, (_microbatches(batch, accumulation, plan), jnp.arange(accumulation)))[0]
+    nothing = (
+        LossSums(*jnp.zeros(3), routed=routed),
+        jax.tree.map(
+            zeros,
+            *trained,
+        ),
+    )
+    return jax.lax.scan(
+        add, nothing, (_microbatches(batch, accumulation, plan), jnp.arange(accumulation))
+    )[0]
 
 
 def make_eval_step(
     model: Model, plan: Plan, accumulation: int = 1, options: Mapping[str, Option] | None = None
 ) -> Wrapped:
-    """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both float32 sums over the batch.
+    """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both float32 sums over the
+    batch.
 
-    It takes the batch in the microbatches of a training step, one after another, and is compiled with the same options,
-    so that it works with no more memory.
+    It takes the batch in the microbatches of a training step, one after another, and is compiled
+    with the same options, so that it works with no more memory.
 
     Args:
       model: the model.
@@ -327,18 +487,24 @@ def make_eval_step(
       accumulation: the number of microbatches.
       options: options of the compiler; None = those of a training step on this mesh.
     """
-    options = step_options(plan.mesh) if options is None else options
+    if options is None:
+        options = step_options(plan.mesh)
 
     def of_microbatch(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
-        sums = pipeline.loss(model, params, rows, plan) if stages else model.loss(params, rows, plan)
+        if stages:
+            sums = pipeline.loss(model, params, rows, plan)
+        else:
+            sums = model.loss(params, rows, plan)
         return sums.nll, sums.tokens
 
     def step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         if accumulation == 1:
             return of_microbatch(params, batch)
 
-        def add(total: tuple[jax.Array, jax.Array], rows: Batch) -> tuple[tuple[jax.Array, jax.Array], None]:
+        def add(
+            total: tuple[jax.Array, jax.Array], rows: Batch
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
             return jax.tree.map(jnp.add, total, of_microbatch(params, rows)), None
 
         zero = jnp.zeros(())
@@ -348,7 +514,9 @@ def make_eval_step(
 
 
 def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
-    """Cut a batch [B, S] into microbatches [A, B / A, S]: row r goes to number r % A, so every device keeps its own."""
+    """Cut a batch [B, S] into microbatches [A, B / A, S]: row r goes to number r % A, so every
+    device keeps its own.
+    """
 
     def split(rows_BS: jax.Array) -> jax.Array:
         rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
@@ -358,10 +526,14 @@ def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
 
 
 def compile_eval_step(model: Model, config: Config, plan: Plan) -> Compiled:
-    """Compile `make_eval_step` for a config's parameters, batches and compiler options; on CPU `require_order` may
-    refuse the program."""
+    """Compile `make_eval_step` for a config's parameters, batches and compiler options; on CPU
+    `require_order` may refuse the program."""
     state, batch = step_shapes(model, config, plan)
     options = step_options(plan.mesh, config.compiler.options)
-    compiled = make_eval_step(model, plan, config.train.accumulation, options).lower(state.params, batch).compile()
+    compiled = (
+        make_eval_step(model, plan, config.train.accumulation, options)
+        .lower(state.params, batch)
+        .compile()
+    )
     require_order(compiled, plan.mesh.devices.flat)
     return compiled

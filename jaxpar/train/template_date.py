@@ -1,4 +1,6 @@
-"""The date that a run's chat template writes as today's: that of the run's first start, on every day and process."""
+"""The date that a run's chat template writes as today's: that of the run's first start, on every
+day and process.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,17 @@ def with_template_date(config: Config, folder: Path) -> Config:
         return config
     kept = run_together(lambda: _kept_date(folder))
     if kept is None:
-        kept = _today() if run_together(lambda: writes_date(config.data.tokenizer)) else ""
+        if run_together(lambda: writes_date(config.data.tokenizer)):
+            kept = _today()
+        else:
+            kept = ""
     return replace(config, data=replace(config.data, template_date=kept))
 
 
 def _kept_date(folder: Path) -> str | None:
-    """Return the date of a run that has trained, which may be empty in one of an older version; None for a new run."""
+    """Return the date of a run that has trained, which may be empty in one of an older version;
+    None for a new run.
+    """
     steps = finished_steps(folder)
     if not is_run(folder) or steps == [0]:  # an import has not trained yet
         return None

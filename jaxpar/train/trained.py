@@ -1,4 +1,6 @@
-"""A trained model as it lies in a folder, a run's or one of Hugging Face, loaded to be used on the devices at hand."""
+"""A trained model as it lies in a folder, a run's or one of Hugging Face, loaded to be used on the
+devices at hand.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 class Trained(NamedTuple):
-    """A model that is ready to generate; `folder` has what says how its tokens are read; `tokenizer` may be None."""
+    """A model that is ready to generate; `folder` has what says how its tokens are read;
+    `tokenizer` may be None.
+    """
 
     folder: Path
     config: Config
@@ -44,50 +48,68 @@ def open_trained(
     """Load the parameters of a folder on the plan for generating.
 
     Args:
-      folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT. LoRA is merged.
+      folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT.
+        LoRA is merged.
       mesh: the mesh, or only its platform; see `decode_mesh` for the axes where none is given.
-      dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and on GPUs that
-        have no bfloat16 (a T4), and bfloat16 elsewhere.
+      dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and on GPUs
+        that have no bfloat16 (a T4), and bfloat16 elsewhere.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
-      template_args: what the chat template reads besides messages, as `data.template_args`; a run has its own before.
-      template_date: what the chat template writes as today's date, as in 2026-01-31; empty = today's, for a run too.
+      template_args: what the chat template reads besides messages, as `data.template_args`; a run
+        has its own before.
+      template_date: what the chat template writes as today's date, as in 2026-01-31; empty =
+        today's, for a run too.
 
     Raises:
-      UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer has more tokens than
-        the model, or the mesh does not fit.
+      UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer
+        has more tokens than the model, or the mesh does not fit.
     """
     try:
         config = check(read_config(folder), training=False)
     except UserError as error:
         raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if step and not is_run(folder):
-        raise UserError(f"--step has no effect: {folder} is no run folder, so it has one checkpoint")
-    data = replace(config.data, template_args=(*config.data.template_args, *template_args), template_date=template_date)
-    config, words = replace(config, model=base_config(config.model), data=data), _words_folder(folder)
-    tokenizer, model = folder_tokenizer(words, config), Model(config.model)
+        raise UserError(
+            f"--step has no effect: {folder} is no run folder, so it has one checkpoint"
+        )
+    data = replace(
+        config.data,
+        template_args=(*config.data.template_args, *template_args),
+        template_date=template_date,
+    )
+    config = replace(config, model=base_config(config.model), data=data)
+    words = _words_folder(folder)
+    tokenizer = folder_tokenizer(words, config)
+    model = Model(config.model)
     mesh = mesh or MeshSpec()
     devices = start(mesh)
     if replace(mesh, platform="auto", distributed=False) == MeshSpec():
         found = decode_mesh(config.model, len(devices))
         mesh = replace(mesh, data=found.data, tensor=found.tensor)
     if mesh.context > 1:
-        raise UserError(f"mesh.context={mesh.context} splits sequences, and here none is split: use mesh.data")
+        raise UserError(
+            f"mesh.context={mesh.context} splits sequences, and here none is split: use mesh.data"
+        )
     if dtype == "auto":
         half = not is_run(folder) and devices[0].platform != "cpu" and has_bfloat16(devices[0])
         dtype = "bfloat16" if half else config.precision.compute
-    plan = decode_plan(Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model)
+    plan = decode_plan(
+        Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model
+    )
     params = load_params(folder, replace(config, mesh=mesh), plan, step)
     return Trained(words, config, Generator(model, params, plan, consume=True), tokenizer)
 
 
 def read_config(folder: Path) -> Config:
-    """Return the config of a run, or one with the model and the tokenizer of a Hugging Face folder; raise a UserError
-    where it is neither."""
+    """Return the config of a run, or one with the model and the tokenizer of a Hugging Face folder;
+    raise a UserError where it is neither."""
     if is_run(folder):
         return read_run_config(folder)
     names = ("config.json", peft.CONFIG)
     if folder.is_dir() and not any((folder / name).exists() for name in names):
-        raise UserError(f"{folder} has neither config.toml, as a run folder, nor config.json, as one of Hugging Face")
+        raise UserError(
+            f"{folder} has neither config.toml, as a run folder, nor config.json, as one of "
+            "Hugging Face"
+        )
     return folder_config(folder, _words_folder(folder))
 
 
@@ -98,20 +120,27 @@ def _words_folder(folder: Path) -> Path:
 
 
 def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:
-    """Choose a mesh: as many devices along tensor as divide heads, kv heads and the MLP, and the rest along data."""
+    """Choose a mesh: as many devices along tensor as divide heads, kv heads and the MLP, and the
+    rest along data.
+    """
     sizes = (devices, model.heads, model.kv_head_count, model.mlp, model.vocab_multiple)
     tensor = max(n for n in range(1, devices + 1) if all(size % n == 0 for size in sizes))
     return MeshSpec(data=devices // tensor, tensor=tensor)
 
 
 def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
-    """Load the tokenizer of a folder; raise a UserError where it cannot be read, or has more tokens than the model."""
+    """Load the tokenizer of a folder; raise a UserError where it cannot be read, or has more tokens
+    than the model.
+    """
     if not (folder / TOKENIZER).exists():
-        return BytesTokenizer() if is_run(folder) and config.data.tokenizer == "bytes" else None
+        if is_run(folder) and config.data.tokenizer == "bytes":
+            return BytesTokenizer()
+        return None
     tokenizer = load_tokenizer(folder / TOKENIZER, config.model.vocab_size, config.data.bos)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
-            f"{folder / TOKENIZER} has {tokenizer.vocab_size} tokens, and the model {config.model.vocab_size}: it is "
+            f"{folder / TOKENIZER} has {tokenizer.vocab_size} tokens, and the model "
+            f"{config.model.vocab_size}: it is "
             "another model's, so take the file that came with this one"
         )
     return tokenizer
@@ -120,5 +149,7 @@ def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
 def require_tokenizer(trained: Trained) -> Tokenizer:
     """Return the tokenizer, or raise a UserError where there is none."""
     if trained.tokenizer is None:
-        raise UserError(f"{trained.folder} has no {TOKENIZER}, which turns text into token ids: put it there")
+        raise UserError(
+            f"{trained.folder} has no {TOKENIZER}, which turns text into token ids: put it there"
+        )
     return trained.tokenizer

@@ -1,9 +1,11 @@
-"""Is it the same answer? The loss and every gradient are compared with one device's, and wrong ones are explained.
+"""Is it the same answer? The loss and every gradient are compared with one device's, and wrong ones
+are explained.
 
     verdict = verify.gradients(loss, reference, params, batch, (param_shardings, batch_shardings))
     print(verdict)
 
-`gradients` takes anyone's loss, and `config` the plan of a config. `mistakes` explains a gradient that differs.
+`gradients` takes anyone's loss, and `config` the plan of a config. `mistakes` explains a gradient
+that differs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ __all__ = ["GradientRow", "Verdict", "config", "gradients"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `config` when it is first asked for, because it imports the models and the training step."""
+    """Import `config` when it is first asked for, because it imports the models and the
+    training step.
+    """
     if name == "config":
         from jaxpar.verify.of_config import verify
 

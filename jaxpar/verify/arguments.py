@@ -19,17 +19,26 @@ def read_arrays(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Return parameters and batch as numpy arrays.
 
     Raises:
-      UserError: there are no parameters, one of them cannot be differentiated, or a leaf of the batch holds no numbers.
+      UserError: there are no parameters, one of them cannot be differentiated, or a leaf of the
+        batch holds no numbers.
     """
-    params = jax.tree_util.tree_map_with_path(lambda path, leaf: _read(leaf, f"params {path_name(path)}"), params)
-    batch = jax.tree_util.tree_map_with_path(lambda path, leaf: _read(leaf, f"batch {path_name(path)}"), batch)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _read(leaf, f"params {path_name(path)}"), params
+    )
+    batch = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _read(leaf, f"batch {path_name(path)}"), batch
+    )
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
-        raise UserError("verify.gradients compares the gradients of params, and was given none: params has no arrays")
+        raise UserError(
+            "verify.gradients compares the gradients of params, and was given none: params has "
+            "no arrays"
+        )
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
-                f"verify.gradients differentiates every array of params, and {path_name(path) or 'params'} is "
+                "verify.gradients differentiates every array of params, and "
+                f"{path_name(path) or 'params'} is "
                 f"{leaf.dtype}: put what is not trained into the batch"
             )
     return params, batch
@@ -38,12 +47,15 @@ def read_arrays(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
 def _read(leaf: Any, name: str) -> np.ndarray:
     if jnp.issubdtype(getattr(leaf, "dtype", object), jax.dtypes.prng_key):
         raise UserError(
-            f"verify.gradients takes arrays of numbers, and {name.strip()} is a key of jax.random: give "
+            f"verify.gradients takes arrays of numbers, and {name.strip()} is a key of "
+            "jax.random: give "
             "jax.random.key_data(key), and take jax.random.wrap_key_data of it in the loss"
         )
     array = np.asarray(leaf)
     if not (jnp.issubdtype(array.dtype, jnp.number) or jnp.issubdtype(array.dtype, jnp.bool_)):
-        raise UserError(f"verify.gradients takes arrays of numbers, and {name.strip()} is {short(leaf)}")
+        raise UserError(
+            f"verify.gradients takes arrays of numbers, and {name.strip()} is {short(leaf)}"
+        )
     return array
 
 
@@ -57,7 +69,8 @@ def place_by(shardings: PyTree, params: PyTree, batch: PyTree) -> tuple[PyTree, 
         return jax.tree.broadcast(shardings, (params, batch))
     except ValueError as error:
         raise UserError(
-            "verify.gradients takes shardings as (those of params, those of batch), each one NamedSharding or a tree "
+            "verify.gradients takes shardings as (those of params, those of batch), each one "
+            "NamedSharding or a tree "
             f"of the arrays' form: {str(error).splitlines()[0]}"
         ) from error
 
@@ -70,14 +83,20 @@ def require_split(params: PyTree, batch: PyTree, placed: tuple[PyTree, PyTree]) 
     """
     for name, arrays, places in (("params", params, placed[0]), ("batch", batch, placed[1])):
         leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        for (path, array), place in zip(leaves, jax.tree.leaves(places), strict=True):
+        for (path, array), place in zip(
+            leaves,
+            jax.tree.leaves(places),
+            strict=True,
+        ):
             try:
                 place.shard_shape(array.shape)
             except ValueError as error:
                 found = f"{name} {path_name(path)}".rstrip()
                 raise UserError(
-                    f"verify.gradients: {found} of shape {array.shape} is not divided by {place.spec} on "
-                    f"{describe(place.mesh.shape)}: give as many rows as there are shards, or another sharding"
+                    f"verify.gradients: {found} of shape {array.shape} is not divided by "
+                    f"{place.spec} on "
+                    f"{describe(place.mesh.shape)}: give as many rows as there are shards, or "
+                    "another sharding"
                 ) from error
 
 
@@ -91,12 +110,15 @@ def makes_gradients(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> 
     own = isinstance(out, tuple) and len(out) == 2
     if not _is_scalar(out[0] if own else out):
         raise UserError(
-            f"verify.gradients needs a loss that is a scalar, or (scalar, gradients), and was given {short(out)}"
+            "verify.gradients needs a loss that is a scalar, or (scalar, gradients), and was "
+            f"given {short(out)}"
         )
     if own and _shapes(out[1]) != _shapes(params):
         raise UserError(
-            "verify.gradients takes what a loss returns beside its scalar as its gradients, an array for each of "
-            f"params, and was given {short(out[1])}: return the scalar alone, or every gradient in a tree like params"
+            "verify.gradients takes what a loss returns beside its scalar as its gradients, an "
+            "array for each of "
+            f"params, and was given {short(out[1])}: return the scalar alone, or every gradient "
+            "in a tree like params"
         )
     return own
 
@@ -110,7 +132,8 @@ def require_scalar(reference: Callable[..., Any], params: PyTree, batch: PyTree)
     out = jax.eval_shape(reference, params, batch)
     if not _is_scalar(out):
         raise UserError(
-            f"verify.gradients differentiates the reference, which returns a scalar, and was given {short(out)}: "
+            "verify.gradients differentiates the reference, which returns a scalar, and was "
+            f"given {short(out)}: "
             "return the loss alone"
         )
 

@@ -1,8 +1,10 @@
-"""Compares two answers: every copy of the loss and of its gradients that the devices hold, and how far each is off.
+"""Compares two answers: every copy of the loss and of its gradients that the devices hold, and how
+far each is off.
 
-An error is |got - want| / max(|want|, floor), where |x| is the root mean square. The floor is a tenth of the root mean
-square of the whole gradient. A gradient that is zero by mathematics (that of GPT-2's key bias, because softmax ignores
-what is added to every score of a row) is nothing but rounding, and so has no scale of its own.
+An error is |got - want| / max(|want|, floor), where |x| is the root mean square. The floor is a
+tenth of the root mean square of the whole gradient. A gradient that is zero by mathematics (that of
+GPT-2's key bias, because softmax ignores what is added to every score of a row) is nothing but
+rounding, and so has no scale of its own.
 """
 
 from __future__ import annotations
@@ -40,39 +42,66 @@ class Answer(NamedTuple):
 def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
     """Fetch a loss and its gradients from the devices."""
     arrays = by_name(grads)
-    shardings = {name: x.sharding for name, x in arrays.items() if isinstance(x.sharding, NamedSharding)}
-    return Answer(copies(loss), {name: copies(x) for name, x in arrays.items()}, shardings)
+    shardings = {
+        name: x.sharding for name, x in arrays.items() if isinstance(x.sharding, NamedSharding)
+    }
+    return Answer(
+        copies(loss),
+        {name: copies(x) for name, x in arrays.items()},
+        shardings,
+    )
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
     """Return the arrays of a tree, of jax or numpy, by their paths, such as `blocks.up`."""
-    return {path_name(path) or "params": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        path_name(path) or "params": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def copies(array: jax.Array) -> np.ndarray:
-    """Return every copy of an array that this process's devices hold, in the order of the mesh, [copies, *shape]."""
+    """Return every copy of an array that this process's devices hold, in the order of the mesh,
+    [copies, *shape].
+    """
     shards = array.addressable_shards
-    found = np.empty((1 + max(shard.replica_id for shard in shards), *array.shape), array.dtype)
+    found = np.empty(
+        (1 + max(shard.replica_id for shard in shards), *array.shape),
+        array.dtype,
+    )
     for shard in shards:
         found[(shard.replica_id, *shard.index)] = np.asarray(shard.data)
     return found
 
 
 def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.ndarray]:
-    """Return, for each mesh axis that an array is not split over, the copy at each coordinate of it, [n, *shape].
+    """Return, for each mesh axis that an array is not split over, the copy at each coordinate of
+    it, [n, *shape].
 
-    The other such axes are held at coordinate 0. `copies` has all copies, [copies, *shape], in the order of the mesh.
+    The other such axes are held at coordinate 0. `copies` has all copies, [copies, *shape], in the
+    order of the mesh.
     """
     split = [axis for dim in range(copies.ndim - 1) for axis in axes_of_dim(sharding, dim)]
-    free = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split}
-    grid, others = copies.reshape(*free.values(), *copies.shape[1:]), (0,) * (len(free) - 1)
+    free = {
+        axis: size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split
+    }
+    grid = copies.reshape(*free.values(), *copies.shape[1:])
+    others = (0,) * (len(free) - 1)
     return {axis: np.moveaxis(grid, at, 0)[(slice(None), *others)] for at, axis in enumerate(free)}
 
 
 def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     """Return the mesh axes of more than one device that split a dim."""
-    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
-    axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    if dim < len(sharding.spec):
+        entry = sharding.spec[dim]
+    else:
+        entry = None
+    if isinstance(entry, tuple):
+        axes = entry
+    elif entry is None:
+        axes = ()
+    else:
+        axes = (entry,)
     return tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)
 
 
@@ -81,30 +110,46 @@ def compare(
 ) -> Verdict:
     """Return the errors of an answer's worst copies, relative to the reference, which has one copy.
 
-    `limits` gives the largest error allowed in each gradient, in the order of the rows; `loss_limit` that of the loss.
+    `limits` gives the largest error allowed in each gradient, in the order of the rows;
+    `loss_limit` that of the loss.
     """
     reference = float(want.losses[0])
-    error = max(_finite(abs(float(loss) - reference)) for loss in got.losses) / max(abs(reference), 1e-30)
+    error = max(_finite(abs(float(loss) - reference)) for loss in got.losses) / max(
+        abs(reference), 1e-30
+    )
     rows = (_row(got, want, parameter, limit) for parameter, limit in limits.items())
-    return Verdict(name, error, loss_limit, tuple(rows), tokens_agree=bool(np.all(got.tokens == want.tokens)))
+    return Verdict(
+        name, error, loss_limit, tuple(rows), tokens_agree=bool(np.all(got.tokens == want.tokens))
+    )
 
 
 def _row(got: Answer, want: Answer, name: str, limit: float) -> GradientRow:
-    """The row of one gradient, which is too small to tell where zeros in its place would be within the limit."""
-    grads, error = want.grads[name], relative_error(got, want, name)
+    """The row of one gradient, which is too small to tell where zeros in its place would be within
+    the limit.
+    """
+    grads = want.grads[name]
+    error = relative_error(got, want, name)
     too_small = _rms(grads[0]) <= limit * scale_of(want, name)
     return GradientRow(name, grads.shape[1:], error, limit, too_small=too_small)
 
 
 def relative_error(got: Answer, want: Answer, name: str) -> float:
     """Return how far the worst copy of a gradient is off; infinite where a copy is not finite."""
-    return max(distance(copy, want.grads[name][0]) for copy in got.grads[name]) / scale_of(want, name)
+    return max(distance(copy, want.grads[name][0]) for copy in got.grads[name]) / scale_of(
+        want, name
+    )
 
 
 def scale_of(want: Answer, name: str) -> float:
-    """Return what the error of a gradient is relative to: its root mean square, or the floor if that is larger."""
+    """Return what the error of a gradient is relative to: its root mean square, or the floor if
+    that is larger.
+    """
     whole = np.concatenate([grads.ravel() for grads in want.grads.values()])
-    return max(_rms(want.grads[name][0]), FLOOR * _rms(whole), 1e-30)
+    return max(
+        _rms(want.grads[name][0]),
+        FLOOR * _rms(whole),
+        1e-30,
+    )
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:
@@ -113,7 +158,9 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
+    if x.size:
+        return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+    return 0.0
 
 
 def _finite(error: float) -> float:

@@ -1,7 +1,8 @@
-"""Finds how a wrong gradient is wrong: each known mistake predicts a gradient from the right one, and one may fit.
+"""Finds how a wrong gradient is wrong: each known mistake predicts a gradient from the right one,
+and one may fit.
 
-The hypothesis that leaves the least of the difference unexplained is the finding. This is pure numpy: it knows no
-model, no mesh and no jax.
+The hypothesis that leaves the least of the difference unexplained is the finding. This is pure
+numpy: it knows no model, no mesh and no jax.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-FITS = 0.05  # a hypothesis fits if it leaves at most this share of the difference; true ones leave only rounding
-_ROUNDING = 0.03  # the largest relative error of rounding; bfloat16 has 8 bits: an ulp of each factor is at most 2^-8
-_NEAR = 0.01  # a factor within this relative distance of a size is tried as that size, and the residual judges
+# a hypothesis fits if it leaves at most this share of the difference; true ones leave only rounding
+FITS = 0.05
+# the largest relative error of rounding; bfloat16 has 8 bits: an ulp of each factor is at most 2^-8
+_ROUNDING = 0.03
+# a factor within this relative distance of a size is tried as that size, and the residual judges
+_NEAR = 0.01
 _LARGEST_FACTOR = 64  # the largest denominator of a factor that is written as a fraction
 
 Kind = Literal[
-    "zero", "sign", "sum doubled", "sum missing", "microbatch", "scaled", "permuted", "mask", "documents",
-    "mean", "shard", "copies", "rounding", "not finite", "unknown",
-]  # fmt: skip
+    "zero",
+    "sign",
+    "sum doubled",
+    "sum missing",
+    "microbatch",
+    "scaled",
+    "permuted",
+    "mask",
+    "documents",
+    "mean",
+    "shard",
+    "copies",
+    "rounding",
+    "not finite",
+    "unknown",
+]
 """The name of a kind of mistake; docs/verify.md says what each one means."""
 Guess = tuple[Kind, str, np.ndarray]
 """A hypothesis: its kind, what it says, and what the gradient would be if it were true."""
@@ -31,16 +48,19 @@ Guess = tuple[Kind, str, np.ndarray]
 
 @dataclass(frozen=True)
 class Evidence:
-    """One wrong gradient, and what it may be compared with. All arrays have the same shape unless stated.
+    """One wrong gradient, and what it may be compared with. All arrays have the same shape unless
+    stated.
 
     Attributes:
       got: the gradient that is wrong.
       want: the reference's gradient.
       axis_sizes: the number of devices along each mesh axis.
-      sizes: other numbers that a wrong factor may be, by name, such as accumulation or query heads per kv head.
+      sizes: other numbers that a wrong factor may be, by name, such as accumulation or query heads
+        per kv head.
       split: the mesh axes that split each dim.
       guesses: what the gradient would be after mistakes that only the caller can compute.
-      copies: for each mesh axis that should hold equal copies, the gradient at each coordinate of it, [n, *shape].
+      copies: for each mesh axis that should hold equal copies, the gradient at each coordinate of
+        it, [n, *shape].
     """
 
     got: np.ndarray
@@ -56,7 +76,9 @@ class Evidence:
         pick = list(layers)
         guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
         copies = {axis: value[:, pick] for axis, value in self.copies.items()}
-        return replace(self, got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies)
+        return replace(
+            self, got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies
+        )
 
 
 class Finding(NamedTuple):
@@ -66,7 +88,9 @@ class Finding(NamedTuple):
     says: str
     """The mistake in words that follow "the gradient is "."""
     residual: float
-    """The norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained."""
+    """The norm of what this leaves unexplained over the norm of the difference; 1 = nothing is
+    explained.
+    """
 
     @property
     def fits(self) -> bool:
@@ -77,8 +101,9 @@ class Finding(NamedTuple):
 def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding:
     """Return the hypothesis that fits best; where none fits, it is `unknown` and names the nearest.
 
-    For a gradient that is stacked over layers, `layers` are those that differ. They are explained together, or else the
-    last of them alone, because a mistake there is passed back to the layers before it.
+    For a gradient that is stacked over layers, `layers` are those that differ. They are explained
+    together, or else the last of them alone, because a mistake there is passed back to the layers
+    before it.
     """
     if not layers:
         return _diagnose(evidence)
@@ -91,7 +116,9 @@ def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding
     last = _diagnose(evidence.of_layers(layers[-1:]))
     if not last.fits:
         return together
-    return last._replace(says=f"{last.says} (in layer {layers[-1]}; those before it differ otherwise)")
+    return last._replace(
+        says=f"{last.says} (in layer {layers[-1]}; those before it differ otherwise)"
+    )
 
 
 def _diagnose(evidence: Evidence) -> Finding:
@@ -102,15 +129,28 @@ def _diagnose(evidence: Evidence) -> Finding:
     found = _differing_copies(evidence, difference)
     # What each known mistake would have made of the reference, from the plain to the particular.
     zero: Guess = ("zero", "zero", np.zeros_like(evidence.want))
-    for kind, says, predicted in (zero, *_factor(evidence), *_best_permutations(evidence), *evidence.guesses):
-        found.append(Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300)))
+    for kind, says, predicted in (
+        zero,
+        *_factor(evidence),
+        *_best_permutations(evidence),
+        *evidence.guesses,
+    ):
+        found.append(
+            Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300))
+        )
     best = min(found, key=lambda finding: finding.residual)
     if best.fits:  # take the first of those that fit equally well
         close = min(max(2 * best.residual, FITS / 50), FITS)
         return next(finding for finding in found if finding.residual <= close)
     if _is_rounding(evidence):
-        error = difference / max(float(np.linalg.norm(_wide(evidence.want))), 1e-300)
-        said = f"the reference but for {error:.1e} without structure, as if computed in a lower precision"
+        error = difference / max(
+            float(np.linalg.norm(_wide(evidence.want))),
+            1e-300,
+        )
+        said = (
+            f"the reference but for {error:.1e} without structure, as if computed in a lower "
+            "precision"
+        )
         return Finding("rounding", said, 1.0)
     if best.residual > 0.5:
         return Finding("unknown", "like nothing that was tried", min(best.residual, 1.0))
@@ -119,17 +159,32 @@ def _diagnose(evidence: Evidence) -> Finding:
 
 
 def _factor(evidence: Evidence) -> Iterator[Guess]:
-    """Yield the factor that fits best: as the meaningful number that it is near, if any, and as it is."""
-    got, want = _wide(evidence.got), _wide(evidence.want)
-    factor = float(np.vdot(got, want) / max(float(np.vdot(want, want)), 1e-300))
-    sizes, whole = {**evidence.axis_sizes, **evidence.sizes}, evidence.want * np.float32(round(factor))
+    """Yield the factor that fits best: as the meaningful number that it is near, if any, and as
+    it is.
+    """
+    got = _wide(evidence.got)
+    want = _wide(evidence.want)
+    factor = float(
+        np.vdot(got, want)
+        / max(
+            float(np.vdot(want, want)),
+            1e-300,
+        )
+    )
+    sizes = {**evidence.axis_sizes, **evidence.sizes}
+    whole = evidence.want * np.float32(round(factor))
     if names := _of_size(evidence.axis_sizes, factor):
-        says = f"{factor:.0f} times the reference, the size of {names}, as if summed over it once more"
+        says = (
+            f"{factor:.0f} times the reference, the size of {names}, as if summed over it once more"
+        )
         yield "sum doubled", says, whole
     elif names := _of_size(sizes, factor):
         yield "scaled", f"{factor:.0f} times the reference, the size of {names}", whole
     if factor and (names := _of_size(sizes, 1 / factor)):
-        says = f"1/{1 / factor:.0f} of the reference, one over the size of {names}: a mean in place of a sum?"
+        says = (
+            f"1/{1 / factor:.0f} of the reference, one over the size of {names}: a mean in "
+            "place of a sum?"
+        )
         yield "scaled", says, evidence.want / np.float32(round(1 / factor))
     number = Fraction(factor).limit_denominator(_LARGEST_FACTOR)
     if number == -1:
@@ -140,20 +195,31 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
 
 
 def _of_size(sizes: Mapping[str, int], value: float) -> str:
-    """Name the sizes, or products of two sizes, that a factor is near: `data or fsdp`; empty if it is near none."""
+    """Name the sizes, or products of two sizes, that a factor is near: `data or fsdp`; empty if it
+    is near none.
+    """
     products = {f"{a} x {b}": m * n for (a, m), (b, n) in itertools.combinations(sizes.items(), 2)}
-    near = {name for name, size in {**sizes, **products}.items() if size > 1 and abs(value / size - 1) <= _NEAR}
+    near = {
+        name
+        for name, size in {**sizes, **products}.items()
+        if size > 1 and abs(value / size - 1) <= _NEAR
+    }
     return " or ".join(name for name in sizes if name in near) or " or ".join(sorted(near))
 
 
 def _best_permutations(evidence: Evidence) -> Iterator[Guess]:
-    """Yield the shards of a dim in the order that fits best, for each mesh axis that splits it and for all of them."""
+    """Yield the shards of a dim in the order that fits best, for each mesh axis that splits it and
+    for all of them.
+    """
     for dim, axes in enumerate(evidence.split):
         for names in dict.fromkeys([*((axis,) for axis in axes), axes] if axes else []):
             count = math.prod(evidence.axis_sizes[name] for name in names)
-            if evidence.want.shape[dim] % count:  # these are only some layers of a stacked parameter
+            # these are only some layers of a stacked parameter
+            if evidence.want.shape[dim] % count:
                 continue
-            got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
+            got, want = (
+                np.split(array, count, axis=dim) for array in (evidence.got, evidence.want)
+            )
             order = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
             if sorted(order) == list(range(count)) != order:
                 blocks = f"{count} blocks along dim {dim} ({' x '.join(names)})"
@@ -161,10 +227,17 @@ def _best_permutations(evidence: Evidence) -> Iterator[Guess]:
                 yield "permuted", says, np.concatenate([want[place] for place in order], axis=dim)
 
 
-def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -> list[Guess]:
-    """Return what a gradient would be if one contribution to it stood alone, were counted twice or were left out.
+def guesses_of_part(
+    what: str,
+    name: str,
+    value: np.ndarray,
+    want: np.ndarray,
+) -> list[Guess]:
+    """Return what a gradient would be if one contribution to it stood alone, were counted twice or
+    were left out.
 
-    `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds up; `name` is, say, `shard 0 of data`.
+    `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds up; `name` is, say, `shard
+    0 of data`.
     """
     missing: Kind = "sum missing" if what == "shard" else "microbatch"
     doubled: Kind = "sum doubled" if what == "shard" else "microbatch"
@@ -176,16 +249,31 @@ def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -
 
 
 def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
-    """Find copies that are not equal; where they add up to the reference, the sum over their axis was left out."""
+    """Find copies that are not equal; where they add up to the reference, the sum over their axis
+    was left out.
+    """
     norm = float(np.linalg.norm(_wide(evidence.want)))
-    spread = {axis: max(_distance(copy, copies[0]) for copy in copies) for axis, copies in evidence.copies.items()}
+    spread = {
+        axis: max(_distance(copy, copies[0]) for copy in copies)
+        for axis, copies in evidence.copies.items()
+    }
     differing = {axis: distance for axis, distance in spread.items() if distance > 1e-4 * norm}
     found = []
     for axis in differing:
         total = evidence.copies[axis].sum(axis=0, dtype=np.float64)
-        for value, what in ((total, "add up to"), (total / len(evidence.copies[axis]), "are on average")):
-            says = f"a part: copies along {axis} differ and {what} the reference, the sum over it is missing"
-            found.append(Finding("sum missing", says, _distance(value, evidence.want) / max(difference, 1e-300)))
+        for value, what in (
+            (total, "add up to"),
+            (total / len(evidence.copies[axis]), "are on average"),
+        ):
+            says = (
+                f"a part: copies along {axis} differ and {what} the reference, the sum over "
+                "it is missing"
+            )
+            found.append(
+                Finding(
+                    "sum missing", says, _distance(value, evidence.want) / max(difference, 1e-300)
+                )
+            )
     if differing:
         share = max(differing.values()) / max(norm, 1e-300)
         says = f"not one array: copies along {' and '.join(differing)} differ by {share:.1e}"
@@ -194,8 +282,11 @@ def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
 
 
 def _is_rounding(evidence: Evidence) -> bool:
-    """Whether the errors are small, do not follow the reference and are not gathered in a few places."""
-    got, want = _wide(evidence.got), _wide(evidence.want)
+    """Whether the errors are small, do not follow the reference and are not gathered in a few
+    places.
+    """
+    got = _wide(evidence.got)
+    want = _wide(evidence.want)
     error = got - want
     rms, scale = (float(np.sqrt(np.mean(np.square(x)))) for x in (error, want))
     if rms > _ROUNDING * scale:

@@ -1,7 +1,8 @@
 """Defines the parallel ops as plain mathematics on one device, which `verify` takes as the truth.
 
-There is no mesh, no kernel, no tiling and no derivative written by hand: JAX differentiates these functions. Each
-method has the name and the arguments of the method of `jaxpar.parallel.Ops` that it replaces.
+There is no mesh, no kernel, no tiling and no derivative written by hand: JAX differentiates these
+functions. Each method has the name and the arguments of the method of `jaxpar.parallel.Ops` that it
+replaces.
 
 Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, h head_dim, V vocab,
 F mlp, E experts, K chosen experts of a token.
@@ -30,34 +31,58 @@ class ReferenceOps:
 
     Attributes:
       plan: a plan for one device; only its compute dtype matters.
-      offset: in attention the token at t sees what the mask shows to t + offset. It is 0 except to diagnose a mask that
-        is off by one. A token that sees nothing takes the mean of all values.
+      offset: in attention the token at t sees what the mask shows to t + offset. It is 0 except to
+        diagnose a mask that is off by one. A token that sees nothing takes the mean of all values.
     """
 
     plan: Plan
     offset: int = 0
 
     def column_linear(
-        self, x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes],
-        biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
-    ) -> tuple[Array, ...]:  # fmt: skip
+        self,
+        x_BSD: Array,
+        weights: Sequence[Array],
+        axes: Sequence[Axes],
+        biases: Sequence[Array | None] | None = None,
+        seq: LogicalAxis = "seq",
+    ) -> tuple[Array, ...]:
         """Return `x @ w` for each weight, plus its bias."""
         biases = biases or [None] * len(weights)
-        return tuple(self._linear(x_BSD, weight, 1, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(
+            self._linear(x_BSD, weight, 1, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
 
     def row_linear(
-        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq",
+        self,
+        h_BSI: Array,
+        weight: Array,
+        axes: Axes,
+        bias: Array | None = None,
+        seq: LogicalAxis = "seq",
         to: LogicalAxis = "embed",
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Return `h @ w` over all dims of h but the first two, plus the bias."""
         return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
 
-    def rank_linear(self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq") -> Array:
+    def rank_linear(
+        self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq"
+    ) -> Array:
         """Return `u @ w`."""
         return self._linear(u_BSr, weight, 1, None)
 
-    def _linear(self, x: Array, weight: Array, dims: int, bias: Array | None) -> Array:
-        y = jnp.tensordot(x.astype(self.plan.dtype), weight.astype(self.plan.dtype), dims)
+    def _linear(
+        self,
+        x: Array,
+        weight: Array,
+        dims: int,
+        bias: Array | None,
+    ) -> Array:
+        y = jnp.tensordot(
+            x.astype(self.plan.dtype),
+            weight.astype(self.plan.dtype),
+            dims,
+        )
         return y if bias is None else y + bias.astype(y.dtype)
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
@@ -65,55 +90,103 @@ class ReferenceOps:
         return table_VD.astype(self.plan.dtype)[ids_BS]
 
     def attention(
-        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,
-        dropout_rate: float = 0.0, key: Array | None = None, softcap: float = 0.0,
-    ) -> Array:  # fmt: skip
+        self,
+        q_BSHh: Array,
+        k_BSKh: Array,
+        v_BSKh: Array,
+        mask: Mask,
+        segments_BS: Array | None = None,
+        dropout_rate: float = 0.0,
+        key: Array | None = None,
+        softcap: float = 0.0,
+    ) -> Array:
         """Compute attention over all scores at once, S = T; dropout is never on here.
 
-        A token sees what the mask shows it of its own document (`segments_BS`), as if that were alone: places count
-        from the document's first token.
+        A token sees what the mask shows it of its own document (`segments_BS`), as if that were
+        alone: places count from the document's first token.
         """
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
-        scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
-        scores_BHST = softcap * jnp.tanh(scores_BHST / softcap) if softcap else scores_BHST
+        scores_BHST = jnp.einsum(
+            "BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32
+        ) / math.sqrt(h)
+        if softcap:
+            scores_BHST = softcap * jnp.tanh(scores_BHST / softcap)
         if segments_BS is None:
-            visible = mask.visible(jnp.arange(S)[:, None] + self.offset, jnp.arange(S))
+            visible = mask.visible(
+                jnp.arange(S)[:, None] + self.offset,
+                jnp.arange(S),
+            )
         else:
             places_BS = _places_in_document(segments_BS)
-            of_document = mask.visible(places_BS[:, :, None] + self.offset, places_BS[:, None, :])
+            of_document = mask.visible(
+                places_BS[:, :, None] + self.offset,
+                places_BS[:, None, :],
+            )
             visible = (of_document & (segments_BS[:, :, None] == segments_BS[:, None, :]))[:, None]
-        weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)
+        weights_BHST = jax.nn.softmax(
+            jnp.where(visible, scores_BHST, -1e30),
+            axis=-1,
+        )
         return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
     def expert_mlp(
-        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int,
+        self,
+        x_BSD: Array,
+        router_DE: Array,
+        gate_EDF: Array,
+        up_EDF: Array,
+        down_EFD: Array,
+        experts_per_token: int,
         text_BS: Array | None = None,
-    ) -> tuple[Array, RouterSums]:  # fmt: skip
-        """Run every expert on every token, with weight zero where it is not chosen; padding is in no sum."""
+    ) -> tuple[Array, RouterSums]:
+        """Run every expert on every token, with weight zero where it is not chosen; padding is in
+        no sum.
+        """
         E = router_DE.shape[1]
-        logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+        logits_BSE = jnp.matmul(
+            x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
+        )
         probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
         largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, experts_per_token)
         choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
         total_BS1 = jnp.sum(largest_BSK, axis=-1, keepdims=True)
-        weights_BSK = largest_BSK if experts_per_token == 1 else largest_BSK / total_BS1
+        if experts_per_token == 1:
+            weights_BSK = largest_BSK
+        else:
+            weights_BSK = largest_BSK / total_BS1
         weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
-        x_BSD, gate_EDF, up_EDF, down_EFD = (a.astype(self.plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD))
-        gates_BSEF, ups_BSEF = (jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF))
+        x_BSD, gate_EDF, up_EDF, down_EFD = (
+            a.astype(self.plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD)
+        )
+        gates_BSEF, ups_BSEF = (
+            jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF)
+        )
         answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down_EFD)
-        y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(self.plan.dtype)
+        y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(
+            self.plan.dtype
+        )
         if text_BS is None:
             text_BS = jnp.ones(x_BSD.shape[:2], bool)
         sizes_B = jnp.sum(text_BS, axis=1)
         mean_BS = text_BS / jnp.maximum(sizes_B, 1)[:, None]
         shares_BE = jnp.einsum("BS,BSKE->BE", mean_BS, choices_BSKE) / experts_per_token
-        balances_B = E * jnp.sum(shares_BE * jnp.einsum("BS,BSE->BE", mean_BS, probabilities_BSE), axis=-1)
+        balances_B = E * jnp.sum(
+            shares_BE * jnp.einsum("BS,BSE->BE", mean_BS, probabilities_BSE), axis=-1
+        )
         z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
-        return y_BSD, RouterSums(jnp.sum(sizes_B * balances_B), jnp.sum(jnp.where(text_BS, z_BS, 0)))
+        return y_BSD, RouterSums(
+            jnp.sum(sizes_B * balances_B), jnp.sum(jnp.where(text_BS, z_BS, 0))
+        )
 
     def linear_cross_entropy(
-        self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0
+        self,
+        x_BSD: Array,
+        head_VD: Array,
+        labels_BS: Array,
+        vocab_size: int,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
     ) -> LossSums:
         """Sum the cross-entropy over all scores at once; a label below zero does not count."""
         logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
@@ -122,14 +195,29 @@ class ReferenceOps:
         labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]
         nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
         nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
-        loss = nll + z_loss * jnp.sum(jnp.where(counts_BS, jnp.square(lse_BS), 0))
+        loss = nll + z_loss * jnp.sum(
+            jnp.where(
+                counts_BS,
+                jnp.square(lse_BS),
+                0,
+            )
+        )
         return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))
 
-    def logits(self, x_BSD: Array, head_VD: Array, vocab_size: int, softcap: float = 0.0) -> Array:
+    def logits(
+        self,
+        x_BSD: Array,
+        head_VD: Array,
+        vocab_size: int,
+        softcap: float = 0.0,
+    ) -> Array:
         """Return the float32 scores of the true vocabulary, without padding."""
-        x_BSD, head_VD = x_BSD.astype(self.plan.dtype), head_VD[:vocab_size].astype(self.plan.dtype)
+        x_BSD = x_BSD.astype(self.plan.dtype)
+        head_VD = head_VD[:vocab_size].astype(self.plan.dtype)
         logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
-        return softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV
+        if softcap:
+            return softcap * jnp.tanh(logits_BSV / softcap)
+        return logits_BSV
 
 
 def _places_in_document(segments_BS: Array) -> Array:

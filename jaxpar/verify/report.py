@@ -19,11 +19,14 @@ class GradientRow(NamedTuple):
     Attributes:
       name: the parameter's path in the tree, such as `blocks.up`.
       shape: the shape of the array.
-      error: |got - want| / max(|want|, floor) of the worst copy, by root mean squares; infinite for NaN.
+      error: |got - want| / max(|want|, floor) of the worst copy, by root mean squares; infinite for
+        NaN.
       tolerance: the largest error allowed.
       finding: how the gradient differs; None where it does not.
-      layers: the layers that differ; None where the gradient does not differ or is not stacked over layers.
-      too_small: whether the whole gradient is within the tolerance, so that zeros in its place would not be told.
+      layers: the layers that differ; None where the gradient does not differ or is not stacked over
+        layers.
+      too_small: whether the whole gradient is within the tolerance, so that zeros in its place
+        would not be told.
     """
 
     name: str
@@ -41,7 +44,9 @@ class GradientRow(NamedTuple):
     @property
     def says(self) -> str:
         """The finding in words, such as `sign, it is minus the reference`."""
-        return f"{self.finding.kind}, it is {self.finding.says}" if self.finding else "not explained"
+        if self.finding:
+            return f"{self.finding.kind}, it is {self.finding.says}"
+        return "not explained"
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,16 @@ class Verdict:
     """One comparison of a program's loss and gradients with the reference's.
 
     Attributes:
-      name: `float32`, `bfloat16`, or `float32 as run` where the device computes float32 less precisely by default.
+      name: `float32`, `bfloat16`, or `float32 as run` where the device computes float32 less
+        precisely by default.
       loss_error, loss_tolerance: the relative error of the loss, and the largest one allowed.
       rows: the parameters in the order of the model, or of the tree.
-      tokens_agree: whether both count the same number of labels, where the program reports how many.
-      origin: the wrong gradient that lies nearest to the loss, where that is known. A mistake there is passed back to
-        the others.
-      on_one_device: whether the library's ops differ as much on one device, so that the mesh is not the cause.
+      tokens_agree: whether both count the same number of labels, where the program reports how
+        many.
+      origin: the wrong gradient that lies nearest to the loss, where that is known. A mistake there
+        is passed back to the others.
+      on_one_device: whether the library's ops differ as much on one device, so that the mesh is not
+        the cause.
     """
 
     name: str
@@ -81,8 +89,13 @@ class Verdict:
 
     @property
     def difference(self) -> str:
-        """What differs: the loss, how many gradients and of which kinds, and the first of these gradients."""
-        loss = [f"the loss, by {self.loss_error:.1e}"] if not self.loss_ok else []
+        """What differs: the loss, how many gradients and of which kinds, and the first of these
+        gradients.
+        """
+        if not self.loss_ok:
+            loss = [f"the loss, by {self.loss_error:.1e}"]
+        else:
+            loss = []
         if not self.wrong:
             return "".join(loss)
         kinds = Counter(row.finding.kind for row in self.wrong if row.finding)
@@ -90,39 +103,66 @@ class Verdict:
         first = self.wrong[0]
         said = " and ".join([*loss, f"{len(self.wrong)} of {len(self.rows)} gradients ({listed})"])
         said += f"; first {first.name} [{_sizes(first)}], off by {first.error:.1e}: {first.says}"
-        if self.loss_ok and self.origin:  # otherwise the forward pass is already wrong, or the tokens differ
+        # otherwise the forward pass is already wrong, or the tokens differ
+        if self.loss_ok and self.origin:
             nearest = next(row for row in self.wrong if row.name == self.origin.split()[0])
-            said += f"; nearest to the loss: {self.origin}" + (f", {nearest.says}" if nearest != first else "")
-        return said + ("; on one device the library's ops differ likewise" if self.on_one_device else "")
+            said += f"; nearest to the loss: {self.origin}" + (
+                f", {nearest.says}" if nearest != first else ""
+            )
+        return said + (
+            "; on one device the library's ops differ likewise" if self.on_one_device else ""
+        )
 
     def __str__(self) -> str:
         if self.equal:
             allowed = max(row.tolerance for row in self.rows)
             small = ", ".join(row.name for row in self.rows if row.too_small)
-            untold = f"; too small beside the whole gradient to tell: {small}" if small else ""
+            if small:
+                untold = f"; too small beside the whole gradient to tell: {small}"
+            else:
+                untold = ""
             return f"EQUAL: loss and {len(self.rows)} gradients, to {allowed:.1e}{untold}"
         return f"DIFFERS: {self.difference}"
 
     def show(self) -> None:
-        """Print every parameter's error and kind of mistake on the terminal, and then the verdict in one line."""
+        """Print every parameter's error and kind of mistake on the terminal, and then the verdict
+        in one line.
+        """
         console().print(table([self]))
         console().print(str(self))
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    """Return a table of the loss and every parameter: each error and tolerance, and the kind of the first mistake."""
+    """Return a table of the loss and every parameter: each error and tolerance, and the kind of the
+    first mistake.
+    """
     out = Table("parameter", "shape", box=None, pad_edge=False)
     for name in [name for verdict in verdicts for name in (verdict.name, "tolerance")]:
         out.add_column(name, justify="right")
     out.add_column("")
-    losses = [f"{x:.1e}" for verdict in verdicts for x in (verdict.loss_error, verdict.loss_tolerance)]
-    out.add_row("loss", "", *losses, "ok" if all(verdict.loss_ok for verdict in verdicts) else "DIFFERS")
+    losses = [
+        f"{x:.1e}" for verdict in verdicts for x in (verdict.loss_error, verdict.loss_tolerance)
+    ]
+    out.add_row(
+        "loss", "", *losses, "ok" if all(verdict.loss_ok for verdict in verdicts) else "DIFFERS"
+    )
     for rows in zip(*(verdict.rows for verdict in verdicts), strict=True):
         errors = [f"{x:.1e}" for row in rows for x in (row.error, row.tolerance)]
         wrong = [row for row in rows if not row.ok]
-        kind = f": {wrong[0].finding.kind}" if wrong and wrong[0].finding else ""
-        right = "ok, too small to tell" if all(row.too_small for row in rows) else "ok"
-        out.add_row(rows[0].name, _sizes(rows[0]), *errors, f"DIFFERS{kind}" if wrong else right)
+        if wrong and wrong[0].finding:
+            kind = f": {wrong[0].finding.kind}"
+        else:
+            kind = ""
+        if all(row.too_small for row in rows):
+            right = "ok, too small to tell"
+        else:
+            right = "ok"
+        out.add_row(
+            rows[0].name,
+            _sizes(rows[0]),
+            *errors,
+            f"DIFFERS{kind}" if wrong else right,
+        )
     return out
 
 

@@ -1,1 +1,3 @@
-"""What one chip can do and how it is wired, TOML data; mesh presets and targets name these files."""
+"""What one chip can do and how it is wired, TOML data; mesh presets and targets name these
+files.
+"""

@@ -1,4 +1,6 @@
-"""Options of the compiler: which a mesh gets, a user's words and tables, and what is refused before a step compiles."""
+"""Options of the compiler: which a mesh gets, a user's words and tables, and what is refused before
+a step compiles.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,23 @@ def absent(platform: str, kind: str, devices: int) -> Any:
 
 
 def test_words_have_the_types_that_xla_takes() -> None:
-    words = ["xla_a=true", "--xla_b=False", "xla_c=65536", "xla_d=1.5", "xla_e = some=text", "xla_f="]
+    words = [
+        "xla_a=true",
+        "--xla_b=False",
+        "xla_c=65536",
+        "xla_d=1.5",
+        "xla_e = some=text",
+        "xla_f=",
+    ]
     found = read_options(words)
-    assert found == {"xla_a": True, "xla_b": False, "xla_c": 65536, "xla_d": 1.5, "xla_e": "some=text", "xla_f": ""}
+    assert found == {
+        "xla_a": True,
+        "xla_b": False,
+        "xla_c": 65536,
+        "xla_d": 1.5,
+        "xla_e": "some=text",
+        "xla_f": "",
+    }
     assert [type(value) for value in found.values()] == [bool, bool, int, float, str, str]
     assert options_text({"xla_a": True, "xla_c": 65536}) == "xla_a=true, xla_c=65536"
 
@@ -74,7 +90,10 @@ def test_a_word_of_another_form_is_refused(words: list[str], message: str) -> No
 )
 def test_a_file_has_them_as_a_table_or_as_words(text: str) -> None:
     config = parse(text)
-    assert read_options(config.compiler.options) == {GPU_OPTION: 4194304, "xla_cpu_enable_fast_math": False}
+    assert read_options(config.compiler.options) == {
+        GPU_OPTION: 4194304,
+        "xla_cpu_enable_fast_math": False,
+    }
     assert parse(to_toml(config)) == config and hash(config)
 
 
@@ -90,10 +109,16 @@ def test_a_table_of_another_key_is_still_refused() -> None:
     [
         ("xla_of_nobody=1", "XLA knows no option xla_of_nobody"),
         ("xla_gpu_of_nobody=true", "XLA knows no option xla_gpu_of_nobody"),
-        ("xla_cpu_enable_fast_math=maybe", "xla_cpu_enable_fast_math takes a value of type bool, found maybe"),
+        (
+            "xla_cpu_enable_fast_math=maybe",
+            "xla_cpu_enable_fast_math takes a value of type bool, found maybe",
+        ),
         (f"{GPU_OPTION}=1.5", f"{GPU_OPTION} takes a value of type int64, found 1.5$"),
         (f"{GPU_OPTION}=1_0", f"{GPU_OPTION} takes a value of type int64, found 1_0$"),
-        ("xla_gpu_enable_latency_hiding_schedule=true", r"did you mean 'xla_gpu_enable_latency_hiding_scheduler'\?"),
+        (
+            "xla_gpu_enable_latency_hiding_schedule=true",
+            r"did you mean 'xla_gpu_enable_latency_hiding_scheduler'\?",
+        ),
     ],
 )
 def test_what_xla_does_not_know_is_refused_in_a_line(word: str, message: str) -> None:
@@ -113,9 +138,18 @@ def test_options_of_a_tpu_are_left_out_elsewhere_and_a_note_says_so() -> None:
 
 
 def test_the_training_step_is_compiled_with_them() -> None:
-    small = {"model.layers": 1, "model.embed": 16, "model.heads": 2, "model.mlp": 16, "data.seq_len": 16}
-    config = override(Config(), small | {"train.batch": 2, "compiler.options": (f"{GPU_OPTION}=5",)})
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    small = {
+        "model.layers": 1,
+        "model.embed": 16,
+        "model.heads": 2,
+        "model.mlp": 16,
+        "data.seq_len": 16,
+    }
+    config = override(
+        Config(), small | {"train.batch": 2, "compiler.options": (f"{GPU_OPTION}=5",)}
+    )
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
     lowered = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan))
     assert options_of(lowered) == {GPU_OPTION: 5}
 
@@ -133,7 +167,10 @@ def test_options_of_a_jitted_function_are_found() -> None:
 def test_a_tpus_step_gets_the_vector_memory_of_its_chips_file(name: str) -> None:
     chip = load_chip(name)
     mesh = absent("tpu", chip.hardware.device_kinds[0], 4)
-    wanted = {SCOPED_VMEM: kib} if (kib := chip.tpu_compiler.scoped_vmem_kib) else {}
+    if kib := chip.tpu_compiler.scoped_vmem_kib:
+        wanted = {SCOPED_VMEM: kib}
+    else:
+        wanted = {}
     assert step_options(mesh) == compiler_options(mesh) | wanted
     assert all(option.startswith(TPU_FLAGS) for option in step_options(mesh))
 
@@ -146,7 +183,9 @@ def test_one_gpu_and_a_cpu_get_none() -> None:
 def test_a_tpus_compiler_takes_them_and_a_users_win() -> None:
     mesh = make_mesh(MeshSpec(fsdp=8), load_target("v6e-8").devices())
     assert step_options(mesh, [f"{SCOPED_VMEM}=20480"])[SCOPED_VMEM] == 20480
-    with pytest.raises(UserError, match=rf"no option xla_tpu_scoped_vmem_limit_kb \(did you mean '{SCOPED_VMEM}'"):
+    with pytest.raises(
+        UserError, match=rf"no option xla_tpu_scoped_vmem_limit_kb \(did you mean '{SCOPED_VMEM}'"
+    ):
         step_options(mesh, ["xla_tpu_scoped_vmem_limit_kb=20480"])
     with pytest.raises(UserError, match=f"{SCOPED_VMEM} takes no value lots"):
         step_options(mesh, [f"{SCOPED_VMEM}=lots"])
@@ -156,7 +195,11 @@ def test_a_tpus_compiler_takes_them_and_a_users_win() -> None:
 def test_a_gpus_compiler_takes_them_and_a_users_win() -> None:
     mesh = make_mesh(MeshSpec(data=8), load_target("h100x8").devices())
     jitted = jax.jit(jnp.sin, compiler_options=step_options(mesh))
-    jitted.trace(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))).lower(
-        lowering_platforms=("cuda",)
-    ).compile()
+    jitted.trace(
+        jax.ShapeDtypeStruct(
+            (8,),
+            jnp.float32,
+            sharding=jax.NamedSharding(mesh, jax.P("data")),
+        )
+    ).lower(lowering_platforms=("cuda",)).compile()
     assert step_options(mesh, [f"{GPU_OPTION}=7"])[GPU_OPTION] == 7

@@ -1,4 +1,6 @@
-"""The schema: what TOML it takes and refuses, that it is written back whole, and what makes two runs differ."""
+"""The schema: what TOML it takes and refuses, that it is written back whole, and what makes two
+runs differ.
+"""
 
 import dataclasses
 import typing
@@ -8,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.config import Config, check, fit_schedule, incompatible_changes, load_config, override, parse
+from jaxpar.base.config import (
+    Config,
+    check,
+    fit_schedule,
+    incompatible_changes,
+    load_config,
+    override,
+    parse,
+)
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.toml import flatten, to_toml
 
@@ -25,7 +35,9 @@ LEAVES: dict[type, st.SearchStrategy] = {
 def values(hint: Any) -> st.SearchStrategy:
     """Any value of an annotated type."""
     if dataclasses.is_dataclass(hint):
-        return st.builds(hint, **{name: values(inner) for name, inner in typing.get_type_hints(hint).items()})
+        return st.builds(
+            hint, **{name: values(inner) for name, inner in typing.get_type_hints(hint).items()}
+        )
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
@@ -64,8 +76,14 @@ def test_a_file_may_be_partial():
         ("[train]\nlearning_rate = false", "train.learning_rate is a number, found False"),
         ("[data]\npack = 1", "data.pack is true or false, found 1"),
         ("[data]\npath = 3", "data.path is a string in quotes, found 3"),
-        ("[data]\npath = 2024-01-01", "data.path is a string in quotes, found datetime.date(2024, 1, 1)"),
-        ('[train]\nschedule = "cosin"', "one of cosine, wsd, constant, found 'cosin' (did you mean 'cosine'?)"),
+        (
+            "[data]\npath = 2024-01-01",
+            "data.path is a string in quotes, found datetime.date(2024, 1, 1)",
+        ),
+        (
+            '[train]\nschedule = "cosin"',
+            "one of cosine, wsd, constant, found 'cosin' (did you mean 'cosine'?)",
+        ),
         ("[train]\nschedule = 3", "train.schedule is one of cosine, wsd, constant, found 3"),
         ("[rules]\nbatch = 3", "rules.batch is a list of names, found 3"),
         ("[pipeline]\nlayers = 3", "pipeline.layers is a list of whole numbers, found 3"),
@@ -98,18 +116,40 @@ def test_override_names_the_nearest_key():
 
 def changed(key: str, value: Any) -> Config:
     """The default config with another value at `key`."""
-    kinds = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, tuple: lambda v: (*v, "stage")}
+    kinds = {
+        bool: lambda v: not v,
+        int: lambda v: v + 1,
+        float: lambda v: v + 1,
+        tuple: lambda v: (*v, "stage"),
+    }
     others = dict.fromkeys(flatten(Config().overlap, "overlap."), "ring") | {
         **dict.fromkeys(flatten(Config().memory.keep, "memory.keep."), "save"),
-        "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
-        "precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.gradients": "bfloat16",
-        "precision.moments": "bfloat16", "memory.optimizer": "offload", "memory.parameters": "offload",
-        "memory.may": ["optimizer"], "data.loss_on": "all", "data.bos": True, "overlap.domino": "on",
-        "context.strategy": "ulysses", "rules.stage": ["data"],
-        "kernels.attention": "chunked", "pipeline.schedule": "gpipe", "pipeline.stash": "stage",
-        "pipeline.layers": [1, 2], "model.rope_scaling": "linear", "metrics.sinks": ["wandb"],
-    }  # fmt: skip
-    return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
+        "data.source": "text",
+        "train.schedule": "wsd",
+        "mesh.platform": "cpu",
+        "memory.policy": "full",
+        "precision.compute": "bfloat16",
+        "precision.params": "bfloat16",
+        "precision.gradients": "bfloat16",
+        "precision.moments": "bfloat16",
+        "memory.optimizer": "offload",
+        "memory.parameters": "offload",
+        "memory.may": ["optimizer"],
+        "data.loss_on": "all",
+        "data.bos": True,
+        "overlap.domino": "on",
+        "context.strategy": "ulysses",
+        "rules.stage": ["data"],
+        "kernels.attention": "chunked",
+        "pipeline.schedule": "gpipe",
+        "pipeline.stash": "stage",
+        "pipeline.layers": [1, 2],
+        "model.rope_scaling": "linear",
+        "metrics.sinks": ["wandb"],
+    }
+    return override(
+        Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)}
+    )
 
 
 @pytest.mark.parametrize(("key", "value"), flatten(Config()).items())
@@ -118,11 +158,23 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     layout = "mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler"
     tables = *layout, "checkpoint", "metrics"
     free = key.split(".")[0] in tables or key in (
-        "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches", "train.final_eval_batches",
-        "train.accumulation", "train.allow_nonfinite", "data.prefetch", "data.accept_changed", "model.scan_layers",
-    )  # fmt: skip
+        "train.steps",
+        "train.stop_at",
+        "train.eval_every",
+        "train.eval_batches",
+        "train.final_eval_batches",
+        "train.accumulation",
+        "train.allow_nonfinite",
+        "data.prefetch",
+        "data.accept_changed",
+        "model.scan_layers",
+    )
     differences = incompatible_changes(Config(), changed(key, value))
-    assert not differences if free else (len(differences) == 1 and differences[0].startswith(f"{key}: {value!r} -> "))
+    assert (
+        not differences
+        if free
+        else (len(differences) == 1 and differences[0].startswith(f"{key}: {value!r} -> "))
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,9 +194,15 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         ({"train.steps": 50}, "try train.warmup_steps=5"),
         ({"train.decay_steps": 950}, "train.decay_steps=950 is more than train.steps=1000 leave"),
         ({"train.decay_steps": 950, "train.schedule": "wsd"}, "try train.decay_steps=900"),
-        ({"train.min_learning_rate_ratio": 1.5}, "train.min_learning_rate_ratio=1.5 is not in [0, 1]"),
+        (
+            {"train.min_learning_rate_ratio": 1.5},
+            "train.min_learning_rate_ratio=1.5 is not in [0, 1]",
+        ),
         ({"train.min_learning_rate": 1e-2}, "train.min_learning_rate_ratio=10.0 is not in [0, 1]"),
-        ({"precision.moments": "bfloat16", "train.beta1": 0.99}, "try train.beta1=0.95 or precision.moments=float32"),
+        (
+            {"precision.moments": "bfloat16", "train.beta1": 0.99},
+            "try train.beta1=0.95 or precision.moments=float32",
+        ),
         (
             {"precision.gradients": "bfloat16", "train.accumulation": 512, "train.batch": 512},
             "adds up 512 microbatches: past 256 of them the next is rounded away",
@@ -176,13 +234,22 @@ def test_the_suggested_batch_splits_into_the_microbatches(batch, accumulation):
 
 
 def test_the_floor_of_an_earlier_version_is_a_share_of_the_rate_beside_it():
-    """In a file, in changes, and in a run folder of a constant rate, whose floor was never reached."""
-    assert parse("[train]\nlearning_rate = 6e-4\nmin_learning_rate = 6e-5").train.min_learning_rate_ratio == 0.1
+    """In a file, in changes, and in a run folder of a constant rate, whose floor was never
+    reached.
+    """
+    assert (
+        parse(
+            "[train]\nlearning_rate = 6e-4\nmin_learning_rate = 6e-5"
+        ).train.min_learning_rate_ratio
+        == 0.1
+    )
     assert parse("[train]\nmin_learning_rate = 5e-4").train.min_learning_rate_ratio == 0.5
     assert override(Config(), {"train.min_learning_rate": 0.0}).train.min_learning_rate_ratio == 0
     changes = {"train.min_learning_rate": 1e-5, "train.learning_rate": 2e-5}
     assert override(Config(), changes).train.min_learning_rate_ratio == 0.5
-    constant = parse('[train]\nschedule = "constant"\nlearning_rate = 2e-5\nmin_learning_rate = 1e-4')
+    constant = parse(
+        '[train]\nschedule = "constant"\nlearning_rate = 2e-5\nmin_learning_rate = 1e-4'
+    )
     assert check(constant).train.learning_rate == 2e-5
     with pytest.raises(UserError, match=r"say the same thing: keep train\.min_learning_rate_ratio"):
         parse("[train]\nmin_learning_rate = 1e-5\nmin_learning_rate_ratio = 0.1")
@@ -195,7 +262,8 @@ def test_fewer_steps_shorten_a_warm_up_and_a_decay_that_were_not_given():
     fitted, note = fit_schedule(config, {"train.steps"})
     assert check(fitted).train.warmup_steps == 5 and fitted.train.decay_steps == 0
     assert note == (
-        "train.steps=50 is shorter than the schedule was: train.warmup_steps 100 -> 5, train.decay_steps 60 -> 0"
+        "train.steps=50 is shorter than the schedule was: train.warmup_steps 100 -> 5, "
+        "train.decay_steps 60 -> 0"
     )
     for keys in ({"train.batch"}, {"train.steps", "train.warmup_steps", "train.decay_steps"}):
         assert fit_schedule(config, keys) == (config, "")
@@ -208,7 +276,12 @@ def test_an_unknown_preset_names_the_nearest():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), (b"[train\n", "not valid TOML"), (b"# caf\xe9\n", "utf-8"), (b"\xff\xfe", "utf-8")],
+    [
+        (None, "No such file"),
+        (b"[train\n", "not valid TOML"),
+        (b"# caf\xe9\n", "utf-8"),
+        (b"\xff\xfe", "utf-8"),
+    ],
 )
 def test_an_unreadable_file_is_named(tmp_path, content, message):
     path = tmp_path / "mine.toml"
@@ -232,14 +305,21 @@ def test_a_folder_is_no_config(tmp_path):
         load_config(str(tmp_path / "folder.toml"))
 
 
-@pytest.mark.parametrize("floor", [10**400, -1, float("nan"), float("inf"), -0.1])
+@pytest.mark.parametrize(
+    "floor",
+    [10**400, -1, float("nan"), float("inf"), -0.1],
+)
 def test_a_floor_of_an_earlier_version_that_is_no_rate(floor):
-    with pytest.raises(UserError, match=r"train\.min_learning_rate is a finite number of 0 or more"):
+    with pytest.raises(
+        UserError, match=r"train\.min_learning_rate is a finite number of 0 or more"
+    ):
         parse(f"[train]\nmin_learning_rate = {floor}")
 
 
 def test_a_name_that_is_no_text_is_refused():
-    """Python reads bytes of a file's name that are no UTF-8 as half a character, which no file of text can hold."""
+    """Python reads bytes of a file's name that are no UTF-8 as half a character, which no file of
+    text can hold.
+    """
     with pytest.raises(UserError, match=r"data\.path is no text that can be written as UTF-8"):
         check(override(Config(), {"data.source": "text", "data.path": "t\udcff.txt"}))
 

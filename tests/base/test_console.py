@@ -16,7 +16,13 @@ pytestmark = pytest.mark.quick
 
 
 def test_numbers_come_in_one_order_and_only_those_known():
-    numbers = {"data_wait": 0.014, "mfu": None, "tokens_per_second": 12_345.6, "loss": 2.34567, "grad_norm": 0.8125}
+    numbers = {
+        "data_wait": 0.014,
+        "mfu": None,
+        "tokens_per_second": 12_345.6,
+        "loss": 2.34567,
+        "grad_norm": 0.8125,
+    }
     assert numbers_text(numbers) == "loss 2.3457  grad 0.812  12.35K tok/s  data wait 1 %"
     assert numbers_text({"mfu": 0.4567, "device_memory": 3 * 2**30}) == "MFU 45.7 %  mem 3.00 GiB"
     assert numbers_text({}) == ""
@@ -24,7 +30,15 @@ def test_numbers_come_in_one_order_and_only_those_known():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00"), (-3, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (123, "2:03"), (3723, "1:02:03"), (36_000, "10:00:00")],
+    [
+        (0, "0:00"),
+        (-3, "0:00"),
+        (59.4, "0:59"),
+        (59.6, "1:00"),
+        (123, "2:03"),
+        (3723, "1:02:03"),
+        (36_000, "10:00:00"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
@@ -42,9 +56,17 @@ def test_progress_is_plain_lines_off_a_terminal(capsys):
 def test_progress_on_a_terminal_has_the_step_the_time_left_and_every_number(width, monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(
-        report, "console", lambda: Console(file=out, width=width, force_terminal=True, color_system=None)
+        report,
+        "console",
+        lambda: Console(file=out, width=width, force_terminal=True, color_system=None),
     )
-    numbers = {"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 12345.0, "data_wait": 0.01}
+    numbers = {
+        "loss": 1.5,
+        "grad_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens_per_second": 12345.0,
+        "data_wait": 0.01,
+    }
     numbers |= {"tflops_per_device": 123.0, "mfu": 0.5, "device_memory": 3 * 2**30}
     with ProgressLine(total=300_000, done=12_345) as progress:
         progress.step(12_346, numbers, eta_seconds=123)
@@ -61,7 +83,13 @@ def test_only_the_first_process_speaks(capsys):
 
 
 def test_the_banner_names_versions_devices_mesh_and_facts(plan_of):
-    lines = dict(line.split(maxsplit=1) for line in banner(plan_of(data=2, tensor=4), {"run": "runs/mine"}))
+    lines = dict(
+        line.split(maxsplit=1)
+        for line in banner(
+            plan_of(data=2, tensor=4),
+            {"run": "runs/mine"},
+        )
+    )
     assert re.match(r"jaxpar \d.*, jax \d.*, orbax-checkpoint \d", lines["versions"])
     assert lines["devices"] == "8 x cpu, simulated, 1 process"
     assert lines["mesh"] == "data=2 x tensor=4"
@@ -72,7 +100,10 @@ def test_the_banner_names_versions_devices_mesh_and_facts(plan_of):
 def rows(plan_of) -> list[Placement]:
     import numpy as np
 
-    arrays = {"a_parameter_with_quite_a_long_name": np.zeros((256, 64), np.float32), "b": np.zeros(512, np.float32)}
+    arrays = {
+        "a_parameter_with_quite_a_long_name": np.zeros((256, 64), np.float32),
+        "b": np.zeros(512, np.float32),
+    }
     axes = {"a_parameter_with_quite_a_long_name": ("embed", "mlp"), "b": (None,)}
     return placements(arrays, axes, plan_of(fsdp=2, tensor=4))
 
@@ -80,7 +111,13 @@ def rows(plan_of) -> list[Placement]:
 def test_the_table_has_a_line_a_parameter_and_their_sum(rows, capsys):
     console().print(sharding_table(rows))
     _, first, second, total = capsys.readouterr().out.splitlines()
-    cells = ["a_parameter_with_quite_a_long_name", "256 x 64", "embed, mlp", "P('fsdp', 'tensor')", "8.00 KiB"]
+    cells = [
+        "a_parameter_with_quite_a_long_name",
+        "256 x 64",
+        "embed, mlp",
+        "P('fsdp', 'tensor')",
+        "8.00 KiB",
+    ]
     assert re.split(" {2,}", first.strip()) == cells
     assert second.split()[-2:] == ["2.00", "KiB"]
     assert total.split() == ["all", "10.00", "KiB"]

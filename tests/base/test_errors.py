@@ -9,7 +9,14 @@ from jaxpar.base.errors import UserError, require_local, suggest
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(("word", "hint"), [("trian", "train"), ("tokenise", "tokenize"), ("eval", "eval")])
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", "train"),
+        ("tokenise", "tokenize"),
+        ("eval", "eval"),
+    ],
+)
 def test_the_closest_choice_is_named(word, hint):
     assert suggest(word, ["train", "eval", "tokenize"]) == f" (did you mean {hint!r}?)"
 
@@ -19,7 +26,9 @@ def test_nothing_is_named_when_nothing_is_close():
     assert suggest("train", []) == ""
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket", "hf://datasets/x", "file:///tmp/x", "HTTPS://x.y/z"])
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/run", "s3://bucket", "hf://datasets/x", "file:///tmp/x", "HTTPS://x.y/z"]
+)
 def test_a_url_is_refused_also_where_it_has_become_a_path(url):
     scheme, rest = url.split("://")
     for path in (url, Path(url)):

@@ -1,11 +1,20 @@
-"""Chips and mesh presets: every figure positive and sourced, meshes that fit their chips, look-ups by device kind."""
+"""Chips and mesh presets: every figure positive and sourced, meshes that fit their chips, look-ups
+by device kind.
+"""
 
 import re
 
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.hardware import CHIPS, Hardware, hardware_of, load_chip, load_mesh_preset, peak_flops
+from jaxpar.base.hardware import (
+    CHIPS,
+    Hardware,
+    hardware_of,
+    load_chip,
+    load_mesh_preset,
+    peak_flops,
+)
 from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.base.toml import flatten, presets
 
@@ -22,13 +31,26 @@ every_chip = pytest.mark.parametrize("name", ALL_CHIPS)
 
 def test_the_presets():
     assert set(MESHES) == {"cpu_8", "v5e_8", "v5p_64", "v6e_256", "h100_8", "h100_64"}
-    assert set(ALL_CHIPS) == {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200", "l4", "t4"}
+    assert set(ALL_CHIPS) == {
+        "v4",
+        "v5e",
+        "v5p",
+        "v6e",
+        "tpu7x",
+        "a100",
+        "h100",
+        "h200",
+        "b200",
+        "l4",
+        "t4",
+    }
 
 
 @every_mesh
 def test_the_mesh_uses_every_chip(name):
     spec, hardware = load_mesh_preset(name)
-    chips, a_host = devices_needed(spec), hardware.chips_per_host or 8
+    chips = devices_needed(spec)
+    a_host = hardware.chips_per_host or 8
     assert chips == int(name.rpartition("_")[2])
     assert chips % a_host == 0
     assert spec.platform in ("cpu", "tpu", "gpu")
@@ -38,15 +60,20 @@ def test_the_mesh_uses_every_chip(name):
 @every_chip
 def test_figures_are_positive(name):
     hardware = load_chip(name).hardware
-    figures = {key: value for key, value in flatten(hardware).items() if isinstance(value, int | float)}
+    figures = {
+        key: value for key, value in flatten(hardware).items() if isinstance(value, int | float)
+    }
     missing = {key for key, value in figures.items() if value <= 0}
-    allowed = {"peak_flops.float8", "chips"} | (set() if name in GPUS else {"peak_flops.float32", "launch_overhead"})
+    allowed = {"peak_flops.float8", "chips"} | (
+        set() if name in GPUS else {"peak_flops.float32", "launch_overhead"}
+    )
     if hardware.devices_per_chip == 1:
         allowed.add("ici.chip_bandwidth")
     if name == "tpu7x":
         allowed.add("peak_flops.int8")  # it has float8 in its place
     assert missing <= allowed
-    assert hardware.peak_flops.bfloat16 > (8e12 if name == "t4" else 1e14)  # which multiplies it in float32
+    # which multiplies it in float32
+    assert hardware.peak_flops.bfloat16 > (8e12 if name == "t4" else 1e14)
     assert hardware.hbm_bandwidth > hardware.ici.axis_bandwidth > hardware.dcn_bandwidth > 1e9
 
 
@@ -68,14 +95,23 @@ def test_what_the_gpu_compiler_must_know_is_there(name):
 @every_chip
 def test_only_tpus_come_in_slices(name):
     slices = load_chip(name).slices
-    assert bool(slices.shapes) == bool(slices.most_chips) == bool(slices.vendor) == (name not in GPUS)
+    assert (
+        bool(slices.shapes) == bool(slices.most_chips) == bool(slices.vendor) == (name not in GPUS)
+    )
 
 
 def test_v5p_sends_180_gb_a_second_along_an_axis():
     assert load_mesh_preset("v5p_64")[1].ici.axis_bandwidth == 180e9
 
 
-@pytest.mark.parametrize(("name", "bandwidth"), [("a100", 240e9), ("h100", 370.8e9), ("b200", 721.8e9)])
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [
+        ("a100", 240e9),
+        ("h100", 370.8e9),
+        ("b200", 721.8e9),
+    ],
+)
 def test_nvlink_gives_what_nccl_gets_of_it(name, bandwidth):
     assert load_chip(name).hardware.ici.axis_bandwidth == pytest.approx(bandwidth)
 
@@ -87,18 +123,23 @@ def test_half_of_a_tpu7x_chip_is_a_device():
 
 
 FLOPS_A_CYCLE = {
-    "v4": 2 * 4 * 2 * 128 * 128, "v5e": 4 * 2 * 128 * 128, "v5p": 2 * 4 * 2 * 128 * 128,
-    "v6e": 4 * 2 * 256 * 256, "tpu7x": 4 * 2 * 256 * 256,
-}  # fmt: skip
+    "v4": 2 * 4 * 2 * 128 * 128,
+    "v5e": 4 * 2 * 128 * 128,
+    "v5p": 2 * 4 * 2 * 128 * 128,
+    "v6e": 4 * 2 * 256 * 256,
+    "tpu7x": 4 * 2 * 256 * 256,
+}
 """What the matrix units of one device do in a cycle, in bfloat16."""
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL_CHIPS) - set(GPUS)))
 def test_a_tpus_clock_times_the_width_of_its_matrix_units_is_its_peak(name):
-    """The compiler's cycles over the clock are seconds, and the peak is what MFU is a share of: they must be of one
-    chip. Vendors print three digits: 0.25 %."""
+    """The compiler's cycles over the clock are seconds, and the peak is what MFU is a share of:
+    they must be of one chip. Vendors print three digits: 0.25 %."""
     hardware = load_chip(name).hardware
-    assert hardware.clock_hz * FLOPS_A_CYCLE[name] == pytest.approx(hardware.peak_flops.bfloat16, rel=0.0025)
+    assert hardware.clock_hz * FLOPS_A_CYCLE[name] == pytest.approx(
+        hardware.peak_flops.bfloat16, rel=0.0025
+    )
 
 
 @every_mesh
@@ -113,7 +154,11 @@ def test_every_figure_names_its_source(name):
     opening, _, tables = text.partition("[hardware]\n")
     sources = set(re.findall(r"^# (\[\d\]) ", opening, re.MULTILINE))
     assert opening.count("https://") == len(sources)
-    figures = [line for line in tables.splitlines() if "=" in line and not line.startswith(("chip ", "name "))]
+    figures = [
+        line
+        for line in tables.splitlines()
+        if "=" in line and not line.startswith(("chip ", "name "))
+    ]
     cited = {line: set(re.findall(r"\[\d\]", line.partition("  # ")[2])) for line in figures}
     assert not [line for line, found in cited.items() if not found and "# assumed" not in line]
     assert set.union(*cited.values()) == sources

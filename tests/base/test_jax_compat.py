@@ -1,4 +1,5 @@
-"""Everything that the library takes of JAX without a public name, as this jax has it: on a new one, run this first.
+"""Everything that the library takes of JAX without a public name, as this jax has it: on a new one,
+run this first.
 
 A failure here names what was moved or renamed. Mend `jaxpar/base/jax_compat.py`, and nothing else.
 """
@@ -71,8 +72,18 @@ MOVES: dict[str, tuple[str, Callable[[jax.Array], Any]]] = {
     "psum": ("all-reduce", lambda x: jax.lax.psum(x, "fsdp")),
     "pmax": ("all-reduce", lambda x: jax.lax.pmax(x, "fsdp")),
     "pmin": ("all-reduce", lambda x: jax.lax.pmin(x, "fsdp")),
-    "all_to_all": ("all-to-all", lambda x: jax.lax.all_to_all(x, "fsdp", 0, 1, tiled=True)),
-    "ppermute": ("ppermute", lambda x: jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])),
+    "all_to_all": (
+        "all-to-all",
+        lambda x: jax.lax.all_to_all(x, "fsdp", 0, 1, tiled=True),
+    ),
+    "ppermute": (
+        "ppermute",
+        lambda x: jax.lax.ppermute(
+            x,
+            "fsdp",
+            [(0, 1), (1, 0)],
+        ),
+    ),
 }
 
 
@@ -82,19 +93,34 @@ def test_collectives_are_known_by_name(move: str, checked: bool) -> None:
     kind, function = MOVES[move]
     mesh = make_mesh(MeshSpec(fsdp=2), jax.devices()[:2])
     out = P() if kind == "all-reduce" else P("fsdp")
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("fsdp"), out_specs=out, check_vma=checked)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=P("fsdp"), out_specs=out, check_vma=checked
+    )
     found = traced(mapped)
     assert jax_compat.SHARD_MAP in found
     known = {jax_compat.COLLECTIVES[name] for name in found if name in jax_compat.COLLECTIVES}
     assert known == {kind}, found
-    left = [name for name in found - set(jax_compat.COLLECTIVES) if not name.startswith(jax_compat.STILL)]
+    left = [
+        name
+        for name in found - set(jax_compat.COLLECTIVES)
+        if not name.startswith(jax_compat.STILL)
+    ]
     assert left == [jax_compat.SHARD_MAP], "primitives that are neither"
 
 
 PLAIN: dict[str, Callable[[jax.Array], Any]] = {
     "SCAN": lambda x: jax.lax.scan(lambda total, row: (total + row, None), x[0], x)[0],
-    "WHILE": lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x + 1, x),
-    "COND": lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
+    "WHILE": lambda x: jax.lax.while_loop(
+        lambda x: jnp.sum(x) < 9,
+        lambda x: x + 1,
+        x,
+    ),
+    "COND": lambda x: jax.lax.cond(
+        x[0, 0] > 0,
+        jnp.sin,
+        jnp.cos,
+        x,
+    ),
     "NAME": lambda x: checkpoint_name(x, "a name"),
 }
 
@@ -128,6 +154,10 @@ def test_the_tpu_compiler_knows_its_options() -> None:
     mesh = make_mesh(MeshSpec(fsdp=4), load_target("v5e-4").devices())
     options = jax_compat.compiler_options(mesh)
     assert len(options) > 5
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("fsdp")))
+    x = jax.ShapeDtypeStruct(
+        (8, 8),
+        jnp.float32,
+        sharding=jax.NamedSharding(mesh, P("fsdp")),
+    )
     jitted = jax.jit(jnp.sin, compiler_options=options)
     jitted.trace(x).lower(lowering_platforms=("tpu",)).compile()

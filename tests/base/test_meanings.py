@@ -49,7 +49,9 @@ def test_a_flag_of_another_trainer_names_ours(words: str, meant: str) -> None:
 
 
 def test_a_table_alone_says_how_it_is_written() -> None:
-    with pytest.raises(UserError, match=r"takes no --mesh \(it is a table: write --mesh\.NAME VALUE\)"):
+    with pytest.raises(
+        UserError, match=r"takes no --mesh \(it is a table: write --mesh\.NAME VALUE\)"
+    ):
         config_args("jaxpar train", TrainArgs, ["tiny", "--mesh"])
 
 
@@ -68,14 +70,23 @@ def test_so_does_a_key_of_a_file(text: str, message: str) -> None:
 
 
 def test_so_does_an_override() -> None:
-    with pytest.raises(UserError, match=r"unknown key train\.lr \(did you mean 'train\.learning_rate'\?\)"):
+    with pytest.raises(
+        UserError, match=r"unknown key train\.lr \(did you mean 'train\.learning_rate'\?\)"
+    ):
         override(Config(), {"train.lr": 1e-3})
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("gpt2", "gpt2_124m"), ("gpt2-xl", "gpt2_1558m"), ("GPT2-medium", "gpt2_355m"), ("llama-3-8b", "llama3_8b"),
-     ("llama3", "llama3_8b"), ("tinny", "tiny"), ("shakespeare", "shakespeare_char_cpu")],
-)  # fmt: skip
+    [
+        ("gpt2", "gpt2_124m"),
+        ("gpt2-xl", "gpt2_1558m"),
+        ("GPT2-medium", "gpt2_355m"),
+        ("llama-3-8b", "llama3_8b"),
+        ("llama3", "llama3_8b"),
+        ("tinny", "tiny"),
+        ("shakespeare", "shakespeare_char_cpu"),
+    ],
+)
 def test_a_preset_by_its_usual_name(name: str, meant: str) -> None:
     assert suggest_preset(name, presets("jaxpar.configs")) == f" (did you mean {meant!r}?)"

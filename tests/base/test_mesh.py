@@ -28,7 +28,11 @@ from jaxpar.base.mesh import (
 pytestmark = pytest.mark.quick
 
 
-@given(st.lists(st.integers(1, 4), min_size=6, max_size=6), st.sampled_from(MESH_AXES), st.integers(1, 3))
+@given(
+    st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    st.sampled_from(MESH_AXES),
+    st.integers(1, 3),
+)
 def test_minus_one_is_what_is_left(sizes, free, slices):
     spec = MeshSpec(*sizes, dcn=DcnSpec(data=slices))
     assert resolve(replace(spec, **{free: -1}), devices_needed(spec)) == axis_sizes(spec)
@@ -38,25 +42,54 @@ def test_minus_one_is_what_is_left(sizes, free, slices):
 @pytest.mark.parametrize(
     ("spec", "devices", "message"),
     [
-        (MeshSpec(data=2, tensor=4), 4, "mesh data=2 x tensor=4 needs 8 devices, 4 are here: try mesh.tensor=2"),
+        (
+            MeshSpec(data=2, tensor=4),
+            4,
+            "mesh data=2 x tensor=4 needs 8 devices, 4 are here: try mesh.tensor=2",
+        ),
         (MeshSpec(data=2), 1, "mesh data=2 needs 2 devices, 1 is here: try mesh.data=1"),
         (MeshSpec(), 8, "mesh of 1 device needs 1 device, 8 are here: try mesh.data=8"),
-        (MeshSpec(data=-1, tensor=3), 8,
-         "mesh tensor=3 needs a multiple of 3 devices, 8 are here: try mesh.tensor=2"),
-        (MeshSpec(data=3, tensor=5), 8,
-         "mesh data=3 x tensor=5 needs 15 devices, 8 are here: try mesh.data=-1 with the other axes 1, "
-         "or mesh.platform=cpu to simulate the devices"),
-        (MeshSpec(fsdp=2, dcn=DcnSpec(data=3)), 8,
-         "mesh fsdp=2 over 3 slices needs 6 devices, 8 are here: 3 slices do not divide them, "
-         "so change the sizes of mesh.dcn"),
-        (MeshSpec(data=-1, stage=-1), 8,
-         "mesh has stage and data = -1: only one axis can take what is left, give the others a size"),
-        (MeshSpec(tensor=0), 8, "mesh.tensor is 0: an axis has at least 1 device (or is -1 = what is left)"),
-        (MeshSpec(tensor=-2), 8, "mesh.tensor is -2: an axis has at least 1 device (or is -1 = what is left)"),
-        (MeshSpec(dcn=DcnSpec(data=-1)), 8,
-         "mesh.dcn.data is -1: an axis has at least 1 device (or is -1 = what is left)"),
+        (
+            MeshSpec(data=-1, tensor=3),
+            8,
+            "mesh tensor=3 needs a multiple of 3 devices, 8 are here: try mesh.tensor=2",
+        ),
+        (
+            MeshSpec(data=3, tensor=5),
+            8,
+            "mesh data=3 x tensor=5 needs 15 devices, 8 are here: try mesh.data=-1 with the "
+            "other axes 1, "
+            "or mesh.platform=cpu to simulate the devices",
+        ),
+        (
+            MeshSpec(fsdp=2, dcn=DcnSpec(data=3)),
+            8,
+            "mesh fsdp=2 over 3 slices needs 6 devices, 8 are here: 3 slices do not divide them, "
+            "so change the sizes of mesh.dcn",
+        ),
+        (
+            MeshSpec(data=-1, stage=-1),
+            8,
+            "mesh has stage and data = -1: only one axis can take what is left, give the others "
+            "a size",
+        ),
+        (
+            MeshSpec(tensor=0),
+            8,
+            "mesh.tensor is 0: an axis has at least 1 device (or is -1 = what is left)",
+        ),
+        (
+            MeshSpec(tensor=-2),
+            8,
+            "mesh.tensor is -2: an axis has at least 1 device (or is -1 = what is left)",
+        ),
+        (
+            MeshSpec(dcn=DcnSpec(data=-1)),
+            8,
+            "mesh.dcn.data is -1: an axis has at least 1 device (or is -1 = what is left)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_does_not_fit_is_refused_with_its_numbers(spec, devices, message):
     with pytest.raises(UserError) as error:
         resolve(spec, devices)
@@ -64,7 +97,11 @@ def test_a_mesh_that_does_not_fit_is_refused_with_its_numbers(spec, devices, mes
 
 
 @given(
-    st.lists(st.sampled_from([1, 1, 2, 3, 4, 6]), min_size=6, max_size=6),
+    st.lists(
+        st.sampled_from([1, 1, 2, 3, 4, 6]),
+        min_size=6,
+        max_size=6,
+    ),
     st.sampled_from([None, *MESH_AXES]),
     st.integers(1, 24),
     st.integers(1, 3),
@@ -80,8 +117,14 @@ def test_following_the_advice_gives_a_mesh_that_fits(sizes, free, devices, slice
         if advice is None:
             assert devices % slices
             return
-        start = replace(MeshSpec(), dcn=spec.dcn) if "the other axes 1" in str(error) else spec
-        resolve(replace(start, **{advice[1]: int(advice[2])}), devices)
+        if "the other axes 1" in str(error):
+            start = replace(MeshSpec(), dcn=spec.dcn)
+        else:
+            start = spec
+        resolve(
+            replace(start, **{advice[1]: int(advice[2])}),
+            devices,
+        )
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
@@ -119,9 +162,13 @@ def test_a_mesh_takes_the_devices_it_is_given():
 def test_simulated_slices_are_laid_out_as_real_ones(spec):
     """Against jax's own layout of two or four processes."""
     mesh = make_mesh(spec)
-    ici, dcn = axis_sizes(spec), vars(spec.dcn)
+    ici = axis_sizes(spec)
+    dcn = vars(spec.dcn)
     size = math.prod(ici.values())
-    processes = [SimpleNamespace(device_kind="cpu", platform="cpu", id=i, process_index=i // size) for i in range(8)]
+    processes = [
+        SimpleNamespace(device_kind="cpu", platform="cpu", id=i, process_index=i // size)
+        for i in range(8)
+    ]
     sizes = [[table[axis] for axis in MESH_AXES] for table in (ici, dcn)]
     real = mesh_utils.create_hybrid_device_mesh(*sizes, processes, process_is_granule=True)
     assert [device.id for device in mesh.devices.flat] == [device.id for device in real.flat]

@@ -1,4 +1,6 @@
-"""What one process of several cannot do, none does: tests/train/test_multiprocess.py has it with real ones."""
+"""What one process of several cannot do, none does: tests/train/test_multiprocess.py has it with
+real ones.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(other_says: str) -> None:
         other = np.frombuffer(other_says.encode().ljust(500), np.uint8)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.stack([mine, other]))
+        monkeypatch.setattr(
+            multihost_utils, "process_allgather", lambda mine: np.stack([mine, other])
+        )
 
     return pretend
 

@@ -1,4 +1,6 @@
-"""Starting JAX: in this process it runs on 8 CPU devices already; a fresh process gets what it asks for."""
+"""Starting JAX: in this process it runs on 8 CPU devices already; a fresh process gets what it asks
+for.
+"""
 
 import errno
 import logging
@@ -40,7 +42,11 @@ def test_cpu_takes_as_many_devices_as_the_mesh_needs():
 @pytest.fixture
 def programs(cache: Path) -> Iterator[Path]:
     """The folder of kept programs, with JAX's cache on, which conftest turns off."""
-    names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
+    names = [
+        name
+        for name in jax.config.values
+        if "compilation_cache" in name or "persistent_cache" in name
+    ]
     before = {name: jax.config.values[name] for name in names}
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
@@ -50,17 +56,26 @@ def programs(cache: Path) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
-def test_a_program_is_compiled_once_and_then_read(programs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_is_compiled_once_and_then_read(
+    programs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def compute() -> float:
-        return float(jax.jit(lambda x: x * 3 + 1)(2.0))  # a new function each time: JAX remembers none of it
+        # a new function each time: JAX remembers none of it
+        return float(jax.jit(lambda x: x * 3 + 1)(2.0))
 
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the user's own, left as it is
+    # the user's own, left as it is
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     keep_programs()
     with caplog.at_level(logging.DEBUG, "jax._src.lru_cache"):
         assert (compute(), compute()) == (7.0, 7.0)
     (folder,) = programs.iterdir()
     assert len(list(folder.glob("jit__lambda*-cache"))) == 1
-    assert len([line for line in caplog.messages if line.startswith("Cache hit for key: 'jit__lambda")]) == 1
+    assert (
+        len(
+            [line for line in caplog.messages if line.startswith("Cache hit for key: 'jit__lambda")]
+        )
+        == 1
+    )
     assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 0.0
     assert jax.config.values["jax_compilation_cache_max_size"] == 2 << 30
 
@@ -78,25 +93,36 @@ def test_the_settings_of_jax_come_first(programs: Path, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(programs: Path, caplog: pytest.LogCaptureFixture) -> None:
     programs.parent.write_text("a file")
     keep_programs()
-    assert re.search(r"cannot be kept in .*programs.* \(Not a directory\): every start compiles anew", caplog.text)
+    assert re.search(
+        r"cannot be kept in .*programs.* \(Not a directory\): every start compiles anew",
+        caplog.text,
+    )
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
 def test_too_few_cpu_devices_once_jax_runs_are_refused_with_both_numbers():
-    with pytest.raises(UserError, match="16 simulated CPU devices are needed and JAX has started with 8"):
+    with pytest.raises(
+        UserError, match="16 simulated CPU devices are needed and JAX has started with 8"
+    ):
         start(MeshSpec(platform="cpu", data=16))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_another_platform_once_jax_runs_is_refused(platform):
-    with pytest.raises(UserError, match=f"mesh.platform is '{platform}' and JAX runs on cpu: pip install"):
+    with pytest.raises(
+        UserError, match=f"mesh.platform is '{platform}' and JAX runs on cpu: pip install"
+    ):
         start(MeshSpec(platform=platform))
 
 
 def test_a_fresh_process_simulates_as_many_devices_as_the_mesh_needs():
-    program = "from jaxpar import MeshSpec, start; print(len(start(MeshSpec(platform='cpu', data=3))))"
+    program = (
+        "from jaxpar import MeshSpec, start; print(len(start(MeshSpec(platform='cpu', data=3))))"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
@@ -110,11 +136,16 @@ def test_a_fresh_process_simulates_as_many_devices_as_the_mesh_needs():
     ],
 )
 def test_jaxs_pool_on_a_gpu_is_wider_where_the_user_has_set_none(given, inside, monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+    for name in (
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_ALLOCATOR",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    before, found = dict(os.environ), list[str | None]()
+    before = dict(os.environ)
+    found = list[str | None]()
 
     def devices() -> list[jax.Device]:
         found.append(os.environ.get("XLA_CLIENT_MEM_FRACTION"))
@@ -128,7 +159,9 @@ def test_jaxs_pool_on_a_gpu_is_wider_where_the_user_has_set_none(given, inside, 
 
 
 def test_keeping_the_heap_says_whether_it_did():
-    assert keep_heap() is (os.confstr("CS_GNU_LIBC_VERSION") is not None if sys.platform == "linux" else False)
+    assert keep_heap() is (
+        os.confstr("CS_GNU_LIBC_VERSION") is not None if sys.platform == "linux" else False
+    )
 
 
 def test_the_heap_is_only_kept_on_linux(monkeypatch):
@@ -136,9 +169,12 @@ def test_the_heap_is_only_kept_on_linux(monkeypatch):
     assert keep_heap() is False
 
 
-def test_a_file_is_written_whole_by_whoever_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_whole_by_whoever_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another writer at the same time has a file of its own until it is done."""
-    path, own = tmp_path / "new" / "cache.json", Path.write_text
+    path = tmp_path / "new" / "cache.json"
+    own = Path.write_text
 
     def meanwhile(self: Path, text: str, **options: Any) -> int:
         monkeypatch.setattr(Path, "write_text", own)

@@ -1,4 +1,6 @@
-"""Settings without an effect: the table knows every key that may have none, and only what the user gave is refused."""
+"""Settings without an effect: the table knows every key that may have none, and only what the user
+gave is refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train.eval_every": (5, {"data.val_fraction": 0.0}, {"data.val_path": "b.txt"}),
     "train.eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),
     "train.final_eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),
-    "train.min_learning_rate_ratio": (0.0, {"train.schedule": "constant"}, {"train.schedule": "cosine"}),
+    "train.min_learning_rate_ratio": (
+        0.0,
+        {"train.schedule": "constant"},
+        {"train.schedule": "cosine"},
+    ),
     "train.decay_steps": (5, {"train.schedule": "constant"}, {"train.schedule": "wsd"}),
     "model.lora.alpha": (8.0, {}, {"model.lora.rank": 4}),
     "model.lora.targets": (["q"], {}, {"model.lora.rank": 4}),
@@ -54,7 +60,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "overlap.heads_scatter": ("ring", {}, {"mesh.tensor": 2}),
     "overlap.mlp_gather": ("ring", {}, {"mesh.fsdp": 2, "rules.residual_seq": ("fsdp",)}),
     "overlap.mlp_scatter": ("ring", {}, {"mesh.tensor": 2}),
-    "context.strategy": ("ulysses", {"mesh.tensor": 4}, {"mesh.tensor": 8}),  # more devices than the four heads
+    # more devices than the four heads
+    "context.strategy": ("ulysses", {"mesh.tensor": 4}, {"mesh.tensor": 8}),
     "pipeline.schedule": ("gpipe", {}, {"mesh.stage": 2}),
     "pipeline.microbatches": (4, {}, {"mesh.dcn.stage": 2}),
     "pipeline.virtual": (2, {}, {"mesh.data": 2, "rules.stage": ("data",)}),
@@ -76,18 +83,27 @@ def test_a_key_is_idle_until_what_makes_it_matter(key: str) -> None:
     assert key not in dict(idle_keys(override(config, on)))
 
 
-@pytest.mark.parametrize("off", [{"data.source": "hf"}, {"data.mixture": ["a.txt 1"], "data.source": "text"}])
+@pytest.mark.parametrize(
+    "off", [{"data.source": "hf"}, {"data.mixture": ["a.txt 1"], "data.source": "text"}]
+)
 def test_nothing_of_documents_or_a_mixture_is_held_out(off: dict[str, Any]) -> None:
-    idle = dict(idle_keys(override(Config(), {"data.val_fraction": 0.2, "train.eval_every": 5} | off)))
+    idle = dict(
+        idle_keys(override(Config(), {"data.val_fraction": 0.2, "train.eval_every": 5} | off))
+    )
     assert "give data.val_path" in idle["data.val_fraction"] and "train.eval_every" in idle
     with_path = {"data.path": "b.txt", "data.mixture": ["a.txt 1"], "data.source": "text"}
     assert "data.path" in dict(idle_keys(override(Config(), with_path)))
 
 
 def test_every_row_of_the_table_is_a_case_and_a_key() -> None:
-    known, listed = flatten(Config()), [key for effect in EFFECTS for key in effect.keys]
+    known = flatten(Config())
+    listed = [key for effect in EFFECTS for key in effect.keys]
     keep = [key for key in known if key.startswith("memory.keep.")]
-    covered = {key for key in known if key in listed or key.startswith(tuple(k for k in listed if k[-1] == "."))}
+    covered = {
+        key
+        for key in known
+        if key in listed or key.startswith(tuple(k for k in listed if k[-1] == "."))
+    }
     assert covered - set(keep) == set(CASES) - set(keep)
     assert all(key in known or key[-1] == "." for key in listed)
     assert not dict(idle_keys(Config()))
@@ -106,9 +122,15 @@ def parsed(*words: str) -> Config:
         ),
         ("tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
         ("tiny --data.path=nowhere.txt", "add --data.source text, or tokens"),
-        ("tiny --pipeline.microbatches 4", "pipeline.microbatches has no effect: mesh.stage is 1, no pipeline: add"),
+        (
+            "tiny --pipeline.microbatches 4",
+            "pipeline.microbatches has no effect: mesh.stage is 1, no pipeline: add",
+        ),
         ("llama3_8b --memory.budget 6GiB --memory.policy full", "memory.budget finds what to keep"),
-        ("llama3_8b --on h100_8 --overlap.mlp-gather ring", "overlap.mlp_gather has no effect: no linear gathers"),
+        (
+            "llama3_8b --on h100_8 --overlap.mlp-gather ring",
+            "overlap.mlp_gather has no effect: no linear gathers",
+        ),
     ],
 )
 def test_a_flag_without_an_effect_is_refused(words: str, message: str) -> None:
@@ -118,20 +140,37 @@ def test_a_flag_without_an_effect_is_refused(words: str, message: str) -> None:
 
 @pytest.mark.parametrize("preset", presets("jaxpar.configs"))
 def test_a_preset_may_hold_what_a_flag_or_a_mesh_switches_off(preset: str) -> None:
-    one = [word for axis in ("data", "fsdp", "context", "tensor", "stage") for word in (f"--mesh.{axis}", "1")]
+    one = [
+        word
+        for axis in ("data", "fsdp", "context", "tensor", "stage")
+        for word in (f"--mesh.{axis}", "1")
+    ]
     assert parsed(preset, "--on", "h100_8").mesh.platform == "gpu"
-    alone = parsed(preset, *one, "--data.source", "stdlib", "--train.schedule", "constant", "--pipeline.virtual", "1")
+    alone = parsed(
+        preset,
+        *one,
+        "--data.source",
+        "stdlib",
+        "--train.schedule",
+        "constant",
+        "--pipeline.virtual",
+        "1",
+    )
     assert (alone.mesh.stage, alone.pipeline.virtual) == (1, 1)
 
 
 def test_of_a_file_what_never_had_an_effect_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('[mesh]\nstage = 4\n[pipeline]\nmicrobatches = 8\nvirtual = 1\n[memory.keep]\nup = "save"\n')
+    file.write_text(
+        '[mesh]\nstage = 4\n[pipeline]\nmicrobatches = 8\nvirtual = 1\n[memory.keep]\nup = "save"\n'
+    )
     assert parsed(str(file), "--mesh.stage", "1").pipeline.microbatches == 8
     assert parsed(str(file), "--on", "cpu_8").pipeline.microbatches == 8
     file.write_text("[pipeline]\nmicrobatches = 8\n")
     assert parsed(str(file), "--mesh.stage", "4").mesh.stage == 4
-    with pytest.raises(UserError, match=r"mine\.toml: pipeline\.microbatches has no effect: mesh\.stage is 1"):
+    with pytest.raises(
+        UserError, match=r"mine\.toml: pipeline\.microbatches has no effect: mesh\.stage is 1"
+    ):
         parsed(str(file))
 
 

@@ -16,8 +16,15 @@ from jaxpar.train.plans import make_plan
 
 
 def small(family: str) -> tuple[Config, Plan]:
-    changes = {"train.learning_rate": 3e-3, "train.warmup_steps": 0, "model.layers": 1, "model.family": family}
-    config = override(load_config("shakespeare_char_cpu"), changes | {"model.tied_head": family == "gpt2"})
+    changes = {
+        "train.learning_rate": 3e-3,
+        "train.warmup_steps": 0,
+        "model.layers": 1,
+        "model.family": family,
+    }
+    config = override(
+        load_config("shakespeare_char_cpu"), changes | {"model.tied_head": family == "gpt2"}
+    )
     return config, make_plan(config, jax.devices()[:1])
 
 
@@ -36,15 +43,28 @@ def test_both_sides_train_on_the_same_batch(family: str) -> None:
 
 def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs: bench.Row = {"by": "torch", "loss": 4.1, "peak, GiB": None}
-    monkeypatch.setattr(bench, "torch_steps", lambda config: contextlib.nullcontext(lambda steps: theirs))
-    times = {"jaxpar": Timing(0.02, 1.0, (1.0, 1.0)), "torch": Timing(0.05, 2.5, (2.0, 4.0))}
+    monkeypatch.setattr(
+        bench, "torch_steps", lambda config: contextlib.nullcontext(lambda steps: theirs)
+    )
+    times = {
+        "jaxpar": Timing(0.02, 1.0, (1.0, 1.0)),
+        "torch": Timing(0.05, 2.5, (2.0, 4.0)),
+    }
     called: list[object] = []
     monkeypatch.setattr(
-        bench, "alternate", lambda them, rounds, calls: called.extend(f() for f in them.values()) or times
+        bench,
+        "alternate",
+        lambda them, rounds, calls: called.extend(f() for f in them.values()) or times,
     )
     config, plan = small("gpt2")
     said: list[str] = []
-    ours, other = bench.bench_step(config, plan, rounds=7, steps=2, say=said.append)
+    ours, other = bench.bench_step(
+        config,
+        plan,
+        rounds=7,
+        steps=2,
+        say=said.append,
+    )
     assert (ours["by"], ours["ms"], other["ms"]) == ("jaxpar", 10.0, 25.0)
     assert ours["tokens/s"] == config.train.batch * config.data.seq_len / 0.01
     assert float(ours["loss"] or 9) < 4.2 and other["loss"] == 4.1 and len(called) == 2
@@ -57,7 +77,13 @@ def test_without_torch_it_is_said_and_ours_is_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(bench, "train_steps", lambda config, plan: lambda steps: next(losses))
     config, plan = small("gpt2")
     said: list[str] = []
-    (row,) = bench.bench_step(config, plan, rounds=1, steps=1, say=said.append)
+    (row,) = bench.bench_step(
+        config,
+        plan,
+        rounds=1,
+        steps=1,
+        say=said.append,
+    )
     assert row["by"] == "jaxpar" and said == ["not beside PyTorch: its process ended"]
 
 
@@ -66,8 +92,11 @@ def test_the_words_reach_the_measuring_and_its_table_is_printed(
 ) -> None:
     """Measuring itself takes minutes."""
     given: list[object] = []
-    monkeypatch.setattr("jaxpar.cli.commands.start", lambda *_: jax.devices())  # which would also turn the cache on
-    monkeypatch.setattr(bench, "bench_step", lambda *values, **more: given.extend(values) or [{"ms": 1.5}])
+    # which would also turn the cache on
+    monkeypatch.setattr("jaxpar.cli.commands.start", lambda *_: jax.devices())
+    monkeypatch.setattr(
+        bench, "bench_step", lambda *values, **more: given.extend(values) or [{"ms": 1.5}]
+    )
     assert main(["bench", "tiny", "--model.mlp", "32", "--rounds", "2"]) == 0
     config = override(load_config("tiny"), {"model.mlp": 32})
     assert given == [config, make_plan(config), 2, 10]

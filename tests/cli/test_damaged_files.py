@@ -1,4 +1,6 @@
-"""Damaged files of every kind end in one line that names the place: a few trials of each reader of `fuzz_readers`."""
+"""Damaged files of every kind end in one line that names the place: a few trials of each reader of
+`fuzz_readers`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("reader", [one for one in READERS if one.quick], ids=lambda reader: reader.name)
+@pytest.mark.parametrize(
+    "reader", [one for one in READERS if one.quick], ids=lambda reader: reader.name
+)
 def test_what_is_damaged_is_refused_in_one_line_that_names_it(files: Path, reader: Reader) -> None:
     faults = [
         f"{outcome.kind} at --only {reader.name!r} --seed {number}: {outcome.said}"

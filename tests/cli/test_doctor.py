@@ -8,8 +8,16 @@ from jaxpar.cli.commands import OPTIONAL, doctor_command, warnings_for
 
 pytestmark = pytest.mark.quick
 
-HEALTHY = {"jax": "0.11.1", "jaxlib": "0.11.1", "orbax-checkpoint": "0.12.9", "jax-cuda12-plugin": "0.11.1"}
-OFFLOAD, RELEASES, NO_GPU, FLIPPED = "openxla/xla#46231", "different releases", "nvidia-smi", "a flipped bit"
+HEALTHY = {
+    "jax": "0.11.1",
+    "jaxlib": "0.11.1",
+    "orbax-checkpoint": "0.12.9",
+    "jax-cuda12-plugin": "0.11.1",
+}
+OFFLOAD = "openxla/xla#46231"
+RELEASES = "different releases"
+NO_GPU = "nvidia-smi"
+FLIPPED = "a flipped bit"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +40,12 @@ def test_a_warning_is_given_when_it_is_due(changes, backend, expected):
 
 
 def test_no_gpu_is_missed_where_no_plugin_is_installed():
-    assert warnings_for({name: version for name, version in HEALTHY.items() if "cuda" not in name}, "cpu") == []
+    assert (
+        warnings_for(
+            {name: version for name, version in HEALTHY.items() if "cuda" not in name}, "cpu"
+        )
+        == []
+    )
 
 
 def test_the_facts_are_those_of_this_process(capsys):
@@ -43,8 +56,14 @@ def test_the_facts_are_those_of_this_process(capsys):
     assert "pinned_host" in text
     for platform in ("tpu", "cuda"):
         (line,) = [fact for fact in text.splitlines() if f"for {platform} targets" in fact]
-        assert "pip install" in line or any(package in line for package in versions(PACKAGES + OPTIONAL))
-    warnings = [line.removeprefix("warning      ") for line in text.splitlines() if line.startswith("warning ")]
+        assert "pip install" in line or any(
+            package in line for package in versions(PACKAGES + OPTIONAL)
+        )
+    warnings = [
+        line.removeprefix("warning      ")
+        for line in text.splitlines()
+        if line.startswith("warning ")
+    ]
     assert warnings == warnings_for(versions(PACKAGES + OPTIONAL), "cpu")
 
 

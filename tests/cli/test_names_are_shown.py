@@ -1,4 +1,6 @@
-"""Names that a terminal would obey, or that have markup, are shown as they are: messages, tables, pages, pictures."""
+"""Names that a terminal would obey, or that have markup, are shown as they are: messages, tables,
+pages, pictures.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from jaxpar.show.figures import loss_figure, save_figure
 from jaxpar.show.watch import page
 
 NAME = "\x1b[31mred[bold]x[/bold]:smile:\u202e\x9bm\rab"
-MODEL = ModelConfig("llama", vocab_size=256, layers=1, embed=16, heads=2, mlp=32, max_seq_len=32)
+MODEL = ModelConfig(
+    "llama",
+    vocab_size=256,
+    layers=1,
+    embed=16,
+    heads=2,
+    mlp=32,
+    max_seq_len=32,
+)
 SHOWN = r"\x1b[31mred[bold]x[/bold]:smile:\u202e\x9bm\rab"
 
 
@@ -34,7 +44,10 @@ def test_what_a_terminal_would_obey_is_written_out_and_line_ends_stay() -> None:
 def test_an_error_shows_the_name_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", NAME.replace("\r", "") + ".toml"]) == 2
     said = capsys.readouterr().err
-    assert said.rstrip("\n").isprintable() and r"\x1b[31mred[bold]x[/bold]:smile:\u202e\x9bmab.toml" in said
+    assert (
+        said.rstrip("\n").isprintable()
+        and r"\x1b[31mred[bold]x[/bold]:smile:\u202e\x9bmab.toml" in said
+    )
 
 
 @pytest.mark.parametrize("runs", [1, 2])
@@ -80,13 +93,16 @@ def checkpoint(tmp_path: Path, plan_of) -> Path:
     from jaxpar.models import Model
     from jaxpar.models.hf_export import export_hf
 
-    model, plan = Model(MODEL), plan_of()
+    model = Model(MODEL)
+    plan = plan_of()
     params = jax.jit(model.init, out_shardings=plan.sharding(()))(jax.random.key(0))
     export_hf(params, model, tmp_path / "llama")
     return tmp_path / "llama"
 
 
-def test_generate_checks_the_config_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_checks_the_config_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = to_toml(Config()).replace("kv_heads = 0", "kv_heads = 3")
     (tmp_path / "config.toml").write_text(text)
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2

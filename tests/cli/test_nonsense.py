@@ -1,4 +1,6 @@
-"""Nonsense settings are refused in a sentence; `python tests/nonsense.py` has 500 train, where they are accepted."""
+"""Nonsense settings are refused in a sentence; `python tests/nonsense.py` has 500 train, where they
+are accepted.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,20 @@ from jaxpar.base.toml import flatten
 
 pytestmark = pytest.mark.quick
 
-VALUES = (float("nan"), float("inf"), -1, 0, 2**70, 1e308, "", "\u65e5", None, [], {}, object())
+VALUES = (
+    float("nan"),
+    float("inf"),
+    -1,
+    0,
+    2**70,
+    1e308,
+    "",
+    "\u65e5",
+    None,
+    [],
+    {},
+    object(),
+)
 
 
 def test_through_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +39,9 @@ def test_through_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("key", flatten(Config()))
 def test_through_a_program(key: str) -> None:
-    """Every key with every value, of the wrong types too: a config that passes has a number in its range."""
+    """Every key with every value, of the wrong types too: a config that passes has a number in its
+    range.
+    """
     for value in VALUES:
         try:
             config = check(override(Config(), {key: value}))

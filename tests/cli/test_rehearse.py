@@ -32,27 +32,53 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("tiny", "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"),
+        (
+            "tiny",
+            "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them",
+        ),
         ("tiny --target v5q-8", "no target 'v5q-8' (did you mean 'v5p-8'?): chips are a100, "),
-        ("tiny --target v5e-7", "target 'v5e-7': no v5e slice has 7 chips, the nearest are v5e-4 and v5e-8"),
+        (
+            "tiny --target v5e-7",
+            "target 'v5e-7': no v5e slice has 7 chips, the nearest are v5e-4 and v5e-8",
+        ),
         ("tiny --target h100x12", "target 'h100x12': GPUs come 8 to a node"),
         ("tinny --target v5e-8", "no preset 'tinny' (did you mean 'tiny'?)"),
-        ("tiny --target v5e-8 --mesh.data 3",
-         "mesh data=3 x fsdp=2 x tensor=2 needs 12 devices, v5e-8 has 8 (2x4): try mesh.data=2"),
-        ("tiny --target v5e-8 --fail-on unplaned-collective",
-         "--fail-on unplaned-collective: unknown condition (did you mean 'unplanned-collective'?)"),
-        ("tiny --target v5e-8 --json no/report.json", "cannot write no/report.json: there is no folder no"),
-        ("tiny --target v5e-8 --trace no/trace.json", "cannot write no/trace.json: there is no folder no"),
-        ("tiny --target v5e-8 --fail-onn x", "jaxpar rehearse takes no --fail-onn (did you mean '--fail-on'?)"),
+        (
+            "tiny --target v5e-8 --mesh.data 3",
+            "mesh data=3 x fsdp=2 x tensor=2 needs 12 devices, v5e-8 has 8 (2x4): try mesh.data=2",
+        ),
+        (
+            "tiny --target v5e-8 --fail-on unplaned-collective",
+            "--fail-on unplaned-collective: unknown condition (did you mean "
+            "'unplanned-collective'?)",
+        ),
+        (
+            "tiny --target v5e-8 --json no/report.json",
+            "cannot write no/report.json: there is no folder no",
+        ),
+        (
+            "tiny --target v5e-8 --trace no/trace.json",
+            "cannot write no/trace.json: there is no folder no",
+        ),
+        (
+            "tiny --target v5e-8 --fail-onn x",
+            "jaxpar rehearse takes no --fail-onn (did you mean '--fail-on'?)",
+        ),
     ],
-)  # fmt: skip
-def test_mistakes_are_told_in_a_line_before_anything_is_compiled(words, message, capsys, monkeypatch):
-    monkeypatch.setattr(of_config, "make_train_step", lambda *_: pytest.fail("compiled all the same"))
+)
+def test_mistakes_are_told_in_a_line_before_anything_is_compiled(
+    words, message, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        of_config, "make_train_step", lambda *_: pytest.fail("compiled all the same")
+    )
     monkeypatch.setattr(targets, "_missing", lambda platform: pytest.fail("looked for a compiler"))
     assert refused(capsys, *words.split()).startswith(message)
 
 
-@pytest.mark.parametrize(("target", "package"), [("v5e-8", "libtpu"), ("h100x8", "jax-cuda12-plugin")])
+@pytest.mark.parametrize(
+    ("target", "package"), [("v5e-8", "libtpu"), ("h100x8", "jax-cuda12-plugin")]
+)
 def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, capsys, monkeypatch):
     monkeypatch.setattr(targets, "versions", lambda names: {})
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -65,10 +91,19 @@ def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, cap
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
-    """What is rehearsed: names, configs; each report is made up, its memory grown with the layers."""
+    """What is rehearsed: names, configs; each report is made up, its memory grown with the
+    layers.
+    """
     calls: list[tuple[str, Config]] = []
 
-    def made_up(config: Config, target: Target, name: str, command: str, say, program) -> Rehearsal:
+    def made_up(
+        config: Config,
+        target: Target,
+        name: str,
+        command: str,
+        say,
+        program,
+    ) -> Rehearsal:
         calls.append((name, config))
         say(f"compiling for {target.name}")
         report = fake_rehearsal(layers=2, config=name, command=command)
@@ -103,28 +138,39 @@ def test_json_alone_on_the_terminal(asked, capsys):
     assert run("--json", "-", "--model.layers", "3", "--mesh.data", "1") == 0
     report = json.loads(capsys.readouterr().out)
     assert list(problems(report)) == [] and "timeline" in report
-    assert report["command"] == "jaxpar rehearse tiny --target v5e-8 --json - --model.layers 3 --mesh.data 1"
+    assert (
+        report["command"]
+        == "jaxpar rehearse tiny --target v5e-8 --json - --model.layers 3 --mesh.data 1"
+    )
 
 
 def test_files(asked, tmp_path, capsys):
-    kept, trace, picture = (tmp_path / name for name in ("report.json", "trace.json.gz", "step.png"))
+    kept, trace, picture = (
+        tmp_path / name for name in ("report.json", "trace.json.gz", "step.png")
+    )
     assert run("--json", str(kept), "--trace", str(trace), "--picture", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = on_one_line(capsys.readouterr().out)
     assert f"wrote {kept}" in out
-    assert f"wrote {trace}" in out and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert (
+        f"wrote {trace}" in out and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    )
     assert "timeline" in json.loads(kept.read_text())
 
 
 def test_files_that_cannot_be_written(asked, tmp_path, capsys):
     assert run("--json", str(tmp_path)) == 2
-    assert capsys.readouterr().err.startswith(f"jaxpar: error: cannot write {tmp_path}: Is a directory")
+    assert capsys.readouterr().err.startswith(
+        f"jaxpar: error: cannot write {tmp_path}: Is a directory"
+    )
 
 
 def test_findings_that_fail_a_run(asked, capsys):
     assert run("--fail-on", "unplanned-collective,does-not-fit") == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("jaxpar: failed: models/llama.py:133: error: unplanned-collective: all-reduce over tensor")
+    assert line.startswith(
+        "jaxpar: failed: models/llama.py:133: error: unplanned-collective: all-reduce over tensor"
+    )
     assert run("--fail-on", "does-not-fit", "--json", "-") == 0
     json.loads(capsys.readouterr().out)
     assert run("--fail-on", "large-copy", "--json", "-") == 1, "any rule of the linter"
@@ -148,7 +194,9 @@ def test_help_names_every_switch(capsys):
 
 
 def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(monkeypatch, capsys):
-    """With `--fail-on does-not-fit` it is a condition that was found, as in a report; else it is an error."""
+    """With `--fail-on does-not-fit` it is a condition that was found, as in a report; else it is an
+    error.
+    """
 
     def refuses(*_: object) -> Rehearsal:
         raise DoesNotFit("this step does not fit v5e-8: it needs 23.50 GiB a device")
@@ -158,5 +206,8 @@ def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(monkeypatc
     monkeypatch.setattr(subject, "rehearse", refuses)
     assert main(["rehearse", "tiny", "--target", "v5e-8", "--fail-on", "does-not-fit"]) == 1
     said = capsys.readouterr().err
-    assert said == "jaxpar: failed: error: does-not-fit: this step does not fit v5e-8: it needs 23.50 GiB a device\n"
+    assert said == (
+        "jaxpar: failed: error: does-not-fit: this step does not fit v5e-8: it needs 23.50 "
+        "GiB a device\n"
+    )
     assert main(["rehearse", "tiny", "--target", "v5e-8", "--fail-on", "large-copy"]) == 2

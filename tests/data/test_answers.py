@@ -1,4 +1,6 @@
-"""What of a conversation is learned: the answers with what closes them, all that they say, and nothing else."""
+"""What of a conversation is learned: the answers with what closes them, all that they say, and
+nothing else.
+"""
 
 import json
 
@@ -22,9 +24,11 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 CALLS = CHATML.replace(
     "{{ m.content }}",
-    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}",
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ "
+    "c.function.arguments }}{% endfor %}",
 )
-# In the words of public templates. Only the last answer has a thought, which may be empty (Qwen 3's).
+# In the words of public templates. Only the last answer has a thought, which may be empty (Qwen
+# 3's).
 THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if loop.last and m.role == 'assistant' %}<think>
 {{ m.reasoning_content }}
@@ -41,13 +45,15 @@ CHANNEL = """{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|mess
 OPEN = """{% for m in messages %}<|{{ m.role }}|>
 {{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-# The prompt opens a thought that a finished turn writes empty (Nemotron's), or not at all before a call (DeepSeek's).
+# The prompt opens a thought that a finished turn writes empty (Nemotron's), or not at all before a
+# call (DeepSeek's).
 OPENS = """{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}
 {{- '' if m.tool_calls else '<think></think>' }}{% endif %}{{ m.content or '' }}
 {%- for c in m.tool_calls or [] %}<|call|>{{ c.function.arguments + c.function.name }}{% endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|><think>
 {% endif %}"""
-# A call is written only where the content is null, and then nothing closes it (R1's distilled models).
+# A call is written only where the content is null, and then nothing closes it (R1's distilled
+# models).
 NULL = """{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}
 {%- elif m.role == 'tool' %}<T>{{ m.content }}
 {%- elif m.content is none %}<A>{% for c in m.tool_calls %}<call>{{ c.function.name + c.function.arguments }}</call>
@@ -70,7 +76,11 @@ def learned(text, row):
 
 
 def call(arguments="{}", name="look"):
-    return {"id": "abcdefgh1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": "abcdefgh1",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def calling(*calls, **more):
@@ -81,7 +91,13 @@ def calling(*calls, **more):
     ("text", "answers"),
     [
         (THINKS, ["Here.<|im_end|>\n", "<think>\n\n</think>\n\nHere.<|im_end|>\n"]),
-        (CHANNEL, ["<|channel|>final<|message|>Here.<|end|>", "<|channel|>final<|message|>Here.<|return|>"]),
+        (
+            CHANNEL,
+            [
+                "<|channel|>final<|message|>Here.<|end|>",
+                "<|channel|>final<|message|>Here.<|return|>",
+            ],
+        ),
         (OPEN, ["Here.<|user|>", "Here."]),
         (OPENS, ["</think>Here.<|end|>"] * 2),
     ],
@@ -92,7 +108,9 @@ def test_an_answer_is_all_after_the_generation_prompt_with_what_ends_it(text, an
 
 def test_what_is_learned_in_two_forms_or_without_an_end_is_said():
     def notes(text, turns):
-        return " ".join(writer_of(text).answers(read_conversation({"messages": [USER, ANSWER] * turns})).notes)
+        return " ".join(
+            writer_of(text).answers(read_conversation({"messages": [USER, ANSWER] * turns})).notes
+        )
 
     assert "begins an earlier answer otherwise than the last" in notes(THINKS, 2)
     assert "nothing that closes an answer" in notes(OPEN, 1)
@@ -101,7 +119,9 @@ def test_what_is_learned_in_two_forms_or_without_an_end_is_said():
 
 def test_a_thought_that_an_earlier_answer_loses_is_refused():
     thought = ANSWER | {"reasoning_content": "Hm, where?"}
-    with pytest.raises(UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"):
+    with pytest.raises(
+        UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"
+    ):
         learned(THINKS, {"messages": [USER, thought, USER, thought]})
     wanted = ["<think>\nHm, where?\n</think>\n\nHere.<|im_end|>\n"]
     assert learned(THINKS, {"prompt": [USER, thought, USER], "completion": [thought]}) == wanted
@@ -112,7 +132,10 @@ def test_a_marker_that_only_begins_as_the_prompt_does_is_learned_whole():
     assert learned(OPENS, row) == ["<|call|>{}look<|end|>", "</think>Here.<|end|>"]
 
 
-@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+@pytest.mark.parametrize(
+    "content",
+    [{"content": None}, {"content": ""}, {}],
+)
 def test_a_call_is_written_by_a_template_that_needs_its_content_null(content):
     row = {"messages": [USER, calling(call(), **content), TOLD, ANSWER]}
     assert learned(NULL, row) == ["<call>look{}</call>", "Here.</s>"]
@@ -125,7 +148,9 @@ def test_arguments_are_objects_for_a_template_that_prints_a_text_as_it_is():
     assert writer_of(text).answers(read_conversation(row)).text == "Where?.city:Oslo."
     kept = {"messages": [USER, calling(call('{"city":"Oslo"}'))]}
     both = text.replace("a.items() | map('join', ':') | join", "a | tojson")
-    assert '{"city":"Oslo"}' in writer_of(both).answers(read_conversation(kept)).text, "as it was given"
+    assert '{"city":"Oslo"}' in writer_of(both).answers(read_conversation(kept)).text, (
+        "as it was given"
+    )
 
 
 def test_an_answer_with_an_empty_list_of_calls_is_an_answer():
@@ -134,23 +159,53 @@ def test_an_answer_with_an_empty_list_of_calls_is_an_answer():
 
 
 def test_an_older_call_is_a_call_and_its_functions_are_tools():
-    older = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}
-    row = {"functions": [{"name": "look"}], "messages": [USER, older, {"role": "function", "content": "4"}, ANSWER]}
+    older = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "look", "arguments": "{}"},
+    }
+    row = {
+        "functions": [{"name": "look"}],
+        "messages": [USER, older, {"role": "function", "content": "4"}, ANSWER],
+    }
     found = read_conversation(row)
     assert found.names == {"tools": [{"type": "function", "function": {"name": "look"}}]}
-    assert [message["role"] for message in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in found.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert learned(CALLS, row)[0] == "look{}<|im_end|>\n"
-    with pytest.raises(UserError, match="message 2 calls tools, which the chat template t does not write"):
+    with pytest.raises(
+        UserError, match="message 2 calls tools, which the chat template t does not write"
+    ):
         learned(CHATML, row)
 
 
 @pytest.mark.parametrize(
     ("text", "message", "said"),
     [
-        (CHATML, {"role": "assistant", "reasoning_content": "Hm."}, "message 2 has reasoning_content, which the chat"),
-        (NULL, calling(call(), content="I look."), "message 2 has a call of a tool, which the chat"),
-        (CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), calling(call(), call(name="b")), "a call"),
-        (CHATML.replace("m.content", "m.text"), ANSWER, "message 2 has the content, which the chat"),
+        (
+            CHATML,
+            {"role": "assistant", "reasoning_content": "Hm."},
+            "message 2 has reasoning_content, which the chat",
+        ),
+        (
+            NULL,
+            calling(call(), content="I look."),
+            "message 2 has a call of a tool, which the chat",
+        ),
+        (
+            CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            calling(call(), call(name="b")),
+            "a call",
+        ),
+        (
+            CHATML.replace("m.content", "m.text"),
+            ANSWER,
+            "message 2 has the content, which the chat",
+        ),
     ],
 )
 def test_an_answer_that_the_template_does_not_write_is_refused(text, message, said):
@@ -160,11 +215,19 @@ def test_an_answer_that_the_template_does_not_write_is_refused(text, message, sa
 
 def test_what_else_the_template_does_not_write_is_said():
     text = CHATML.replace("for m in messages", "for m in messages if m.role != 'developer'")
-    row = {"messages": [{"role": "developer", "content": "Be brief."}, USER, ANSWER | {"reasoning_content": "Hm."}]}
+    row = {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            USER,
+            ANSWER | {"reasoning_content": "Hm."},
+        ]
+    }
     drops = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     thinks = {"messages": [USER, {"role": "assistant", "content": "<think>Hm.</think>Here."}]}
     (note,) = writer_of(drops).answers(read_conversation(thinks)).notes
-    assert note == "its chat template does not write the thought in the content of assistant messages"
+    assert (
+        note == "its chat template does not write the thought in the content of assistant messages"
+    )
     notes = writer_of(text).answers(read_conversation(row)).notes
     assert notes == {
         "its chat template does not write reasoning_content of assistant messages",
@@ -173,7 +236,10 @@ def test_what_else_the_template_does_not_write_is_said():
 
 
 def test_a_system_text_beside_messages_is_their_first():
-    rows = ({"messages": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]})
+    rows = (
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER], "completion": [ANSWER]},
+    )
     for row in rows:
         found = writer_of(CHATML).answers(read_conversation({"system": "Be brief.", **row}))
         assert found.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
@@ -182,7 +248,14 @@ def test_a_system_text_beside_messages_is_their_first():
 
 def test_an_answer_of_weight_0_is_not_learned():
     bad = {"role": "assistant", "content": "Nowhere.", "weight": 0}
-    row = {"messages": [USER | {"weight": 0.5}, bad, USER, ANSWER | {"weight": 1.0}]}
+    row = {
+        "messages": [
+            USER | {"weight": 0.5},
+            bad,
+            USER,
+            ANSWER | {"weight": 1.0},
+        ]
+    }
     assert learned(CHATML, row) == ["Here.<|im_end|>\n"]
     assert learned(MARKS, row) == ["Here", "."]
     for weight in (0.5, "0", [1], float("nan")):
@@ -204,7 +277,13 @@ def test_only_names_that_come_from_outside_are_read(tmp_path):
 {% for m in messages %}{% if m.role == 'user' %}{% set said = m.content %}{% elif loop.last %}{% set said = '' %}
 {% else %}{{ raise_exception('no') }}{% endif %}{{ show(said) }}{% set ns = namespace(a=1) %}{% for x in said %}
 {% set ns.a = x %}{% endfor %}{{ mood }}{% endfor %}{% set wrapped %}{{ place }}{% endset %}{{ wrapped }}"""
-    assert names_read(ChatTemplate(text, {}, "t")) == {"depth", "tools", "mood", "messages", "place"}
+    assert names_read(ChatTemplate(text, {}, "t")) == {
+        "depth",
+        "tools",
+        "mood",
+        "messages",
+        "place",
+    }
     (tmp_path / "chat_template.jinja").write_text(text)
     with pytest.raises(UserError, match=r"does not read said: it reads depth, mood, place, tools$"):
         open_writer(tmp_path / "tokenizer.json", ("said=1",))
@@ -219,6 +298,12 @@ def test_notes_of_templates_are_counted_in_the_description_of_the_data(tmp_path)
     rows = [thought, {"messages": [USER, ANSWER]}, thought]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = DataConfig(source="chat", tokenizer=str(tmp_path / "tokenizer.json"), seq_len=128)
-    (found,), _ = load_examples([str(tmp_path / "a.jsonl")], data, len(letters))
-    said = "its chat template does not write reasoning_content of assistant messages: 2 of 3 examples"
+    (found,), _ = load_examples(
+        [str(tmp_path / "a.jsonl")],
+        data,
+        len(letters),
+    )
+    said = (
+        "its chat template does not write reasoning_content of assistant messages: 2 of 3 examples"
+    )
     assert found.amount.endswith(f"({said})")

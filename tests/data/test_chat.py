@@ -16,7 +16,9 @@ pytest.importorskip("jinja2")
 
 def spans_of(messages, template):
     """A conversation as text, and which characters of it are the assistant's."""
-    found = ConversationWriter(template, {}).answers(read_conversation({"messages": list(messages)}))
+    found = ConversationWriter(template, {}).answers(
+        read_conversation({"messages": list(messages)})
+    )
     return found.text, found.spans
 
 
@@ -65,8 +67,16 @@ MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message['role'] =
 {% else %}{% continue %}{% endif %}{% endfor %}"""
 TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "gemma": GEMMA, "mistral": MISTRAL}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-MARKS = [*SPECIAL.values(), "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>",
-         "<start_of_turn>", "<end_of_turn>"]  # fmt: skip
+MARKS = [
+    *SPECIAL.values(),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
 
 TALK = [
     {"role": "user", "content": "Wie geht's, café <b>?  "},
@@ -84,9 +94,15 @@ def template_of(name):
 def test_spans_are_the_answers_with_what_closes_them(name):
     text, spans = spans_of(TALK, template_of(name))
     assert text == render(TALK, template_of(name))
-    closing = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>\n", "gemma": "<end_of_turn>\n", "mistral": "</s>"}[name]
+    closing = {
+        "llama3": "<|eot_id|>",
+        "chatml": "<|im_end|>\n",
+        "gemma": "<end_of_turn>\n",
+        "mistral": "</s>",
+    }[name]
     said = [message["content"] for message in TALK[1::2]]
-    said = [answer.strip() for answer in said] if name in ("llama3", "gemma") else said
+    if name in ("llama3", "gemma"):
+        said = [answer.strip() for answer in said]
     assert [text[a:b].removeprefix(" ") for a, b in spans] == [answer + closing for answer in said]
 
 
@@ -96,19 +112,33 @@ def test_rendering_equals_transformers(name, prompted):
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     for talk in (TALK, TALK[:1], TALK[:3]):
         want, _ = utils.render_jinja_template(
-            [talk], chat_template=TEMPLATES[name], add_generation_prompt=prompted, tools=[{"name": "é<"}], **SPECIAL
+            [talk],
+            chat_template=TEMPLATES[name],
+            add_generation_prompt=prompted,
+            tools=[{"name": "é<"}],
+            **SPECIAL,
         )
         assert render(talk, template_of(name), prompted, tools=[{"name": "é<"}]) == want[0]
 
 
 def test_a_template_is_found_beside_the_tokenizer(tmp_path):
-    tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    tokenizer = tmp_path / "tokenizer.json"
+    config = tmp_path / "tokenizer_config.json"
     with pytest.raises(UserError, match="has no chat template beside it"):
         load_template(tokenizer)
-    special = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None, "legacy": True}
+    special = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "legacy": True,
+    }
     config.write_text(json.dumps(special | {"chat_template": "one {{ eos_token }}"}))
     found = load_template(tokenizer)
-    assert found[:3] == ("one {{ eos_token }}", {"bos_token": "<s>", "eos_token": "</s>"}, str(config))
+    assert found[:3] == (
+        "one {{ eos_token }}",
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        str(config),
+    )
     assert render(TALK, load_template(tokenizer)) == "one </s>"
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     config.write_text(json.dumps({"chat_template": named}))
@@ -121,24 +151,40 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path):
 
 
 def test_a_refused_conversation_says_why():
-    with pytest.raises(UserError, match=r"chat template gemma refuses this conversation: System role not supported"):
+    with pytest.raises(
+        UserError, match=r"chat template gemma refuses this conversation: System role not supported"
+    ):
         render([{"role": "system", "content": "x"}], template_of("gemma"))
     with pytest.raises(UserError, match="refuses this conversation"):
         render(TALK, ChatTemplate("{% for %}", {}, "broken"))
-    text = "{% for m in messages %}{{ m.content if loop.last else '<' + m.content + m.content + '>' }}{% endfor %}"
+    text = (
+        "{% for m in messages %}{{ m.content if loop.last else '<' + m.content + m.content + "
+        "'>' }}{% endfor %}"
+    )
     rewriting = ChatTemplate(text, {}, "twice")
-    with pytest.raises(UserError, match=r"what of turn 2 is its answer cannot be told .* or set data\.loss_on=all"):
+    with pytest.raises(
+        UserError, match=r"what of turn 2 is its answer cannot be told .* or set data\.loss_on=all"
+    ):
         spans_of(TALK, rewriting)
-    text = "{% for m in messages %}{{ m.content if loop.last else m.content.split('|')[-1] }}\n{% endfor %}"
+    text = (
+        "{% for m in messages %}{{ m.content if loop.last else m.content.split('|')[-1] "
+        "}}\n{% endfor %}"
+    )
     said = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "thought|said"})
-    with pytest.raises(UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"):
+    with pytest.raises(
+        UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"
+    ):
         spans_of(said * 2, ChatTemplate(text, {}, "forgetful"))
-    assert spans_of(said, ChatTemplate(text, {}, "forgetful"))[1] == [(2, 15)], "and that advice is true"
+    assert spans_of(said, ChatTemplate(text, {}, "forgetful"))[1] == [(2, 15)], (
+        "and that advice is true"
+    )
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    """A byte-level tokenizer with merges, as GPT-2's, and the templates' marks as special tokens."""
+    """A byte-level tokenizer with merges, as GPT-2's, and the templates' marks as special
+    tokens.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,7 +202,9 @@ def bpe(tmp_path_factory):
 
 @pytest.fixture
 def chat(bpe, tmp_path):
-    """`chat(rows, template="chatml", **changes)`: the config of a JSONL file of these rows, and of that template."""
+    """`chat(rows, template="chatml", **changes)`: the config of a JSONL file of these rows, and of
+    that template.
+    """
 
     def write(rows, template="chatml", **changes):
         (tmp_path / "tokenizer.json").write_text(bpe.read_text())
@@ -164,7 +212,10 @@ def chat(bpe, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (tmp_path / "talk.jsonl").write_text("\n".join(lines) + "\n")
-        found = {"path": str(tmp_path / "talk.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")} | changes
+        found = {
+            "path": str(tmp_path / "talk.jsonl"),
+            "tokenizer": str(tmp_path / "tokenizer.json"),
+        } | changes
         return DataConfig(**({"source": "chat", "seq_len": 64, "val_fraction": 0.0} | found))
 
     return write
@@ -172,16 +223,24 @@ def chat(bpe, tmp_path):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_and_mask_equal_transformers(name, chat):
-    """transformers marks the answers by the template's own tags; ours are what the assistant's turns add."""
+    """transformers marks the answers by the template's own tags; ours are what the assistant's
+    turns add.
+    """
     transformers = pytest.importorskip("transformers")
     train = load_corpus(chat([{"messages": TALK}], name, seq_len=200), 400).train
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(chat([]).tokenizer), **SPECIAL)
     want = theirs.apply_chat_template(
         TALK, chat_template=TEMPLATES[name], return_dict=True, return_assistant_tokens_mask=True
     )
-    np.testing.assert_array_equal(np.append(train.ids, train.labels[-1]), want["input_ids"])
+    np.testing.assert_array_equal(
+        np.append(train.ids, train.labels[-1]),
+        want["input_ids"],
+    )
     mask = np.array(want["assistant_masks"], bool)
-    np.testing.assert_array_equal(train.labels, np.where(mask, want["input_ids"], -1)[1:])
+    np.testing.assert_array_equal(
+        train.labels,
+        np.where(mask, want["input_ids"], -1)[1:],
+    )
 
 
 def test_loss_on_all_counts_every_token(chat):
@@ -192,7 +251,9 @@ def test_loss_on_all_counts_every_token(chat):
 
 def test_what_follows_an_answer_does_not_count_where_no_token_has_the_space_between(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"Q": 0, "a": 1, "b": 2}, unk_token="b"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"Q": 0, "a": 1, "b": 2}, unk_token="b")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(
@@ -200,8 +261,16 @@ def test_what_follows_an_answer_does_not_count_where_no_token_has_the_space_betw
     )
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
-    data = DataConfig(source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json"))
-    assert load_corpus(replace(data, val_fraction=0.0), 3).train.labels.tolist() == [-1, 2, -1, -1, 2]
+    data = DataConfig(
+        source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json")
+    )
+    assert load_corpus(replace(data, val_fraction=0.0), 3).train.labels.tolist() == [
+        -1,
+        2,
+        -1,
+        -1,
+        2,
+    ]
 
 
 def test_a_prompt_and_its_completion_need_no_template(tmp_path):
@@ -209,13 +278,21 @@ def test_a_prompt_and_its_completion_need_no_template(tmp_path):
     data = DataConfig(source="chat", path=str(tmp_path), seq_len=9, val_fraction=0.0)
     train = load_corpus(data, 256).train
     assert bytes(train.ids.astype(np.uint8)) == "ab\u2028c".encode() + "é".encode()[:1]
-    assert train.labels.tolist() == [-1, -1, -1, -1, *"cé".encode()]
+    assert train.labels.tolist() == [
+        -1,
+        -1,
+        -1,
+        -1,
+        *"cé".encode(),
+    ]
 
 
 def test_an_example_of_a_tokenizer_of_characters_has_a_token_for_each(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"tokenizer": "chars", "chars": "abcé"}')
     (tmp_path / "a.jsonl").write_text('{"prompt": "éa", "completion": "éb"}', "utf-8")
-    data = DataConfig(source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json"))
+    data = DataConfig(
+        source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json")
+    )
     assert load_corpus(replace(data, val_fraction=0.0), 4).train.labels.tolist() == [-1, 3, 1]
 
 
@@ -223,10 +300,17 @@ def test_a_token_that_reaches_into_a_completion_counts(tmp_path):
     """Without its label nothing teaches the completion's first letter."""
     tokenizers = pytest.importorskip("tokenizers")
     letters = {letter: n for n, letter in enumerate("abcd")}
-    pairs = tokenizers.Tokenizer(tokenizers.models.BPE(letters | {"bc": 4}, [("b", "c")]))
+    pairs = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            letters | {"bc": 4},
+            [("b", "c")],
+        )
+    )
     pairs.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"prompt": "aab", "completion": "cd"}')
-    data = DataConfig(source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json"))
+    data = DataConfig(
+        source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json")
+    )
     train = load_corpus(replace(data, val_fraction=0.0), 5).train
     assert train.ids[:3].tolist() == [0, 0, 4]
     assert train.labels[:3].tolist() == [-1, 4, 3]
@@ -234,16 +318,33 @@ def test_a_token_that_reaches_into_a_completion_counts(tmp_path):
 
 def talks(count, length=5):
     rng = np.random.default_rng(0)
-    return [{"prompt": f"{i}?", "completion": "x" * int(n)} for i, n in enumerate(rng.integers(1, length, count), 100)]
+    return [
+        {"prompt": f"{i}?", "completion": "x" * int(n)}
+        for i, n in enumerate(rng.integers(1, length, count), 100)
+    ]
 
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_examples_stay_whole_and_the_position_is_exact(chat, pack):
-    data = replace(chat(talks(50, 12)), tokenizer="bytes", seq_len=32, pack=pack, prefetch=0)
+    data = replace(
+        chat(talks(50, 12)),
+        tokenizer="bytes",
+        seq_len=32,
+        pack=pack,
+        prefetch=0,
+    )
     train = load_corpus(data, 256).train
     iterator = train_batches(train, data, 4, range(4), 256)
-    states, whole = zip(*[(json.dumps(iterator.get_state()), next(iterator)) for _ in range(40)], strict=True)
-    resumed = train_batches(train, replace(data, prefetch=2), 4, [1, 3], 256)
+    states, whole = zip(
+        *[(json.dumps(iterator.get_state()), next(iterator)) for _ in range(40)], strict=True
+    )
+    resumed = train_batches(
+        train,
+        replace(data, prefetch=2),
+        4,
+        [1, 3],
+        256,
+    )
     for step in (0, 1, 7, 23, 36):
         resumed.set_state(json.loads(states[step]))
         for batch in whole[step : step + 3]:
@@ -253,9 +354,10 @@ def test_examples_stay_whole_and_the_position_is_exact(chat, pack):
     for batch in whole:
         assert all(array.dtype == np.int32 and array.shape == (4, 32) for array in batch.values())
         for row in range(4):
-            segments = (
-                batch["segments"][row] if pack else (np.arange(32) < (batch["tokens"][row] != 0).sum()).astype(int)
-            )
+            if pack:
+                segments = batch["segments"][row]
+            else:
+                segments = (np.arange(32) < (batch["tokens"][row] != 0).sum()).astype(int)
             assert (batch["labels"][row][segments == 0] == -1).all()
             for segment in range(1, segments.max() + 1):
                 place = segments == segment
@@ -282,10 +384,19 @@ def test_the_last_examples_are_held_out_and_each_is_read_once(chat):
 
 
 def test_too_long_examples_are_cut_and_counted(chat):
-    rows = [{"prompt": "p" * 30, "completion": "c"}, {"prompt": "p", "completion": "c" * 30}, *talks(2)]
+    rows = [
+        {"prompt": "p" * 30, "completion": "c"},
+        {"prompt": "p", "completion": "c" * 30},
+        *talks(2),
+    ]
     train = load_corpus(replace(chat(rows), tokenizer="bytes", seq_len=16), 256).train
-    assert train.size == 3 and "(2 were longer than data.seq_len and cut, 1 of them left out" in train.amount
-    with pytest.raises(UserError, match=r"has no example whose completion begins within data\.seq_len=16"):
+    assert (
+        train.size == 3
+        and "(2 were longer than data.seq_len and cut, 1 of them left out" in train.amount
+    )
+    with pytest.raises(
+        UserError, match=r"has no example whose completion begins within data\.seq_len=16"
+    ):
         load_corpus(replace(chat(rows[:1]), tokenizer="bytes", seq_len=16), 256)
 
 
@@ -295,12 +406,21 @@ def test_too_long_examples_are_cut_and_counted(chat):
         ('{"messages": [', "is not valid JSON: "),
         ('{"prompt": ' + "9" * 5000 + "}", "is not valid JSON: .*digits"),
         ('{"messages": ' + "[" * 200_000, "is not valid JSON: its lists and objects are too deep"),
-        ({"messages": TALK, "tools": "[" * 200_000}, "the text of tools is not valid JSON: its lists"),
+        (
+            {"messages": TALK, "tools": "[" * 200_000},
+            "the text of tools is not valid JSON: its lists",
+        ),
         ("7", "found 7, not messages, or prompt and completion as text"),
         ({"prompt": "a"}, "found the keys prompt, not messages"),
         ({"messages": []}, "messages is no list with a message in it"),
-        ({"messages": [{"role": "user"}]}, "message 1 is no object with a role and a content that is text"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "message 1 has the role 'bot', not one of system, "),
+        (
+            {"messages": [{"role": "user"}]},
+            "message 1 is no object with a role and a content that is text",
+        ),
+        (
+            {"messages": [{"role": "bot", "content": "x"}]},
+            "message 1 has the role 'bot', not one of system, ",
+        ),
         ('{"prompt": "a", "completion": "\\ud800"}', "surrogates"),
         ({"messages": TALK[:1]}, "nothing to learn: no assistant message"),
         ({"prompt": "a", "completion": ""}, "nothing to learn: "),
@@ -336,7 +456,11 @@ def test_what_a_line_and_a_setting_name_reaches_the_template(chat, tmp_path):
         assert found.text.startswith("glad 1 False w None")
     assert load_corpus(replace(data, seq_len=512), 400).train.size == 1
     for wrong, said in (
-        ("loudly=1", r"does not read loudly \(did you mean 'loud'\?\): it reads deep, documents, loud, mood, tools"),
+        (
+            "loudly=1",
+            r"does not read loudly \(did you mean 'loud'\?\): it reads deep, documents, loud, "
+            r"mood, tools",
+        ),
         ("loud", "takes NAME=VALUE"),
         ("messages=1", "does not read messages"),
         ("chat_template=rag", "has no chat template 'rag'.*: it has default"),
@@ -349,8 +473,12 @@ def test_names_of_all_files_reach_the_template_and_a_missing_one_is_said(chat, t
     data = chat([{"messages": TALK}], seq_len=512)
     config = SPECIAL | {"extra_special_tokens": {"image_token": "<img>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"sep_token": {"content": "<sep>"}}))
-    (tmp_path / "chat_template.jinja").write_text("{{ image_token }}{{ sep_token }}{{ video_token }}" + CHATML)
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"sep_token": {"content": "<sep>"}})
+    )
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ image_token }}{{ sep_token }}{{ video_token }}" + CHATML
+    )
     found = open_writer(data.tokenizer, ()).answers(read_conversation({"messages": TALK}))
     assert found.text.startswith("<img><sep><|im_start|>")
     assert found.undefined == ("video_token",)

@@ -1,4 +1,6 @@
-"""Conversations in the forms that people have, what of them is the assistant's, and templates that come to no end."""
+"""Conversations in the forms that people have, what of them is the assistant's, and templates that
+come to no end.
+"""
 
 import json
 import signal
@@ -17,7 +19,9 @@ pytest.importorskip("jinja2")
 
 def spans_of(messages, template):
     """A conversation as text, and which characters of it are the assistant's."""
-    found = ConversationWriter(template, {}).answers(read_conversation({"messages": list(messages)}))
+    found = ConversationWriter(template, {}).answers(
+        read_conversation({"messages": list(messages)})
+    )
     return found.text, found.spans
 
 
@@ -31,15 +35,26 @@ TALK = [
     {"role": "user", "content": "  warum"},
     {"role": "assistant", "content": "so ist es "},
 ]
-USER, ASSISTANT = ({"role": role, "content": said} for role, said in (("user", "Hi"), ("assistant", "Ho")))
-CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "w", "arguments": {"city": "Oslo ä"}}}
+USER, ASSISTANT = (
+    {"role": role, "content": said} for role, said in (("user", "Hi"), ("assistant", "Ho"))
+)
+CALL = {
+    "id": "abcdefgh1",
+    "type": "function",
+    "function": {"name": "w", "arguments": {"city": "Oslo ä"}},
+}
 TOOLS = [{"type": "function", "function": {"name": "w", "parameters": {}}}]
-CALLING = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-           {"role": "tool", "tool_call_id": "abcdefgh1", "content": "4"}, ASSISTANT]  # fmt: skip
+CALLING = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "4"},
+    ASSISTANT,
+]
 SYSTEM = {"role": "system", "content": "Be brief."}
 PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-# In the words of public templates: the generation prompt opens a thought, the system message stands in the last user's
-# turn, only the end of the conversation is closed by another token, the first message is looked at.
+# In the words of public templates: the generation prompt opens a thought, the system message stands
+# in the last user's turn, only the end of the conversation is closed by another token, the first
+# message is looked at.
 DISTILL = """{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]{{ m.content }}</s>
 {%- endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>
 {% endif %}"""
@@ -65,15 +80,22 @@ LOOKS = """{% if messages[0].role != 'system' %}You help.{% endif %}{% for m in 
         (LOOKS, [ASSISTANT, USER, ASSISTANT], ["Ho<t>", "Ho<t>"]),
     ],
 )
-def test_answers_are_found_where_the_generation_prompt_is_not_what_precedes_them(text, talk, answers):
+def test_answers_are_found_where_the_generation_prompt_is_not_what_precedes_them(
+    text, talk, answers
+):
     written, spans = spans_of(talk, ChatTemplate(text, {}, "t"))
     assert [written[begin:end] for begin, end in spans] == answers
     assert written == render(talk, ChatTemplate(text, {}, "t"))
 
 
 def test_marks_of_what_is_generated_come_first():
-    marked = DISTILL.replace("[A]{{ m.content }}</s>", "[A]{% generation %}{{ m.content }}{% endgeneration %}</s>")
-    written, spans = spans_of([USER, ASSISTANT, USER, ASSISTANT], ChatTemplate(marked, {}, "t"))
+    marked = DISTILL.replace(
+        "[A]{{ m.content }}</s>", "[A]{% generation %}{{ m.content }}{% endgeneration %}</s>"
+    )
+    written, spans = spans_of(
+        [USER, ASSISTANT, USER, ASSISTANT],
+        ChatTemplate(marked, {}, "t"),
+    )
     assert [written[begin:end] for begin, end in spans] == ["Ho", "Ho"]
 
 
@@ -92,7 +114,8 @@ CALLS = """{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}{% for c in
 )
 def test_a_call_is_written_whatever_form_its_arguments_have(given, written, wanted):
     arguments = {"city": "Oslo ä"}
-    arguments = arguments if given == "object" else json.dumps(arguments, ensure_ascii=False)
+    if given != "object":
+        arguments = json.dumps(arguments, ensure_ascii=False)
     call = CALL | {"function": {"name": "w", "arguments": arguments}}
     row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
     writer = ConversationWriter(ChatTemplate(CALLS.replace("ARGUMENTS", written), {}, "t"), {})
@@ -101,13 +124,18 @@ def test_a_call_is_written_whatever_form_its_arguments_have(given, written, want
 
 def test_a_call_that_the_template_does_not_write_is_refused():
     writer = ConversationWriter(ChatTemplate(PHI, {}, "t"), {})
-    with pytest.raises(UserError, match="message 2 calls tools, which the chat template t does not write"):
+    with pytest.raises(
+        UserError, match="message 2 calls tools, which the chat template t does not write"
+    ):
         writer.answers(read_conversation({"messages": CALLING}))
 
 
 def test_a_turn_without_content_suits_templates_that_need_one_or_null():
     for needs in ("m.content + ''", "'' if m['content'] is none else m.content", "m.content or ''"):
-        text = "{% for m in messages %}[{{ NEEDS }}]{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+        text = (
+            "{% for m in messages %}[{{ NEEDS }}]{{ m.tool_calls | tojson if m.tool_calls "
+            "}}{% endfor %}"
+        )
         writer = ConversationWriter(ChatTemplate(text.replace("NEEDS", needs), {}, "t"), {})
         assert writer.answers(read_conversation({"messages": CALLING})).text.count('"w"') == 1
 
@@ -115,14 +143,22 @@ def test_a_turn_without_content_suits_templates_that_need_one_or_null():
 @pytest.mark.parametrize(
     "row",
     [
-        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
-                           {"from": "gpt", "value": "Ho"}]},
-        {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Ho"},
+            ]
+        },
+        {
+            "system": "Be brief.",
+            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}],
+        },
         {"conversations": [SYSTEM, USER, ASSISTANT]},
         {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
         {"messages": [SYSTEM, {"role": "user", "content": PARTS}, ASSISTANT]},
     ],
-)  # fmt: skip
+)
 def test_other_forms_of_a_conversation_are_the_same_conversation(row):
     template = ChatTemplate(CHATML, {}, "t")
     found = ConversationWriter(template, {}).answers(read_conversation(row))
@@ -138,17 +174,23 @@ def test_of_a_prompt_with_a_completion_only_the_completion_is_learned():
 
 
 def test_a_template_of_parts_gets_parts():
-    parts = "{% for m in messages %}[{% for p in m.content %}{{ p.text if p.type == 'text' }}{% endfor %}]{% endfor %}"
-    assert ConversationWriter(ChatTemplate(parts, {}, "t"), {}).answers(read_conversation({"messages": TALK})).text == (
-        "".join(f"[{message['content']}]" for message in TALK)
+    parts = (
+        "{% for m in messages %}[{% for p in m.content %}{{ p.text if p.type == 'text' }}{% "
+        "endfor %}]{% endfor %}"
     )
+    assert ConversationWriter(ChatTemplate(parts, {}, "t"), {}).answers(
+        read_conversation({"messages": TALK})
+    ).text == ("".join(f"[{message['content']}]" for message in TALK))
 
 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
         ({"role": "user", "content": [{"type": "image_url"}]}, "message 1 has a part 'image_url'"),
-        ({"role": "assistant", "tool_calls": ["a"]}, "message 1 has tool_calls that are no list of objects"),
+        (
+            {"role": "assistant", "tool_calls": ["a"]},
+            "message 1 has tool_calls that are no list of objects",
+        ),
         ({"role": "user", "content": 7}, "message 1 is no object"),
         ({"from": "nobody", "value": "a"}, "message 1 has the role 'nobody'"),
         ({"from": ["gpt"], "value": "a"}, "message 1 has the role \"\\['gpt'\\]\", not one of"),
@@ -180,7 +222,10 @@ def test_the_template_for_tools_and_others_by_name_are_taken(tmp_path):
 def test_the_date_of_a_template_is_told(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
     conversation = read_conversation({"messages": TALK})
-    assert open_writer(tmp_path / "tokenizer.json", (), "2020-02-29").prompt(conversation).text == "29 Feb 2020"
+    assert (
+        open_writer(tmp_path / "tokenizer.json", (), "2020-02-29").prompt(conversation).text
+        == "29 Feb 2020"
+    )
     with pytest.raises(UserError, match=r"data\.template_date=tomorrow is no date"):
         open_writer(tmp_path / "tokenizer.json", (), "tomorrow")
 
@@ -194,7 +239,9 @@ def test_a_renderer_that_somebody_ends_is_started_again():
 
 @pytest.fixture
 def stopped_renderer():
-    """The process that renders, stopped: a question waits for its answer until the process is continued."""
+    """The process that renders, stopped: a question waits for its answer until the process is
+    continued.
+    """
     render(TALK[:1], ChatTemplate("started", {}, "t"))
     process = chat_template._worker()._process
     process.send_signal(signal.SIGSTOP)
@@ -223,7 +270,9 @@ def test_a_killed_renderer_is_no_template_without_end(stopped_renderer):
 
 
 def test_a_line_may_have_a_name_that_is_ours(tmp_path):
-    (tmp_path / "chat_template.jinja").write_text("{{ today }} {{ strftime_now('%Y') }} {{ template }}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ today }} {{ strftime_now('%Y') }} {{ template }}"
+    )
     row = {"messages": TALK, "today": "Monday", "template": "sonnet"}
     writer = open_writer(tmp_path / "tokenizer.json", (), "2020-02-29")
     assert writer.prompt(read_conversation(row)).text == "Monday 2020 sonnet"
@@ -242,10 +291,12 @@ LOOP = "{% for i in range(10 ** 5) %}"
         (f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", "does not come to an end"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
     ],
-)  # fmt: skip
+)
 def test_a_template_without_end_is_stopped_in_a_line(endless, said, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 1)
     with pytest.raises(UserError, match=said) as refused:
         render(TALK, ChatTemplate(endless, {}, "t"))
     assert "\n" not in str(refused.value)
-    assert render(TALK[:1], ChatTemplate("{{ messages[0].role }}", {}, "t")) == "user", "others are written after it"
+    assert render(TALK[:1], ChatTemplate("{{ messages[0].role }}", {}, "t")) == "user", (
+        "others are written after it"
+    )

@@ -1,4 +1,6 @@
-"""Documents of every source: the rows, the position that a resume finds again, mixtures, and what is refused."""
+"""Documents of every source: the rows, the position that a resume finds again, mixtures, and what
+is refused.
+"""
 
 import argparse
 import hashlib
@@ -16,7 +18,13 @@ import pytest
 from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.data.corpus import load_corpus, skipped_records, train_batches, unigram_entropy, val_batches
+from jaxpar.data.corpus import (
+    load_corpus,
+    skipped_records,
+    train_batches,
+    unigram_entropy,
+    val_batches,
+)
 from jaxpar.data.tokens import Tokens, read_windows
 
 datasets = pytest.importorskip("datasets")
@@ -24,20 +32,49 @@ parquet = pytest.importorskip("pyarrow.parquet")
 arrow = pytest.importorskip("pyarrow")
 record = pytest.importorskip("array_record.python.array_record_module")
 
-DOCUMENTS = [f"{i} {line} " * (i % 4) for i, line in enumerate([*argparse.__doc__.split()[:60], "é", "x", "🙂🙂"])]
+DOCUMENTS = [
+    f"{i} {line} " * (i % 4)
+    for i, line in enumerate(
+        [
+            *argparse.__doc__.split()[:60],
+            "é",
+            "x",
+            "🙂🙂",
+        ]
+    )
+]
 KINDS = {
     "hf": {"source": "hf", "path": "jsonl"},
     "hf saved": {"source": "hf", "path": "saved:train"},
     "hf slices": {"source": "hf", "path": "jsonl:train[40%:]+train[:9]"},
-    "hf streaming slices": {"source": "hf", "path": "jsonl:train[5:20] + train[22:]", "streaming": True},
+    "hf streaming slices": {
+        "source": "hf",
+        "path": "jsonl:train[5:20] + train[22:]",
+        "streaming": True,
+    },
     "hf streaming": {"source": "hf", "path": "jsonl:train", "streaming": True},
-    "hf streaming, shuffled": {"source": "hf", "path": "jsonl", "streaming": True, "shuffle_window": 5},
+    "hf streaming, shuffled": {
+        "source": "hf",
+        "path": "jsonl",
+        "streaming": True,
+        "shuffle_window": 5,
+    },
     "parquet": {"source": "parquet", "path": "parquet"},
     "parquet, shuffled": {"source": "parquet", "path": "parquet", "shuffle_window": 7},
     "arrayrecord": {"source": "arrayrecord", "path": "records"},
-    "parquet mixed": {"source": "parquet", "mixture": ("parquet/0.parquet 0.7", "parquet/[12].parquet 0.3")},
-    "arrayrecord mixed": {"source": "arrayrecord", "mixture": ("records/0.array_record 3", "records/ 1")},
-    "text mixed": {"source": "text", "mixture": ("texts/0.txt 3", "texts/1.txt 2"), "val_fraction": 0.0},
+    "parquet mixed": {
+        "source": "parquet",
+        "mixture": ("parquet/0.parquet 0.7", "parquet/[12].parquet 0.3"),
+    },
+    "arrayrecord mixed": {
+        "source": "arrayrecord",
+        "mixture": ("records/0.array_record 3", "records/ 1"),
+    },
+    "text mixed": {
+        "source": "text",
+        "mixture": ("texts/0.txt 3", "texts/1.txt 2"),
+        "val_fraction": 0.0,
+    },
     "chat mixed": {"source": "chat", "mixture": ("talks/0.jsonl 2", "talks/1.jsonl 1")},
 }
 STREAMS = [kind for kind in KINDS if "streaming" in kind or "parquet" in kind]
@@ -49,20 +86,31 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("documents")
     for name in ("jsonl", "parquet", "records", "texts", "talks"):
         (root / name).mkdir()
-    for i, part in enumerate(np.array_split(np.arange(len(DOCUMENTS)), 3)):
+    for i, part in enumerate(
+        np.array_split(
+            np.arange(len(DOCUMENTS)),
+            3,
+        )
+    ):
         texts = [DOCUMENTS[j] for j in part]
         table = arrow.table({"id": part, "text": texts})
         parquet.write_table(table, root / "parquet" / f"{i}.parquet", row_group_size=4)
-        (root / "jsonl" / f"{i}.jsonl").write_text("".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts))
+        (root / "jsonl" / f"{i}.jsonl").write_text(
+            "".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts)
+        )
         (root / "texts" / f"{i}.txt").write_text("".join(texts))
         talks = [json.dumps({"prompt": "p", "completion": text[:20]}) for text in texts if text]
         (root / "talks" / f"{i}.jsonl").write_text("\n".join(talks))
-        writer = record.ArrayRecordWriter(str(root / "records" / f"{i}.array_record"), "group_size:1")
+        writer = record.ArrayRecordWriter(
+            str(root / "records" / f"{i}.array_record"), "group_size:1"
+        )
         for text in texts:
             writer.write(text.encode())
         writer.close()
     parquet.write_table(table.slice(0, 0), root / "parquet" / "3.parquet")  # a file without rows
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": DOCUMENTS})}).save_to_disk(root / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": DOCUMENTS})}).save_to_disk(
+        root / "saved"
+    )
     return root
 
 
@@ -93,13 +141,18 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_position_is_exact_in_any_state(kind):
-    """Over more than two epochs, with and without reading ahead, from a state that has been through JSON."""
+    """Over more than two epochs, with and without reading ahead, from a state that has been through
+    JSON.
+    """
     data = config_of(kind, pack="mixed" not in kind, prefetch=0)
     whole, _ = batches(data, 40)
     _, running = batches(replace(data, prefetch=2), 0)
     for step in range(36):
         if step in (0, 8, 17, 18, 26, 35):  # each opens the data again
-            assert_same(batches(data, 3, state=running.get_state())[0], whole[step : step + 3])
+            assert_same(
+                batches(data, 3, state=running.get_state())[0],
+                whole[step : step + 3],
+            )
         next(running)
 
 
@@ -107,7 +160,11 @@ def test_the_position_is_exact_in_any_state(kind):
 def test_processes_together_read_the_global_batch(kind):
     whole, _ = batches(config_of(kind), 6)
     halves = [batches(config_of(kind), 6, rows)[0] for rows in ([0, 3], [1, 2])]
-    for one, (left, right) in zip(whole, zip(*halves, strict=True), strict=True):
+    for one, (left, right) in zip(
+        whole,
+        zip(*halves, strict=True),
+        strict=True,
+    ):
         np.testing.assert_array_equal(one["tokens"][[0, 3]], left["tokens"])
         np.testing.assert_array_equal(one["labels"][[1, 2]], right["labels"])
 
@@ -119,14 +176,18 @@ def test_rows_of_a_stream_equal_windows_of_its_text(kind, pack, capsys):
     starts = np.cumsum([0, *map(len, ids)])[:-1]
     text = Tokens(np.concatenate(ids), starts, "text")
     whole, _ = batches(config_of(kind, pack=pack), 20)
-    expected = [read_windows(text, np.arange(i, i + 4) * 25, 24, pack, 256) for i in range(0, 80, 4)]
+    expected = [
+        read_windows(text, np.arange(i, i + 4) * 25, 24, pack, 256) for i in range(0, 80, 4)
+    ]
     assert_same(whole, expected)
     assert f"{KINDS[kind]['path']} is read to its end: epoch 2 begins" in capsys.readouterr().out
 
 
 def test_random_access_reads_every_document_once_an_epoch_in_a_new_order():
     data = config_of("hf saved", pack=True, seq_len=8)
-    texts = b"".join(bytes(row[:].astype(np.uint8)) for batch in batches(data, 90)[0] for row in batch["tokens"])
+    texts = b"".join(
+        bytes(row[:].astype(np.uint8)) for batch in batches(data, 90)[0] for row in batch["tokens"]
+    )
     other = batches(replace(data, seed=1), 1)[0][0]["tokens"]
     assert not np.array_equal(other, batches(data, 1)[0][0]["tokens"])
     words = [text.split()[0].encode() for text in DOCUMENTS if len(text) > 20]
@@ -145,15 +206,23 @@ def test_random_access_reads_every_document_once_an_epoch_in_a_new_order():
 )
 def test_a_split_may_be_a_slice_as_datasets_writes_it(tmp_path, split, kept, streaming):
     texts = [f"{i:02d}" for i in range(40)]
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts})}).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts})}).save_to_disk(
+        tmp_path / "saved"
+    )
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for name in ("saved", "a.jsonl"):
-        data = DataConfig(source="hf", path=f"{tmp_path}/{name}:{split}", seq_len=2, streaming=streaming)
+        data = DataConfig(
+            source="hf", path=f"{tmp_path}/{name}:{split}", seq_len=2, streaming=streaming
+        )
         if streaming and name == "a.jsonl" and split != "train[30:]":
-            with pytest.raises(UserError, match=r"counts from the end of a stream, .* as in train\[1000:\]"):
+            with pytest.raises(
+                UserError, match=r"counts from the end of a stream, .* as in train\[1000:\]"
+            ):
                 load_corpus(data, 256)
         else:
-            assert bytes(load_corpus(data, 256).train.sample.astype(np.uint8)).decode() == "".join(texts[kept])
+            assert bytes(load_corpus(data, 256).train.sample.astype(np.uint8)).decode() == "".join(
+                texts[kept]
+            )
 
 
 def test_a_slice_that_datasets_does_not_know_is_refused(folder):
@@ -168,9 +237,13 @@ def test_a_slice_that_datasets_does_not_know_is_refused(folder):
 
 @pytest.mark.parametrize("kind", ["hf", "hf streaming", "parquet", "arrayrecord"])
 def test_a_document_without_text_leaves_no_end_of_text(kind, tmp_path, monkeypatch):
-    """As `encode_document`, which every source calls: two ends side by side would teach that one follows the other."""
+    """As `encode_document`, which every source calls: two ends side by side would teach that one
+    follows the other.
+    """
     tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.add_special_tokens(["<|endoftext|>"])
     words.save(str(tmp_path / "tokenizer.json"))
@@ -182,7 +255,12 @@ def test_a_document_without_text_leaves_no_end_of_text(kind, tmp_path, monkeypat
     for text in texts:
         writer.write(text.encode())
     writer.close()
-    data = config_of(kind, path=str(KINDS[kind]["path"]).partition(":")[0], seq_len=4, prefetch=0)
+    data = config_of(
+        kind,
+        path=str(KINDS[kind]["path"]).partition(":")[0],
+        seq_len=4,
+        prefetch=0,
+    )
     data = replace(data, tokenizer=str(tmp_path / "tokenizer.json"))
     if kind.startswith("hf"):
         (tmp_path / "jsonl").rename(tmp_path / "a.jsonl")
@@ -204,8 +282,13 @@ def test_a_data_set_may_be_one_file(folder, monkeypatch, streaming):
 
 def test_a_mixture_has_the_shares_it_asks_for(tmp_path):
     for name in "ab":
-        parquet.write_table(arrow.table({"text": [name * 7] * 5}), tmp_path / f"{name}.parquet")
-    data = DataConfig(source="parquet", mixture=(f"{tmp_path}/a.parquet 3", f"{tmp_path}/b.parquet 1"), seq_len=8)
+        parquet.write_table(
+            arrow.table({"text": [name * 7] * 5}),
+            tmp_path / f"{name}.parquet",
+        )
+    data = DataConfig(
+        source="parquet", mixture=(f"{tmp_path}/a.parquet 3", f"{tmp_path}/b.parquet 1"), seq_len=8
+    )
     data = replace(data, val_path=f"{tmp_path}/b.parquet")
     corpus = load_corpus(data, 256)
     read = np.concatenate([b["tokens"] for b in batches(data, 100)[0]])
@@ -225,30 +308,61 @@ def test_validation_reads_each_document_once_and_fills_up(kind):
     rows = -(-total // 25)
     assert len(read) == -(-rows // 4)
     segments = np.concatenate([batch["segments"] for batch in read])
-    assert (segments > 0).sum() in (total - rows, total - rows + 1)  # a row leaves its last token to the label
+    # a row leaves its last token to the label
+    assert (segments > 0).sum() in (total - rows, total - rows + 1)
     assert not any((batch["labels"][batch["segments"] == 0] != -1).any() for batch in read)
-    assert_same(list(val_batches(corpus.val, data, 4, range(4), 256, 2)), read[:2])
-    assert_same(list(val_batches(corpus.val, data, 4, [2], 256)), [{k: v[[2]] for k, v in b.items()} for b in read])
+    assert_same(
+        list(val_batches(corpus.val, data, 4, range(4), 256, 2)),
+        read[:2],
+    )
+    assert_same(
+        list(val_batches(corpus.val, data, 4, [2], 256)),
+        [{k: v[[2]] for k, v in b.items()} for b in read],
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "hf", "path": "jsonl", "column": "body"}, r"jsonl has no column 'body', .*it has id, text"),
-        ({"source": "parquet", "path": "parquet", "column": "body"}, "has no column 'body'.*it has id, text"),
-        ({"source": "parquet", "path": "parquet", "column": "id"}, "column 'id' has a value that is no text"),
+        (
+            {"source": "hf", "path": "jsonl", "column": "body"},
+            r"jsonl has no column 'body', .*it has id, text",
+        ),
+        (
+            {"source": "parquet", "path": "parquet", "column": "body"},
+            "has no column 'body'.*it has id, text",
+        ),
+        (
+            {"source": "parquet", "path": "parquet", "column": "id"},
+            "column 'id' has a value that is no text",
+        ),
         ({"source": "parquet", "path": "parquet/3.parquet"}, r"3\.parquet is empty"),
         ({"source": "parquet", "path": "jsonl"}, r"no \.parquet file at jsonl"),
-        ({"source": "parquet", "path": "jsonl/0.jsonl"}, "cannot read jsonl/0.jsonl as data.source=parquet"),
-        ({"source": "arrayrecord", "path": "records/*.rec"}, r"no \.array_record file at records/\*\.rec"),
-        ({"source": "hf", "path": "nobody/no_such_set"}, "cannot read nobody/no_such_set as data.source=hf: .*reach"),
-        ({"source": "hf", "path": "jsonl:test"}, "cannot read jsonl:test as data.source=hf: .*test"),
+        (
+            {"source": "parquet", "path": "jsonl/0.jsonl"},
+            "cannot read jsonl/0.jsonl as data.source=parquet",
+        ),
+        (
+            {"source": "arrayrecord", "path": "records/*.rec"},
+            r"no \.array_record file at records/\*\.rec",
+        ),
+        (
+            {"source": "hf", "path": "nobody/no_such_set"},
+            "cannot read nobody/no_such_set as data.source=hf: .*reach",
+        ),
+        (
+            {"source": "hf", "path": "jsonl:test"},
+            "cannot read jsonl:test as data.source=hf: .*test",
+        ),
         ({"source": "hf", "path": ""}, "data.source=hf needs data.path"),
         (
             {"source": "hf", "path": "jsonl", "tokenizer": "chars"},
             "data.tokenizer=chars knows the characters of a whole text, which data.source=hf",
         ),
-        ({"source": "parquet", "path": "parquet/2.parquet", "seq_len": 99999}, "training tokens, one window takes"),
+        (
+            {"source": "parquet", "path": "parquet/2.parquet", "seq_len": 99999},
+            "training tokens, one window takes",
+        ),
         ({"source": "text", "mixture": ("texts/0.txt",)}, "takes a path and a weight above 0"),
         ({"source": "text", "mixture": ("texts/0.txt -1",)}, "takes a path and a weight above 0"),
         ({"source": "text", "mixture": ("texts/9.txt 1",)}, "no file or folder texts/9.txt"),
@@ -275,11 +389,14 @@ def test_a_stream_that_breaks_off_later_is_one_clear_line(tmp_path):
 def test_a_mixture_keeps_all_of_its_parts(kind):
     data = replace(config_of(kind), val_fraction=0.5, pack=False)
     assert load_corpus(data, 256).val is None
-    one = replace(data, path="", mixture=("texts/0.txt 1",) if kind == "text mixed" else ("parquet 1",))
+    one = replace(
+        data, path="", mixture=("texts/0.txt 1",) if kind == "text mixed" else ("parquet 1",)
+    )
     whole = load_corpus(one, 256)
     assert (
         whole.val is None
-        and whole.train.size == load_corpus(replace(one, val_path=one.mixture[0][:-2]), 256).train.size
+        and whole.train.size
+        == load_corpus(replace(one, val_path=one.mixture[0][:-2]), 256).train.size
     )
 
 
@@ -315,21 +432,50 @@ sys.exit(main(sys.argv[4:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf streaming, shuffled", "arrayrecord", "parquet mixed"])
 def test_a_killed_run_goes_on_with_the_same_ids(kind, folder, tmp_path):
-    """SIGKILL in the middle of real training, some steps after a checkpoint; the ids are hashed, batch by batch."""
-    data, run, steps = config_of(kind, pack=True), tmp_path / "run", 30
+    """SIGKILL in the middle of real training, some steps after a checkpoint; the ids are hashed,
+    batch by batch.
+    """
+    data = config_of(kind, pack=True)
+    run = tmp_path / "run"
+    steps = 30
     expected = [
-        hashlib.sha256(b"".join(batch[name].tobytes() for name in ("tokens", "labels", "segments"))).hexdigest()
+        hashlib.sha256(
+            b"".join(batch[name].tobytes() for name in ("tokens", "labels", "segments"))
+        ).hexdigest()
         for batch in batches(data, steps)[0]
     ]
     config = {"data." + key: value for key, value in vars(data).items()}
-    config |= {"train.steps": steps, "train.batch": 4, "train.warmup_steps": 1, "checkpoint.every": 5}
-    config |= {"model.layers": 1, "model.embed": 32, "model.heads": 2, "model.mlp": 32, "mesh.platform": "cpu"}
+    config |= {
+        "train.steps": steps,
+        "train.batch": 4,
+        "train.warmup_steps": 1,
+        "checkpoint.every": 5,
+    }
+    config |= {
+        "model.layers": 1,
+        "model.embed": 32,
+        "model.heads": 2,
+        "model.mlp": 32,
+        "mesh.platform": "cpu",
+    }
     (tmp_path / "config.toml").write_text(to_toml(override(Config(), config)))
 
     def train(record, last):
-        words = [str(tmp_path / record), last, str(run), "train", str(tmp_path / "config.toml"), "--run", str(run)]
+        words = [
+            str(tmp_path / record),
+            last,
+            str(run),
+            "train",
+            str(tmp_path / "config.toml"),
+            "--run",
+            str(run),
+        ]
         done = subprocess.run(
-            [sys.executable, "-c", WATCHED, *words], cwd=folder, capture_output=True, text=True, check=False
+            [sys.executable, "-c", WATCHED, *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done, (tmp_path / record).read_text().split()
 
@@ -340,7 +486,10 @@ def test_a_killed_run_goes_on_with_the_same_ids(kind, folder, tmp_path):
     assert before == expected[: len(before)] and 15 < len(before) < steps
     assert len(after) in (15, 10), "resumed at the newest checkpoint"
     assert after == expected[-len(after) :]
-    print(f"{kind}: killed at batch {len(before)}, resumed at {steps - len(after) + 1}, sha256 {after[-1][:16]}")
+    print(
+        f"{kind}: killed at batch {len(before)}, resumed at {steps - len(after) + 1}, sha256 "
+        f"{after[-1][:16]}"
+    )
 
 
 @pytest.mark.parametrize("kind", ["hf", "parquet"])
@@ -348,24 +497,36 @@ def test_records_that_are_no_text_are_left_out_and_counted(kind, tmp_path):
     """The batches are those of the same records without them."""
     good = [f"{i} " + "lorem ipsum " * 5 for i in range(30)]
     found = {}
-    for name, texts in (("good", good), ("bad", [*good[:12], None, *good[12:], None])):
+    for name, texts in (
+        ("good", good),
+        (
+            "bad",
+            [*good[:12], None, *good[12:], None],
+        ),
+    ):
         (tmp_path / name).mkdir()
         parquet.write_table(arrow.table({"text": texts}), tmp_path / name / "a.parquet")
-        data = DataConfig(source=kind, path=str(tmp_path / name), seq_len=24, streaming=kind == "hf")
+        data = DataConfig(
+            source=kind, path=str(tmp_path / name), seq_len=24, streaming=kind == "hf"
+        )
         stream = load_corpus(data, 256).train
         (counts,) = skipped_records(stream)
         assert counts.count == 0, "the beginning was read before"
         iterator = train_batches(stream, data, 4, range(4), 256)
         found[name] = [next(iterator) for _ in range(30)]  # more than an epoch
     assert_same(found["bad"], found["good"])
-    assert counts.count >= 2 and counts.text.startswith(f"records left out until now: {counts.count}, ")
+    assert counts.count >= 2 and counts.text.startswith(
+        f"records left out until now: {counts.count}, "
+    )
     assert counts.text.endswith("column 'text' has a value that is no text: None")
     for bad in (7, ["a"], b"bytes"):
         before = counts.count
         assert len(stream.encode({"text": bad})["tokens"]) == 0 and counts.count == before + 1
 
 
-def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_ever(tmp_path, monkeypatch):
+def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_ever(
+    tmp_path, monkeypatch
+):
     class Damaged:
         def __len__(self):
             return 40
@@ -383,9 +544,13 @@ def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_
     for _ in range(20):
         next(iterator)
     (counts,) = skipped_records(corpus.train)
-    assert counts.count > 0 and counts.text.endswith("records: record 7 cannot be read: CRC mismatch")
+    assert counts.count > 0 and counts.text.endswith(
+        "records: record 7 cannot be read: CRC mismatch"
+    )
     gone = True
-    with pytest.raises(UserError, match=r"records: 1,000 records in a row are no text, of which the last: .* CRC"):
+    with pytest.raises(
+        UserError, match=r"records: 1,000 records in a row are no text, of which the last: .* CRC"
+    ):
         for _ in range(2000):
             next(iterator)
 
@@ -394,11 +559,19 @@ def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_
     ("column", "message"),
     [
         ({"body": ["x"]}, r"b\.parquet has no column 'text', set data\.column: it has body"),
-        ({"text": [3]}, r"b\.parquet: column 'text' has a value that is no text: its type is int64"),
+        (
+            {"text": [3]},
+            r"b\.parquet: column 'text' has a value that is no text: its type is int64",
+        ),
     ],
 )
-def test_a_later_file_with_other_columns_is_refused_before_a_training_begins(tmp_path, column, message):
-    parquet.write_table(arrow.table({"text": ["lorem ipsum " * 9] * 20}), tmp_path / "a.parquet")
+def test_a_later_file_with_other_columns_is_refused_before_a_training_begins(
+    tmp_path, column, message
+):
+    parquet.write_table(
+        arrow.table({"text": ["lorem ipsum " * 9] * 20}),
+        tmp_path / "a.parquet",
+    )
     parquet.write_table(arrow.table(column), tmp_path / "b.parquet")
     with pytest.raises(UserError, match=message):
         load_corpus(DataConfig(source="parquet", path=str(tmp_path), seq_len=24), 256)

@@ -1,4 +1,6 @@
-"""Bytes of ids are those of their text, however windows cut it and whatever kind of tokenizer made them."""
+"""Bytes of ids are those of their text, however windows cut it and whatever kind of tokenizer made
+them.
+"""
 
 import numpy as np
 import pytest
@@ -19,27 +21,50 @@ def made(kind, tmp_path):
     if kind == "chars":
         return CharsTokenizer("".join(sorted(set(TEXT))))
     tokenizers = pytest.importorskip("tokenizers")
-    models, decoders, trainers = tokenizers.models, tokenizers.decoders, tokenizers.trainers
+    models = tokenizers.models
+    decoders = tokenizers.decoders
+    trainers = tokenizers.trainers
     pre_tokenizers = tokenizers.pre_tokenizers
     special = ["<s>", "</s>", "[UNK]"]
     if kind == "byte-level":
         inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        inner.pre_tokenizer, inner.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=special, initial_alphabet=alphabet)
+        trainer = trainers.BpeTrainer(
+            vocab_size=280, special_tokens=special, initial_alphabet=alphabet
+        )
     elif kind == "byte fallback":  # as LLaMA 2's
         vocab = {
-            name: i for i, name in enumerate([*special, *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abernfgtJ"])
+            name: i
+            for i, name in enumerate(
+                [*special, *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abernfgtJ"]
+            )
         }
-        inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="[UNK]"))
-        steps = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+        inner = tokenizers.Tokenizer(
+            models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="[UNK]")
+        )
+        steps = [
+            tokenizers.normalizers.Prepend("\u2581"),
+            tokenizers.normalizers.Replace(" ", "\u2581"),
+        ]
         inner.normalizer = tokenizers.normalizers.Sequence(steps)
-        undo = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        undo = [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         inner.decoder = decoders.Sequence(undo)
         trainer = None
     else:
         inner = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        inner.pre_tokenizer, inner.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(cleanup=False)
+        inner.pre_tokenizer, inner.decoder = (
+            pre_tokenizers.WhitespaceSplit(),
+            decoders.WordPiece(cleanup=False),
+        )
         trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=special)
     if trainer is None:
         inner.add_special_tokens(special)
@@ -58,7 +83,9 @@ def test_windows_of_any_length_have_the_bytes_of_the_text(kind, tmp_path):
     before = np.append([begin], ids[:-1]).astype(np.int32)
     for length in (1, 2, 3, len(ids)):
         cut = range(0, len(ids), length)
-        total = sum(count_bytes(tokenizer, before[i : i + length], ids[i : i + length]) for i in cut)
+        total = sum(
+            count_bytes(tokenizer, before[i : i + length], ids[i : i + length]) for i in cut
+        )
         assert total == len(TEXT.encode())
 
 
@@ -74,14 +101,22 @@ def test_text_that_a_tokenizer_does_not_know_is_told(tmp_path):
     for kind in ("bytes", "chars", "byte-level", "byte fallback"):
         assert unknown_id(made(kind, tmp_path)) is None
     tokenizers = pytest.importorskip("tokenizers")
-    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0), ("<unk>", -9.0)], unk_id=1))
+    unigram = tokenizers.Tokenizer(
+        tokenizers.models.Unigram(
+            [("a", -1.0), ("<unk>", -9.0)],
+            unk_id=1,
+        )
+    )
     unigram.save(str(tmp_path / "tokenizer.json"))
     assert unknown_id(load_tokenizer(tmp_path / "tokenizer.json")) == 1
-    tokenizer, said = made("word pieces", tmp_path), []
+    tokenizer = made("word pieces", tmp_path)
+    said = []
     ids = tokenizer.encode("\N{SNOWMAN} 3 3 3 \N{SNOWMAN} 3 3 3 3")
     assert list(ids).count(2) == 2 and unknown_id(tokenizer) == 2
     config = override(Config(), {"data.seq_len": 8, "train.batch": 1})
     found = bits_per_byte(1.0, Tokens(ids, None, "here"), tokenizer, config, said.append)
     assert found is not None
     (line,) = said
-    assert line.startswith("1 of 8 scored tokens are '[UNK]', which stands for text of a length that is not known")
+    assert line.startswith(
+        "1 of 8 scored tokens are '[UNK]', which stands for text of a length that is not known"
+    )

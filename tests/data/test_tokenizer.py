@@ -24,7 +24,9 @@ text = st.text(st.characters(exclude_categories=["Cs"]))
 
 @pytest.fixture
 def hf_file(tmp_path):
-    """A word-level tokenizer.json that, like a classifier's, cuts texts to two tokens and pads them."""
+    """A word-level tokenizer.json that, like a classifier's, cuts texts to two tokens and pads
+    them.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -85,7 +87,9 @@ def test_hf_adds_nothing_and_cuts_nothing(hf_file):
 
 def test_vocabulary_of_hf_reaches_its_largest_id(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41}, unk_token="a")).save(str(tmp_path / "gap.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41}, unk_token="a")).save(
+        str(tmp_path / "gap.json")
+    )
     tokenizer = load_tokenizer(tmp_path / "gap.json")
     assert tokenizer.vocab_size == 42
     assert tokenizer.end_of_text is None
@@ -107,9 +111,12 @@ def test_a_special_token_that_the_model_lacks_is_refused_where_it_occurs(hf_file
     assert load_tokenizer(hf_file).vocab_size == 5
     tokenizer = load_tokenizer(hf_file, vocab_size=4)
     assert tokenizer.vocab_size == 4 and tokenizer.encode("hello").tolist() == [0]
-    with pytest.raises(UserError, match="the text has '<image>', id 4, and the model only 4 tokens"):
+    with pytest.raises(
+        UserError, match="the text has '<image>', id 4, and the model only 4 tokens"
+    ):
         tokenizer.encode("hello <image>")
-    assert load_tokenizer(hf_file, vocab_size=1).vocab_size == 4  # words count, and so it does not fit
+    # words count, and so it does not fit
+    assert load_tokenizer(hf_file, vocab_size=1).vocab_size == 4
 
 
 def test_saved_hf_tokenizer_is_still_one_of_hugging_face(hf_file, tmp_path):
@@ -179,7 +186,12 @@ def test_ids_are_stored_in_the_smallest_of_two_dtypes():
 def test_a_document_without_text_has_no_end(hf_file, tmp_path):
     """White space is no text, nor is what a tokenizer takes nothing of."""
     tokenizer = load_tokenizer(hf_file)
-    assert [len(encode_document(text, tokenizer)) for text in ("", " \n\t", "\u3000", "hello")] == [0, 0, 0, 2]
+    assert [len(encode_document(text, tokenizer)) for text in ("", " \n\t", "\u3000", "hello")] == [
+        0,
+        0,
+        0,
+        2,
+    ]
     inner = tokenizer.inner
     inner.normalizer = pytest.importorskip("tokenizers").normalizers.Replace("\u200b", "")
     assert len(encode_document("\u200b", tokenizer)) == 0
@@ -204,7 +216,10 @@ def test_text_is_read_as_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"ab\0c", r"is binary \(NUL at byte 2\)"), (b"ab\xe9", r"is not UTF-8 text \(.* at byte 2\): convert it")],
+    [
+        (b"ab\0c", r"is binary \(NUL at byte 2\)"),
+        (b"ab\xe9", r"is not UTF-8 text \(.* at byte 2\): convert it"),
+    ],
 )
 def test_what_is_not_text_is_refused(content, message, tmp_path):
     (tmp_path / "a.txt").write_bytes(content)

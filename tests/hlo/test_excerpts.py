@@ -36,7 +36,9 @@ def loop_of(nodes: tuple[Node, ...]) -> Loop:
 
 
 def test_the_tpu_compilers_loop_around_a_matmul() -> None:
-    """Matmul and reduce-scatter over 8 devices, in both directions of the ring: transfers beside matmuls."""
+    """Matmul and reduce-scatter over 8 devices, in both directions of the ring: transfers beside
+    matmuls.
+    """
     found = excerpt("tpu_windowed_loop")
     loop = loop_of(found.nodes)
     assert loop.trips == 2
@@ -46,15 +48,23 @@ def test_the_tpu_compilers_loop_around_a_matmul() -> None:
     assert first is not None and first.kind == "ppermute" and first.bytes == 1024 * 4096 * 2
     assert len(first.groups) == 8 and {source for source, _ in first.groups} == set(range(8))
     matmul = task(loop.body, "fusion.37")
-    assert (matmul.kind, matmul.flops, matmul.cycles) == ("matmul", 2 * 2 * 1024 * 4096 * 2048, 272304)
+    assert (matmul.kind, matmul.flops, matmul.cycles) == (
+        "matmul",
+        2 * 2 * 1024 * 4096 * 2048,
+        272304,
+    )
     done = position(loop.body, "collective-permute-done")
-    assert loop.body[done] == Wait("collective-permute-done", position(loop.body, "collective-permute-start"))
+    assert loop.body[done] == Wait(
+        "collective-permute-done", position(loop.body, "collective-permute-start")
+    )
     assert position(loop.body, "collective-permute-start") < position(loop.body, "fusion.37") < done
 
 
 def test_a_tpu_gather_that_goes_on_during_other_fusions() -> None:
     nodes = excerpt("tpu_async_fusion").nodes
-    start, during, done = task(nodes, "async-collective-start.8"), task(nodes, "fusion.551"), nodes[-1]
+    start = task(nodes, "async-collective-start.8")
+    during = task(nodes, "fusion.551")
+    done = nodes[-1]
     assert start.asynchronous and start.collective is not None
     assert (start.collective.kind, start.collective.bytes) == ("all-gather", 512 * 2 * 128 * 2)
     assert start.collective.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -91,7 +101,10 @@ def test_gathers_that_a_gpu_compiler_made_one() -> None:
     found = excerpt("gpu_all_gather")
     start = task(found.nodes, "all-gather-start.6")
     assert start.collective is not None
-    assert (start.collective.dtype, start.collective.groups) == ("bf16", ((0, 2, 4, 6), (1, 3, 5, 7)))
+    assert (start.collective.dtype, start.collective.groups) == (
+        "bf16",
+        ((0, 2, 4, 6), (1, 3, 5, 7)),
+    )
     weights = 4 * (2 * 128 * 128 + 2 * 128 * 256 + 3 * 128 * 1024) * 2
     assert start.collective.bytes == weights + 2 * 512 * 4  # and two norms
     assert start.place.scope == "block"  # all that the parts share
@@ -102,7 +115,9 @@ def test_a_ring_on_a_gpu() -> None:
     permute = task(loop.body, "collective-permute-start")
     assert loop.trips == 4 and permute.asynchronous and permute.collective is not None
     assert permute.collective.bytes == 1024 * 256 * 4 and len(permute.collective.groups) == 8
-    assert sum(node.flops for node in loop.body if isinstance(node, Task)) == 2 * 2 * 1024 * 1024 * 256
+    assert (
+        sum(node.flops for node in loop.body if isinstance(node, Task)) == 2 * 2 * 1024 * 1024 * 256
+    )
 
 
 def test_kernels_with_and_without_a_cost_estimate() -> None:
@@ -112,16 +127,23 @@ def test_kernels_with_and_without_a_cost_estimate() -> None:
     assert (kernel.flops, kernel.bytes, kernel.dtype) == (2 * 256**3, 123456, "bf16")
     without = excerpt("tpu_kernel")
     splash = task(without.nodes, "splash_mha_fwd_residuals.1")
-    assert splash.kind == "kernel" and splash.flops == 0 and splash.bytes > 3 * 2 * 4 * 1024 * 128 * 2
+    assert (
+        splash.kind == "kernel" and splash.flops == 0 and splash.bytes > 3 * 2 * 4 * 1024 * 128 * 2
+    )
     assert without.notes == (
-        "splash_mha_fwd_residuals.1 (tpu_custom_call): a kernel without a cost estimate, its FLOPs are not counted",
+        "splash_mha_fwd_residuals.1 (tpu_custom_call): a kernel without a cost estimate, its "
+        "FLOPs are not counted",
     )
 
 
 def test_a_kernel_priced_by_who_knows_it() -> None:
     asked: list[tuple[str, str, int]] = []
 
-    def cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
+    def cost(
+        name: str,
+        path: str,
+        shapes: list[tuple[int, ...]],
+    ) -> float | None:
         asked.append((name, path.rpartition("/")[2], len(shapes)))
         return 123.0 if name.startswith("splash") else None
 
@@ -142,10 +164,16 @@ def test_attention_by_cudnn_is_a_kernel_with_flops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slice_of", "group"), [([s // 4 for s in range(16)], (0, 4)), ([s % 4 for s in range(16)], (0, 1))]
+    ("slice_of", "group"),
+    [
+        ([s // 4 for s in range(16)], (0, 4)),
+        ([s % 4 for s in range(16)], (0, 1)),
+    ],
 )
 def test_between_tpu_slices(slice_of: list[int], group: tuple[int, int]) -> None:
-    """Partition 0 of slices 1 and 2: positions 0 and 4 slice after slice, 0 and 1 where the slices take turns."""
+    """Partition 0 of slices 1 and 2: positions 0 and 4 slice after slice, 0 and 1 where the slices
+    take turns.
+    """
     found = excerpt("tpu_between_slices", slice_of=slice_of)
     send = task(found.nodes, "send")
     assert send.asynchronous and send.collective is not None and send.collective.groups[0] == group
@@ -159,5 +187,8 @@ def test_between_tpu_slices(slice_of: list[int], group: tuple[int, int]) -> None
 def test_loops_and_a_branch_of_each_compiler(name: str) -> None:
     """18 trips and one (unknown) of two matmuls of 256 cubed, and the branch that has them too."""
     found = excerpt(name)
-    assert sum(task.flops * count for task, count in walk(found.nodes)) == (18 + 1 + 1) * 2 * 2 * 256**3
+    assert (
+        sum(task.flops * count for task, count in walk(found.nodes))
+        == (18 + 1 + 1) * 2 * 2 * 256**3
+    )
     assert len(found.notes) == 2

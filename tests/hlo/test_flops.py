@@ -40,18 +40,31 @@ def test_two_contracted_dims_and_none() -> None:
 
 
 def test_elementwise_work_is_not_counted() -> None:
-    assert work("  %a = f32[3]{0} parameter(0)\n  ROOT %d = f32[3]{0} exponential(%a)") == Multiplied()
+    assert (
+        work("  %a = f32[3]{0} parameter(0)\n  ROOT %d = f32[3]{0} exponential(%a)") == Multiplied()
+    )
 
 
 positive = st.integers(1, 6)
 
 
 @given(
-    size=positive, window=positive, stride=st.integers(1, 3), before=st.integers(0, 6), after=st.integers(0, 6),
-    lhs_dilation=st.integers(1, 4), rhs_dilation=st.integers(1, 3),
-)  # fmt: skip
+    size=positive,
+    window=positive,
+    stride=st.integers(1, 3),
+    before=st.integers(0, 6),
+    after=st.integers(0, 6),
+    lhs_dilation=st.integers(1, 4),
+    rhs_dilation=st.integers(1, 3),
+)
 def test_a_convolution_counts_what_it_meets(
-    size: int, window: int, stride: int, before: int, after: int, lhs_dilation: int, rhs_dilation: int
+    size: int,
+    window: int,
+    stride: int,
+    before: int,
+    after: int,
+    lhs_dilation: int,
+    rhs_dilation: int,
 ) -> None:
     wide = (size - 1) * lhs_dilation + 1 + before + after
     reach = (window - 1) * rhs_dilation + 1
@@ -63,9 +76,12 @@ def test_a_convolution_counts_what_it_meets(
         position = o * stride + w * rhs_dilation - before
         met += 0 <= position <= (size - 1) * lhs_dilation and position % lhs_dilation == 0
     found = work(
-        f"  %a = f32[2,{size},3]{{2,1,0}} parameter(0)\n  %k = f32[{window},3,5]{{2,1,0}} parameter(1)\n"
-        f"  ROOT %c = f32[2,{out},5]{{2,1,0}} convolution(%a, %k), window={{size={window} stride={stride} "
-        f"pad={before}_{after} lhs_dilate={lhs_dilation} rhs_dilate={rhs_dilation}}}, dim_labels=b0f_0io->b0f"
+        f"  %a = f32[2,{size},3]{{2,1,0}} parameter(0)\n  %k = f32[{window},3,5]{{2,1,0}} "
+        "parameter(1)\n"
+        f"  ROOT %c = f32[2,{out},5]{{2,1,0}} convolution(%a, %k), window={{size={window} "
+        f"stride={stride} "
+        f"pad={before}_{after} lhs_dilate={lhs_dilation} rhs_dilate={rhs_dilation}}}, "
+        "dim_labels=b0f_0io->b0f"
     )
     assert found.flops == 2 * 2 * 3 * 5 * met
 
@@ -74,7 +90,8 @@ def test_a_batched_dot_as_the_tpu_compiler_writes_it() -> None:
     """The batch is a window over an operand with holes: each output meets its own element only."""
     found = work(
         "  %a = bf16[8,128,64]{2,1,0} parameter(0)\n  %b = bf16[8,64,32]{2,1,0} parameter(1)\n"
-        "  ROOT %c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 pad=0_0 lhs_dilate=8}, "
+        "  ROOT %c = f32[8,128,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 pad=0_0 "
+        "lhs_dilate=8}, "
         "dim_labels=0bf_0io->0bf"
     )
     assert found.flops == 2 * 8 * 128 * 64 * 32
@@ -105,7 +122,10 @@ def test_a_fusion_has_what_is_inside_at_any_depth() -> None:
 }
 """
     lines = "  %a = f32[4,8]{1,0} parameter(0)\n  %b = f32[8,2]{1,0} parameter(1)\n"
-    found = work(lines + "  ROOT %x = f32[4,2]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused", computations=inner)
+    found = work(
+        lines + "  ROOT %x = f32[4,2]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused",
+        computations=inner,
+    )
     assert found == Multiplied(2 * 2 * 4 * 8 * 2, "f32")
 
 
@@ -148,5 +168,8 @@ def test_a_backend_config_that_is_not_json() -> None:
     call = module.computations[module.entry].instructions["custom-call.1"]
     assert backend_config(call)["gemm_backend_config"]
     for text in ("", "backend_config={grid_x = 8 : i32}", 'backend_config="plain"'):
-        odd = parse(f"HloModule m\n\nENTRY %main () -> f32[] {{\n  ROOT %c = f32[] custom-call(), {text}\n}}\n")
+        odd = parse(
+            "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] custom-call(), "
+            f"{text}\n}}\n"
+        )
         assert backend_config(odd.computations["main"].instructions["c"]) == {}

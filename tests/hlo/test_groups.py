@@ -18,7 +18,9 @@ pytestmark = pytest.mark.quick
 def groups(attribute: str, devices: int = 8) -> Groups:
     line = f"  ROOT %x = f32[2]{{0}} all-gather(%a), {attribute}, dimensions={{0}}"
     return replica_groups(
-        parse(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n").computations["main"].instructions["x"],
+        parse(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n")
+        .computations["main"]
+        .instructions["x"],
         devices,
     )
 
@@ -48,20 +50,39 @@ def test_iota_against_numpy(sizes: list[int], random: np.random.RandomState) -> 
     random.shuffle(order)
     total = prod(sizes)
     width = max(d for d in range(1, total + 1) if total % d == 0 and d <= 3)
-    expected = np.arange(total).reshape(sizes).transpose(order).reshape(-1, width)
+    expected = (
+        np.arange(total)
+        .reshape(sizes)
+        .transpose(order)
+        .reshape(
+            -1,
+            width,
+        )
+    )
     text = f"replica_groups=[{total // width},{width}]<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))})"
     assert groups(text) == tuple(map(tuple, expected.tolist()))
 
 
 @given(dims, st.data())
 def test_mesh_axes_against_numpy(sizes: list[int], data: st.DataObject) -> None:
-    """One group for each position along the axes that were not chosen; within it the chosen axes in their order."""
-    chosen = data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, unique=True))
+    """One group for each position along the axes that were not chosen; within it the chosen axes in
+    their order.
+    """
+    chosen = data.draw(
+        st.lists(
+            st.sampled_from(range(len(sizes))),
+            min_size=1,
+            unique=True,
+        )
+    )
     order = data.draw(st.permutations(range(len(sizes))))
     source = [sizes[order.index(dim)] for dim in range(len(sizes))]
     mesh = np.arange(prod(sizes)).reshape(source).transpose(order)
     outside = [dim for dim in range(len(sizes)) if dim not in chosen]
-    expected = mesh.transpose(outside + chosen).reshape(-1, prod(sizes[dim] for dim in chosen))
+    expected = mesh.transpose(outside + chosen).reshape(
+        -1,
+        prod(sizes[dim] for dim in chosen),
+    )
     axes = ",".join(f"'axis_{n}'={size}" for n, size in enumerate(sizes))
     names = ",".join(f"'axis_{n}'" for n in chosen)
     ids = f", device_ids=([{','.join(map(str, source))}]T({','.join(map(str, order))}))"
@@ -72,7 +93,9 @@ def test_mesh_axes_against_numpy(sizes: list[int], data: st.DataObject) -> None:
 
 
 def test_part_of_a_mesh_axis() -> None:
-    """`'b':(2)2` is the part of size 2 of axis b that has 2 outside it: b = outside 2 x chosen 2 x inside 2."""
+    """`'b':(2)2` is the part of size 2 of axis b that has 2 outside it: b = outside 2 x chosen 2 x
+    inside 2.
+    """
     mesh = np.arange(16).reshape(2, 2, 2, 2)  # a, then b's three parts
     expected = mesh.transpose(0, 1, 3, 2).reshape(-1, 2)
     found = groups("replica_groups=mesh['a'=2,'b'=8] {'b':(2)2}", 16)
@@ -80,7 +103,10 @@ def test_part_of_a_mesh_axis() -> None:
 
 
 def test_an_explicit_device_order() -> None:
-    assert groups("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,3,1) {'b'}", 4) == ((0, 2), (3, 1))
+    assert groups("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,3,1) {'b'}", 4) == (
+        (0, 2),
+        (3, 1),
+    )
 
 
 @pytest.mark.parametrize("text", ["mesh['a'=2,'b'=2] {'c'}", "[what]"])
@@ -92,6 +118,10 @@ def test_a_form_that_nobody_knows_is_said(text: str) -> None:
 def test_source_target_pairs() -> None:
     text = "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[2]{0} collective-permute(%a)"
     pairs = parse(f"{text}, source_target_pairs={{{{0,1}},{{1,0}},{{2,3}}}}\n}}\n")
-    assert source_target_pairs(pairs.computations["main"].instructions["x"]) == ((0, 1), (1, 0), (2, 3))
+    assert source_target_pairs(pairs.computations["main"].instructions["x"]) == (
+        (0, 1),
+        (1, 0),
+        (2, 3),
+    )
     none = parse(f"{text}\n}}\n")
     assert source_target_pairs(none.computations["main"].instructions["x"]) == ()

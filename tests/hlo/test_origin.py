@@ -19,15 +19,35 @@ TICK = "jit(step)/shard_map/while/body/closed_call"
     ("path", "scope", "phase"),
     [
         ("jit(step)/jvp(loss)/dot_general", "loss", "forward"),
-        ("jit(step)/jvp()/while/body/closed_call/block/attention/dot_general", "block/attention", "forward"),
+        (
+            "jit(step)/jvp()/while/body/closed_call/block/attention/dot_general",
+            "block/attention",
+            "forward",
+        ),
         (f"{CALL}/checkpoint/block/mlp/dot_general", "block/mlp", "backward"),
-        (f"{CALL}/checkpoint/rematted_computation/block/mlp/dot_general", "block/mlp", "recomputed"),
-        ("jit(step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/block/mlp/mul", "block/mlp", "backward"),
+        (
+            f"{CALL}/checkpoint/rematted_computation/block/mlp/dot_general",
+            "block/mlp",
+            "recomputed",
+        ),
+        (
+            "jit(step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/block/mlp/mul",
+            "block/mlp",
+            "backward",
+        ),
         ("jit(step)/transpose(jvp(loss))/dot_general", "loss", "backward"),
         ("jit(step)/transpose(jvp(embed))/shard_map/jit(_where)/select_n", "embed", "backward"),
         ("jit(step)/jvp(checkpoint)/block/attention/jit(silu)/mul", "block/attention", "forward"),
-        ("jit(step)/transpose(jvp(checkpoint))/rematted_computation/block/mlp/mul", "block/mlp", "recomputed"),
-        (f"{CALL}/checkpoint/block/attention/BSKGh,BTKh->BKGST/dot_general", "block/attention", "backward"),
+        (
+            "jit(step)/transpose(jvp(checkpoint))/rematted_computation/block/mlp/mul",
+            "block/mlp",
+            "recomputed",
+        ),
+        (
+            f"{CALL}/checkpoint/block/attention/BSKGh,BTKh->BKGST/dot_general",
+            "block/attention",
+            "backward",
+        ),
         ("jit(step)/update/mul", "update", "update"),
         ("jit(step)/update/mul;jit(step)", "update", "update"),
         ("jit(step)/while/body/closed_call/jvp(loss)/add", "loss", "forward"),
@@ -58,8 +78,16 @@ def test_paths(path: str, scope: str, phase: str) -> None:
         ("forward/send/shard_map/ppermute", "send", "forward"),
         ("forward/add", "", "forward"),
         ("backward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
-        ("backward/while/body/transpose(jvp(jvp()))/rematted_computation/block/mlp/mul", "block/mlp", "recomputed"),
-        ("backward/while/body/transpose(jvp(jvp()))/block/mlp/dot_general", "block/mlp", "backward"),
+        (
+            "backward/while/body/transpose(jvp(jvp()))/rematted_computation/block/mlp/mul",
+            "block/mlp",
+            "recomputed",
+        ),
+        (
+            "backward/while/body/transpose(jvp(jvp()))/block/mlp/dot_general",
+            "block/mlp",
+            "backward",
+        ),
         ("backward/transpose(backward)/jvp(embed)/scatter-add", "embed", "backward"),
     ],
 )
@@ -71,7 +99,10 @@ def test_operations_made_one_have_the_scope_that_they_share() -> None:
     inside = "jit(step)/jvp()/while/body/closed_call/block"
     assert decode(f"{inside}/(attention/mul:attention/convert:mlp/mul)") == ("block", "forward")
     assert decode(f"{inside}/(attention/mul:attention/dot)") == ("block/attention", "forward")
-    assert decode("jit(step)/(transpose(jvp(embed))/mul:transpose(jvp(loss))/mul)") == ("", "backward")
+    assert decode("jit(step)/(transpose(jvp(embed))/mul:transpose(jvp(loss))/mul)") == (
+        "",
+        "backward",
+    )
 
 
 def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
@@ -122,7 +153,12 @@ HEAD = Place("head", "models/llama.py:94", "backward")
 NOWHERE = Place()
 
 
-def task(place: Place, *depends: int, kind: str = "copy", flops: float = 0.0) -> Task:
+def task(
+    place: Place,
+    *depends: int,
+    kind: str = "copy",
+    flops: float = 0.0,
+) -> Task:
     return Task("t", "copy", kind, place, depends, flops)  # pyright: ignore[reportArgumentType]
 
 
@@ -145,14 +181,21 @@ def test_else_to_what_feeds_it() -> None:
 
 def test_a_matmul_belongs_to_the_latest_of_its_operands() -> None:
     gradient = Place("block/mlp", "models/llama.py:81", "backward")
-    assert places(task(MLP), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == gradient
+    assert (
+        places(task(MLP), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2]
+        == gradient
+    )
     assert places(task(NOWHERE, kind="matmul"), task(MLP, 0))[0] == MLP
 
 
 def test_a_matmul_belongs_to_the_neighbour_in_the_innermost_scope() -> None:
     core = Place("block/attention/core", "models/llama.py:74", "forward")
-    assert places(task(HEAD), task(NOWHERE, 0, kind="matmul"), task(MLP, 1), task(core, 1))[1] == core
-    assert places(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
+    assert (
+        places(task(HEAD), task(NOWHERE, 0, kind="matmul"), task(MLP, 1), task(core, 1))[1] == core
+    )
+    assert (
+        places(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
+    )
 
 
 def test_waits_are_passed_over() -> None:
@@ -186,4 +229,6 @@ def test_what_computes_at_a_line_outside_every_scope_takes_no_neighbours(kind: s
     """A program without scopes, or a loss beside a model's: only copies are the compiler's own."""
     plain = Place("", "loss.py:9", "backward")
     assert places(task(MLP), task(plain, 0, kind=kind), task(HEAD, 1), around=HEAD)[1] == plain
-    assert places(task(MLP), task(plain, 0, kind="copy"))[1] == Place("block/mlp", "loss.py:9", "backward")
+    assert places(task(MLP), task(plain, 0, kind="copy"))[1] == Place(
+        "block/mlp", "loss.py:9", "backward"
+    )

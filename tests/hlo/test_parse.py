@@ -41,7 +41,13 @@ def instruction(line: str) -> Instruction:
         ("token[]", "token", (), 0, 0),
     ],
 )
-def test_shape(text: str, dtype: str, dims: tuple[int, ...], space: int, size: int) -> None:
+def test_shape(
+    text: str,
+    dtype: str,
+    dims: tuple[int, ...],
+    space: int,
+    size: int,
+) -> None:
     shape = parse_shape(text)
     assert (shape.dtype, shape.dims, shape.space, shape.bytes) == (dtype, dims, space, size)
 
@@ -60,18 +66,28 @@ def test_tiles() -> None:
 
 
 def test_split_keeps_brackets_and_quotes_together() -> None:
-    assert split('a={1,2}, b="x, {y", /*c*/c=(1, 2), d') == ["a={1,2}", 'b="x, {y"', "c=(1, 2)", "d"]
+    assert split('a={1,2}, b="x, {y", /*c*/c=(1, 2), d') == [
+        "a={1,2}",
+        'b="x, {y"',
+        "c=(1, 2)",
+        "d",
+    ]
     assert split("") == []
 
 
 def test_an_instruction() -> None:
     found = instruction(
-        "%all-gather.4 = (f32[8]{0}, bf16[4,2]{1,0}) all-gather(%a.1, /*index=1*/%b), channel_id=1, "
+        "%all-gather.4 = (f32[8]{0}, bf16[4,2]{1,0}) all-gather(%a.1, /*index=1*/%b), "
+        "channel_id=1, "
         "replica_groups={{0,1},{2,3}}, dimensions={0,1}, use_global_device_ids=true, "
         "metadata={op_name=\"jit(step)/jvp(loss)/batch[\\'x\\']/dot\" stack_frame_id=7}, "
         'backend_config={"a":{"b":[1,2]}}'
     )
-    assert (found.name, found.opcode, found.operands) == ("all-gather.4", "all-gather", ("a.1", "b"))
+    assert (found.name, found.opcode, found.operands) == (
+        "all-gather.4",
+        "all-gather",
+        ("a.1", "b"),
+    )
     assert found.attributes["replica_groups"] == "{{0,1},{2,3}}"
     assert found.attributes["backend_config"] == '{"a":{"b":[1,2]}}'
     assert found.numbers("dimensions") == (0, 1) and found.numbers("absent") == ()
@@ -87,7 +103,9 @@ def test_operands_with_shapes_and_names_without_percent_signs() -> None:
 def test_called_computations_in_order() -> None:
     loop = instruction("%w = (s32[]) while(%t), condition=%cond.1, body=%body.2")
     assert loop.called == ("cond.1", "body.2")
-    assert instruction("%c = f32[] conditional(%p, %a, %b), branch_computations={%x, %y}").called == ("x", "y")
+    assert instruction(
+        "%c = f32[] conditional(%p, %a, %b), branch_computations={%x, %y}"
+    ).called == ("x", "y")
     assert instruction("%f = f32[] fusion(%p), kind=kLoop, calls=%fused").called == ("fused",)
 
 
@@ -100,7 +118,11 @@ def test_constants_parameters_and_literals_over_several_lines() -> None:
     entry = module.computations["main"]
     assert entry.instructions["c"].literal == "32"
     assert entry.instructions["t"].literal.replace(" ", "") == "{{1,2},{3,4}}"
-    assert (entry.parameters, entry.root, list(entry.instructions)) == (("p",), "p", ["c", "t", "p"])
+    assert (entry.parameters, entry.root, list(entry.instructions)) == (
+        ("p",),
+        "p",
+        ["c", "t", "p"],
+    )
 
 
 def test_a_brace_at_the_start_of_a_line_need_not_end_the_computation() -> None:
@@ -136,7 +158,9 @@ StackFrames
 """
 
 
-@pytest.mark.parametrize("rows", ["1 {%s=1 %s=1}\n2 {%s=2 %s=2}\n", "1 {%s=1 %s=0}\n2 {%s=2 %s=1}\n"])
+@pytest.mark.parametrize(
+    "rows", ["1 {%s=1 %s=1}\n2 {%s=2 %s=2}\n", "1 {%s=1 %s=0}\n2 {%s=2 %s=1}\n"]
+)
 def test_stack_frames_whichever_way_the_parents_are_counted(rows: str) -> None:
     tables = TABLES + rows % (("file_location_id", "parent_frame_id") * 2)
     module = module_of("  ROOT %x = f32[] add(%a, %b), metadata={stack_frame_id=2}", tables=tables)
@@ -153,14 +177,18 @@ def test_no_metadata_no_frames() -> None:
 
 
 def test_devices_and_platform() -> None:
-    assert module_of("  ROOT %x = f32[2]{0} parameter(0)", "replica_count=2, num_partitions=8").devices == 16
+    assert (
+        module_of("  ROOT %x = f32[2]{0} parameter(0)", "replica_count=2, num_partitions=8").devices
+        == 16
+    )
     assert module_of("  ROOT %x = f32[2]{0} parameter(0)").devices == 1
     assert module_of("  ROOT %x = f32[2]{0:T(128)} parameter(0)").tiled
     assert not module_of("  ROOT %x = f32[2]{0} parameter(0)").tiled
 
 
 @pytest.mark.parametrize(
-    "text", ["", "not hlo at all", "HloModule m\n\n%f () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"]
+    "text",
+    ["", "not hlo at all", "HloModule m\n\n%f () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}\n"],
 )
 def test_what_is_no_compiled_module(text: str) -> None:
     with pytest.raises(UserError):
@@ -172,7 +200,9 @@ def test_excerpts_of_real_programs_are_read_whole(name: str) -> None:
     text = (DATA / f"{name}.txt").read_text()
     module = parse(text)
     lines = [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
-    found = [i for computation in module.computations.values() for i in computation.instructions.values()]
+    found = [
+        i for computation in module.computations.values() for i in computation.instructions.values()
+    ]
     assert len(found) == len(lines)
     for computation in module.computations.values():
         for each in computation.instructions.values():

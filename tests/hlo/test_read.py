@@ -60,19 +60,31 @@ def test_kinds() -> None:
   %pallas = f32[64,64]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"
   ROOT %buffer = f32[64,64]{1,0} custom-call(), custom_call_target="AllocateBuffer\"""").nodes
     assert {node.name: node.kind for node in nodes if isinstance(node, Task)} == {
-        "dot": "matmul", "add": "fusion", "transpose": "copy", "next": "control", "reduce": "collective",
-        "fetched": "host_copy", "gemm": "matmul", "pallas": "kernel",
-    }  # fmt: skip
+        "dot": "matmul",
+        "add": "fusion",
+        "transpose": "copy",
+        "next": "control",
+        "reduce": "collective",
+        "fetched": "host_copy",
+        "gemm": "matmul",
+        "pallas": "kernel",
+    }
 
 
 def test_a_task_says_what_it_costs() -> None:
-    (found,) = program("""
+    (found,) = program(
+        """
   %a = bf16[64,32]{1,0} parameter(0)
   %b = bf16[32,16]{1,0} parameter(1)
   ROOT %d = f32[64,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, """
-        """backend_config={"window_config":{"estimated_cycles":"1234"}}""").nodes  # fmt: skip
+        """backend_config={"window_config":{"estimated_cycles":"1234"}}"""
+    ).nodes
     assert isinstance(found, Task)
-    assert (found.flops, found.bytes, found.cycles) == (2 * 64 * 32 * 16, 64 * 32 * 2 + 32 * 16 * 2 + 64 * 16 * 4, 1234)
+    assert (found.flops, found.bytes, found.cycles) == (
+        2 * 64 * 32 * 16,
+        64 * 32 * 2 + 32 * 16 * 2 + 64 * 16 * 4,
+        1234,
+    )
     assert (found.dtype, found.shape, found.opcode) == ("bf16", "f32[64,16]", "dot")
 
 
@@ -94,7 +106,9 @@ def test_an_asynchronous_pair() -> None:
   ROOT %y = f32[128]{0} negate(%d)""").nodes
     assert [node.name for node in nodes] == ["s", "x", "d", "y"]
     start = task(nodes, "s")
-    assert start.asynchronous and start.collective == Collective("all-gather", ((0, 1),), 512, "f32")
+    assert start.asynchronous and start.collective == Collective(
+        "all-gather", ((0, 1),), 512, "f32"
+    )
     assert nodes[2] == Wait("d", 0)
     assert task(nodes, "y").depends == (0,)  # the start makes the result, the done waits for it
     assert not task(nodes, "x").asynchronous and task(nodes, "x").depends == ()
@@ -267,7 +281,9 @@ def test_what_nobody_knows_is_kept_and_a_kernel_without_a_cost_is_told() -> None
   %x = f32[64]{0} frobnicate(%a)
   %y = f32[64]{0} frobnicate(%x)
   ROOT %z = f32[64]{0} custom-call(%y), custom_call_target="mystery\"""")
-    assert found.notes == ("z (mystery): a kernel without a cost estimate, its FLOPs are not counted",)
+    assert found.notes == (
+        "z (mystery): a kernel without a cost estimate, its FLOPs are not counted",
+    )
     assert [node.name for node in found.nodes] == ["x", "y", "z"]
 
 
@@ -278,10 +294,14 @@ def test_what_is_known_in_a_form_that_is_not_is_listed_and_kept() -> None:
   ROOT %c = f32[64,64]{1,0} convolution(%d, %a), labels=bf_io->bf""")
     said = "in an unknown form, its work is not counted"
     assert found.notes == (f"d: dot {said}", f"c: convolution {said}")
-    assert [node.name for node in found.nodes] == ["d", "c"] and task(found.nodes, "c").depends == (0,)
+    assert [node.name for node in found.nodes] == ["d", "c"] and task(found.nodes, "c").depends == (
+        0,
+    )
 
 
 def test_a_module_that_is_not_scheduled_is_said_to_be() -> None:
-    found = read_program("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n", DIRS)
+    found = read_program(
+        "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n", DIRS
+    )
     assert found.notes == ("the module is not scheduled: its tasks are in the order of the text",)
     assert found.nodes == ()

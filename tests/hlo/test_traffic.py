@@ -1,4 +1,6 @@
-"""Bytes really read and written: slices of stacked weights, updates in place, what lies on the chip or the host."""
+"""Bytes really read and written: slices of stacked weights, updates in place, what lies on the chip
+or the host.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ from jaxpar.hlo.work import result_of, traffic
 pytestmark = pytest.mark.quick
 
 DATA = Path(__file__).parent / "data" / "hlo"
-WHOLE, SLICE = 32 * 64 * 4, 64 * 4  # f32[32,64] and one row of it
+WHOLE = 32 * 64 * 4
+SLICE = 64 * 4  # f32[32,64] and one row of it
 
 
 def bytes_of(lines: str, computations: str = "") -> int:
-    module = parse(f"HloModule m, is_scheduled=true\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
+    module = parse(
+        f"HloModule m, is_scheduled=true\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n"
+    )
     entry = module.computations["main"]
     return traffic(module, entry, entry.instructions[entry.root])
 
@@ -33,34 +38,52 @@ def fused(body: str, result: str = "f32[32,64]") -> int:
 }}
 """
     return bytes_of(
-        "  %w = f32[32,64]{1,0} parameter(0)\n  %r = f32[1,64]{1,0} parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  %w = f32[32,64]{1,0} parameter(0)\n  %r = f32[1,64]{1,0} parameter(1)\n  %i = s32[] "
+        "parameter(2)\n"
         f"  ROOT %f = {result} fusion(%w, %r, %i), kind=kLoop, calls=%fused",
         computation,
     )
 
 
 def test_elementwise_reads_everything_and_writes_everything() -> None:
-    assert bytes_of("  %a = f32[32,64]{1,0} parameter(0)\n  ROOT %n = f32[32,64]{1,0} negate(%a)") == 2 * WHOLE
+    assert (
+        bytes_of("  %a = f32[32,64]{1,0} parameter(0)\n  ROOT %n = f32[32,64]{1,0} negate(%a)")
+        == 2 * WHOLE
+    )
 
 
 def test_a_slice_reads_what_it_returns() -> None:
     line = "  %a = f32[32,64]{1,0} parameter(0)\n  %i = s32[] parameter(1)\n"
-    assert bytes_of(line + "  ROOT %s = f32[1,64]{1,0} slice(%a), slice={[3:4], [0:64]}") == 2 * SLICE
     assert (
-        bytes_of(line + "  ROOT %s = f32[1,64]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,64}")
+        bytes_of(line + "  ROOT %s = f32[1,64]{1,0} slice(%a), slice={[3:4], [0:64]}") == 2 * SLICE
+    )
+    assert (
+        bytes_of(
+            line
+            + "  ROOT %s = f32[1,64]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,64}"
+        )
         == 2 * SLICE + 8
     )
 
 
 def test_an_update_writes_what_it_is_given() -> None:
-    lines = "  %a = f32[32,64]{1,0} parameter(0)\n  %r = f32[1,64]{1,0} parameter(1)\n  %i = s32[] parameter(2)\n"
-    assert bytes_of(lines + "  ROOT %u = f32[32,64]{1,0} dynamic-update-slice(%a, %r, %i, %i)") == 2 * SLICE
+    lines = (
+        "  %a = f32[32,64]{1,0} parameter(0)\n  %r = f32[1,64]{1,0} parameter(1)\n  %i = "
+        "s32[] parameter(2)\n"
+    )
+    assert (
+        bytes_of(lines + "  ROOT %u = f32[32,64]{1,0} dynamic-update-slice(%a, %r, %i, %i)")
+        == 2 * SLICE
+    )
 
 
 def test_a_gather_reads_rows_and_their_numbers() -> None:
     lines = "  %t = f32[1000,64]{1,0} parameter(0)\n  %ids = s32[8,1]{1,0} parameter(1)\n"
     gathered = 8 * 64 * 4
-    assert bytes_of(lines + "  ROOT %g = f32[8,64]{1,0} gather(%t, %ids), slice_sizes={1,64}") == 2 * gathered + 32
+    assert (
+        bytes_of(lines + "  ROOT %g = f32[8,64]{1,0} gather(%t, %ids), slice_sizes={1,64}")
+        == 2 * gathered + 32
+    )
 
 
 def test_a_scatter_changes_rows() -> None:
@@ -69,7 +92,10 @@ def test_a_scatter_changes_rows() -> None:
         "  %d = f32[8,64]{1,0} parameter(2)\n"
     )
     rows = 8 * 64 * 4
-    assert bytes_of(lines + "  ROOT %s = f32[1000,64]{1,0} scatter(%t, %ids, %d), to_apply=%add") == 3 * rows + 32
+    assert (
+        bytes_of(lines + "  ROOT %s = f32[1000,64]{1,0} scatter(%t, %ids, %d), to_apply=%add")
+        == 3 * rows + 32
+    )
 
 
 def test_a_fusion_that_slices_reads_the_slice() -> None:
@@ -100,7 +126,9 @@ def test_two_readers_of_different_slices_and_of_the_whole() -> None:
         "  %t = f32[1,64]{1,0} slice(%w), slice={[1:2], [0:64]}\n"
     )
     assert fused(one + "  ROOT %a = f32[1,64]{1,0} add(%s, %t)", "f32[1,64]") == 2 * SLICE + SLICE
-    both = one + "  %n = f32[32,64]{1,0} negate(%w)\n  ROOT %o = (f32[1,64], f32[32,64]) tuple(%s, %n)"
+    both = (
+        one + "  %n = f32[32,64]{1,0} negate(%w)\n  ROOT %o = (f32[1,64], f32[32,64]) tuple(%s, %n)"
+    )
     assert fused(both, "(f32[1,64], f32[32,64])") == WHOLE + SLICE + WHOLE
 
 
@@ -108,7 +136,8 @@ def test_a_fusion_that_updates_in_place_touches_the_update_only() -> None:
     body = "  ROOT %u = f32[32,64]{1,0} dynamic-update-slice(%w, %r, %i, %z)"
     assert fused(body) == SLICE + SLICE + 4
     viewed = (
-        "  %b = f32[32,64]{1,0} bitcast(%w)\n  %u = f32[32,64]{1,0} dynamic-update-slice(%b, %r, %i, %z)\n"
+        "  %b = f32[32,64]{1,0} bitcast(%w)\n  %u = f32[32,64]{1,0} dynamic-update-slice(%b, "
+        "%r, %i, %z)\n"
         "  ROOT %v = f32[32,64]{1,0} bitcast(%u)"
     )
     assert fused(viewed) == SLICE + SLICE + 4
@@ -116,14 +145,18 @@ def test_a_fusion_that_updates_in_place_touches_the_update_only() -> None:
 
 def test_one_update_among_several_results() -> None:
     body = (
-        "  %u = f32[32,64]{1,0} dynamic-update-slice(%w, %r, %i, %z)\n  %n = f32[1,64]{1,0} negate(%r)\n"
+        "  %u = f32[32,64]{1,0} dynamic-update-slice(%w, %r, %i, %z)\n  %n = f32[1,64]{1,0} "
+        "negate(%r)\n"
         "  ROOT %t = (f32[32,64], f32[1,64]) tuple(%u, %n)"
     )
     assert fused(body, "(f32[32,64], f32[1,64])") == SLICE + SLICE + 4 + SLICE
 
 
 def test_an_update_of_something_computed_is_not_in_place() -> None:
-    body = "  %n = f32[32,64]{1,0} negate(%w)\n  ROOT %u = f32[32,64]{1,0} dynamic-update-slice(%n, %r, %i, %z)"
+    body = (
+        "  %n = f32[32,64]{1,0} negate(%w)\n  ROOT %u = f32[32,64]{1,0} "
+        "dynamic-update-slice(%n, %r, %i, %z)"
+    )
     assert fused(body) == WHOLE + SLICE + 4 + WHOLE
 
 
@@ -132,7 +165,10 @@ def test_an_operand_that_nobody_reads() -> None:
 
 
 def test_on_a_tpu_only_hbm_counts_elsewhere_all_but_the_host() -> None:
-    vmem = "  %a = f32[32,64]{1,0:T(8,128)S(1)} parameter(0)\n  ROOT %n = f32[32,64]{1,0:T(8,128)} negate(%a)"
+    vmem = (
+        "  %a = f32[32,64]{1,0:T(8,128)S(1)} parameter(0)\n  ROOT %n = "
+        "f32[32,64]{1,0:T(8,128)} negate(%a)"
+    )
     assert bytes_of(vmem) == WHOLE
     gpu = "  %a = f32[32,64]{1,0:S(1)} parameter(0)\n  ROOT %n = f32[32,64]{1,0} negate(%a)"
     assert bytes_of(gpu) == 2 * WHOLE
@@ -142,20 +178,33 @@ def test_on_a_tpu_only_hbm_counts_elsewhere_all_but_the_host() -> None:
 
 def test_what_the_start_of_a_pair_makes() -> None:
     lines = "  %a = f32[32,64]{1,0:T(8,128)} parameter(0)\n"
-    copy = lines + "  ROOT %c = (f32[32,64]{1,0:T(8,128)S(1)}, f32[32,64]{1,0:T(8,128)}, u32[]) copy-start(%a)"
+    copy = lines + (
+        "  ROOT %c = (f32[32,64]{1,0:T(8,128)S(1)}, f32[32,64]{1,0:T(8,128)}, u32[]) copy-start(%a)"
+    )
     assert bytes_of(copy) == WHOLE
     cut = "((f32[32,64]{1,0:T(8,128)}), f32[1,64]{1,0:T(8,128)S(1)}, s32[])"
     assert bytes_of(lines + f"  ROOT %c = {cut} slice-start(%a), slice={{[3:4], [0:64]}}") == SLICE
     gather = "(f32[32,64]{1,0}, f32[128,64]{1,0})"
-    assert bytes_of(lines + f"  ROOT %c = {gather} all-gather-start(%a), dimensions={{0}}") == WHOLE + 4 * WHOLE
+    assert (
+        bytes_of(lines + f"  ROOT %c = {gather} all-gather-start(%a), dimensions={{0}}")
+        == WHOLE + 4 * WHOLE
+    )
 
 
 def test_real_fusions_of_a_scan_over_layers() -> None:
-    """The stacked f32[3,256,64] weight is read one layer at a time, the saved activations are written one layer."""
+    """The stacked f32[3,256,64] weight is read one layer at a time, the saved activations are
+    written one layer.
+    """
     module = parse((DATA / "cpu_fusions.txt").read_text())
     entry = module.computations[module.entry]
-    layer, saved, index = 256 * 64 * 4, 16 * 32 * 64 * 4, 4
-    found = {i.name: traffic(module, entry, i) for i in entry.instructions.values() if i.opcode == "fusion"}
+    layer = 256 * 64 * 4
+    saved = 16 * 32 * 64 * 4
+    index = 4
+    found = {
+        i.name: traffic(module, entry, i)
+        for i in entry.instructions.values()
+        if i.opcode == "fusion"
+    }
     assert found["dynamic-slice_bitcast_fusion"] == 2 * layer + index
     assert found["bitcast_dynamic-update-slice_fusion"] == 2 * saved + index
 
@@ -163,6 +212,7 @@ def test_real_fusions_of_a_scan_over_layers() -> None:
 def test_a_collective_that_goes_on_during_a_fusion_is_not_the_fusions_traffic() -> None:
     module = parse((DATA / "tpu_async_fusion.txt").read_text())
     entry = module.computations[module.entry]
-    start, during = entry.instructions["async-collective-start.8"], entry.instructions["fusion.551"]
+    start = entry.instructions["async-collective-start.8"]
+    during = entry.instructions["fusion.551"]
     assert str(result_of(during).parts[0]) == "f32[4,512,1,128]"
     assert traffic(module, entry, start) == traffic(module, entry, during) == 0  # all of it in VMEM

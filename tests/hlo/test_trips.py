@@ -1,4 +1,6 @@
-"""Trip counts from loop conditions: against counting, in every direction, nested, and of real compiled loops."""
+"""Trip counts from loop conditions: against counting, in every direction, nested, and of real
+compiled loops.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,19 @@ from jaxpar.hlo.trips import evaluate, initial_state, invariant, trip_count
 pytestmark = pytest.mark.quick
 
 DATA = Path(__file__).parent / "data" / "hlo"
-DIRECTIONS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne}
+DIRECTIONS = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "NE": operator.ne,
+}
 
 
 def counting(start: int, step: str, direction: str, limit: int) -> Module:
-    """A loop over `(counter, x)`; `step` is the counter's update as one HLO instruction of %i and %k."""
+    """A loop over `(counter, x)`; `step` is the counter's update as one HLO instruction of %i
+    and %k.
+    """
     return parse(f"""HloModule test, is_scheduled=true
 
 %fused_step (a: s32[], b: s32[]) -> s32[] {{
@@ -62,20 +72,34 @@ def count(module: Module, computation: str = "", name: str = "loop") -> int | No
     return trip_count(module, loop, initial_state(module, where, loop, {}))
 
 
-def counted(start: int, step: int, direction: str, limit: int, most: int = 3000) -> int | None:
+def counted(
+    start: int,
+    step: int,
+    direction: str,
+    limit: int,
+    most: int = 3000,
+) -> int | None:
     trips = 0
     while DIRECTIONS[direction](start, limit):
-        start, trips = start + step, trips + 1
+        start = start + step
+        trips = trips + 1
         if trips > most:
             return None
     return trips
 
 
-@given(st.integers(-20, 20), st.integers(-4, 4), st.sampled_from(sorted(DIRECTIONS)), st.integers(-40, 40))
+@given(
+    st.integers(-20, 20),
+    st.integers(-4, 4),
+    st.sampled_from(sorted(DIRECTIONS)),
+    st.integers(-40, 40),
+)
 def test_a_counter_is_followed(start: int, step: int, direction: str, limit: int) -> None:
     module = counting(start, "add(%i, %k)", direction, limit)
     text_step = module.computations["body"].instructions["k"]
-    module.computations["body"].instructions["k"] = Instruction("k", "constant", text_step.shape, (), str(step), "")
+    module.computations["body"].instructions["k"] = Instruction(
+        "k", "constant", text_step.shape, (), str(step), ""
+    )
     expected = counted(start, step, direction, limit)
     if expected is not None:
         assert count(module) == expected
@@ -92,7 +116,13 @@ def test_a_counter_is_followed(start: int, step: int, direction: str, limit: int
         ("add(%i, %k)", 5, "LT", 5, 0),
     ],
 )
-def test_steps_of_all_kinds(step: str, start: int, direction: str, limit: int, trips: int) -> None:
+def test_steps_of_all_kinds(
+    step: str,
+    start: int,
+    direction: str,
+    limit: int,
+    trips: int,
+) -> None:
     assert count(counting(start, step, direction, limit)) == trips
 
 
@@ -111,9 +141,14 @@ def test_the_compilers_own_count_is_believed() -> None:
     entry = module.computations["main"]
     loop = entry.instructions["loop"]
     told = Instruction(
-        loop.name, loop.opcode, loop.shape, loop.operands, "",
-        loop.tail + ', backend_config={"known_trip_count":{"n":"12"},"known_init_step":{"init":"0","step":"1"}}',
-    )  # fmt: skip
+        loop.name,
+        loop.opcode,
+        loop.shape,
+        loop.operands,
+        "",
+        loop.tail
+        + ', backend_config={"known_trip_count":{"n":"12"},"known_init_step":{"init":"0","step":"1"}}',
+    )
     assert trip_count(module, told, {}) == 12
 
 
@@ -173,8 +208,10 @@ ENTRY %main () -> (s32[], s32[]) {
 
 def test_a_limit_that_an_outer_loop_hands_on() -> None:
     module = parse(NESTED)
-    entry, body = module.computations["main"], module.computations["outer_body"]
-    outer, inner = entry.instructions["outer"], body.instructions["loop"]
+    entry = module.computations["main"]
+    body = module.computations["outer_body"]
+    outer = entry.instructions["outer"]
+    inner = body.instructions["loop"]
     state = initial_state(module, entry, outer, {})
     assert state == {0: 0, 1: 7}
     assert trip_count(module, outer, state) == 5
@@ -198,7 +235,8 @@ def test_the_compilers_loop_around_a_matmul_counts_by_two() -> None:
     entry = module.computations[module.entry]
     (loop,) = (i for i in entry.instructions.values() if i.opcode == "while")
     assert "windowed_dot_general_body" in loop.attributes["body"]
-    assert count(module, module.entry, loop.name) == 2  # 8 shards, in two directions, unrolled by two
+    # 8 shards, in two directions, unrolled by two
+    assert count(module, module.entry, loop.name) == 2
 
 
 def value_of(lines: str, state: dict[int, int] | None = None) -> object:
@@ -210,11 +248,17 @@ def value_of(lines: str, state: dict[int, int] | None = None) -> object:
 @pytest.mark.parametrize(
     ("operation", "value"),
     [
-        ("negate(%a)", 7), ("clamp(%b, %a, %b)", 3),
-        ("select(%yes, %a, %b)", -7), ("minimum(%a, %b)", -7), ("maximum(%a, %b)", 3), ("exponential(%a)", None),
-        ("and(%b, %b)", 3), ("convert(%yes)", 1), ("convert(%half)", None),
+        ("negate(%a)", 7),
+        ("clamp(%b, %a, %b)", 3),
+        ("select(%yes, %a, %b)", -7),
+        ("minimum(%a, %b)", -7),
+        ("maximum(%a, %b)", 3),
+        ("exponential(%a)", None),
+        ("and(%b, %b)", 3),
+        ("convert(%yes)", 1),
+        ("convert(%half)", None),
     ],
-)  # fmt: skip
+)
 def test_scalars(operation: str, value: int | None) -> None:
     found = value_of(
         "  %a = s32[] constant(-7)\n  %b = s32[] constant(3)\n  %yes = pred[] constant(true)\n"
@@ -224,4 +268,7 @@ def test_scalars(operation: str, value: int | None) -> None:
 
 
 def test_arrays_have_no_value() -> None:
-    assert value_of("  %a = s32[4]{0} constant({1, 2, 3, 4})\n  ROOT %r = s32[4]{0} negate(%a)") is None
+    assert (
+        value_of("  %a = s32[4]{0} constant({1, 2, 3, 4})\n  ROOT %r = s32[4]{0} negate(%a)")
+        is None
+    )

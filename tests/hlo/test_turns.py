@@ -1,4 +1,6 @@
-"""Collectives of the CPU that could be mixed up: they are found, and the library's own programs have none."""
+"""Collectives of the CPU that could be mixed up: they are found, and the library's own programs
+have none.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,28 @@ def two_loops(ordered: bool) -> Any:
 
     def hops(x: jax.Array) -> jax.Array:
         around = [(i, (i + 1) % 4) for i in range(4)]
-        return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(jax.lax.ppermute(x, "data", around) - x), x)
+        return jax.lax.fori_loop(
+            0, 5, lambda _, x: jnp.tanh(jax.lax.ppermute(x, "data", around) - x), x
+        )
 
-    def both(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def both(
+        x: jax.Array,
+        y: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         x = hops(x)
-        turn = turn_after(jnp.int32(0), x, (None, None), plan) if ordered else None
+        if ordered:
+            turn = turn_after(jnp.int32(0), x, (None, None), plan)
+        else:
+            turn = None
         return x, hops(waits(y, turn))
 
-    run = jax.shard_map(both, mesh=plan.mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    x, y = jax.random.normal(jax.random.key(0), (2, 12, 3))
+    run = jax.shard_map(
+        both, mesh=plan.mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    x, y = jax.random.normal(
+        jax.random.key(0),
+        (2, 12, 3),
+    )
     compiled = jax.jit(run).lower(x, y).compile()
     return compiled, compiled(x, y)
 
@@ -44,7 +59,9 @@ def test_two_loops_that_may_run_at_once_are_found_and_a_turn_orders_them() -> No
     loose, want = two_loops(ordered=False)
     ((first, second),) = find_unordered(loose.as_text())
     assert (first.opcode, second.opcode) == ("while", "while")
-    with pytest.raises(UserError, match=r"may run .*while.* and .*while.* at once and mix up their collectives"):
+    with pytest.raises(
+        UserError, match=r"may run .*while.* and .*while.* at once and mix up their collectives"
+    ):
         require_order(loose, jax.devices())
     tied, got = two_loops(ordered=True)
     require_order(tied, jax.devices())
@@ -52,17 +69,39 @@ def test_two_loops_that_may_run_at_once_are_found_and_a_turn_orders_them() -> No
     assert all(jax.tree.map(lambda x, y: bool((x == y).all()), got, want))  # a turn changes no bit
 
 
-PLAN = {"model.family": "llama", "model.heads": 4, "model.layers": 4, "model.embed": 64, "model.vocab_size": 64,
-        "data.seq_len": 32, "train.batch": 32, "mesh.stage": 2, "mesh.tensor": 2,
-        "pipeline.microbatches": 4}  # fmt: skip
+PLAN = {
+    "model.family": "llama",
+    "model.heads": 4,
+    "model.layers": 4,
+    "model.embed": 64,
+    "model.vocab_size": 64,
+    "data.seq_len": 32,
+    "train.batch": 32,
+    "mesh.stage": 2,
+    "mesh.tensor": 2,
+    "pipeline.microbatches": 4,
+}
 RINGS = {"overlap.gather": "ring", "overlap.scatter": "ring"}
 CASES = [
     {"pipeline.schedule": "1f1b", "pipeline.stash": "stage", "memory.policy": "dots", **RINGS},
-    {"pipeline.schedule": "1f1b", "pipeline.stash": "blocks", "memory.policy": "none", "overlap.domino": "on",
-     "mesh.fsdp": 2, "mesh.tensor": 1, "train.accumulation": 2},
+    {
+        "pipeline.schedule": "1f1b",
+        "pipeline.stash": "blocks",
+        "memory.policy": "none",
+        "overlap.domino": "on",
+        "mesh.fsdp": 2,
+        "mesh.tensor": 1,
+        "train.accumulation": 2,
+    },
     {"pipeline.schedule": "looped", "pipeline.virtual": 2, "mesh.tensor": 1, "mesh.context": 2},
-    {"pipeline.schedule": "gpipe", "memory.policy": "full", "model.experts": 2, "mesh.tensor": 1, "mesh.expert": 2},
-]  # fmt: skip
+    {
+        "pipeline.schedule": "gpipe",
+        "memory.policy": "full",
+        "model.experts": 2,
+        "mesh.tensor": 1,
+        "mesh.expert": 2,
+    },
+]
 
 
 @pytest.mark.slow
@@ -70,11 +109,14 @@ CASES = [
 def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without turns the first died or gave a wrong loss, and XLA gave no other sign."""
     config = override(Config(), PLAN | CASES[case])
-    model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
+    model = Model(config.model)
+    plan = make_plan(config, jax.devices()[:4])
 
     def found() -> list[Any]:
         program = step.make_train_step(model, config, plan)
-        return find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
+        return find_unordered(
+            program.lower(*step.step_shapes(model, config, plan)).compile().as_text()
+        )
 
     assert found() == []
     if case < 1:
@@ -85,15 +127,25 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_an_update_a_layer_at_a_time_has_one_order() -> None:
     """The loop over layers could run beside the reduce-scatter of the embedding's gradient."""
-    changes = {"mesh.stage": 1, "mesh.fsdp": 2, "memory.parameters": "offload", "memory.optimizer": "offload"}
+    changes = {
+        "mesh.stage": 1,
+        "mesh.fsdp": 2,
+        "memory.parameters": "offload",
+        "memory.optimizer": "offload",
+    }
     config = override(Config(), PLAN | changes | {"pipeline.microbatches": 0})
-    model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
+    model = Model(config.model)
+    plan = make_plan(config, jax.devices()[:4])
     program = step.make_train_step(model, config, plan)
-    assert find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text()) == []
+    assert (
+        find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
+        == []
+    )
 
 
 @pytest.mark.slow
 def test_an_evaluation_in_a_pipeline_has_one_order() -> None:
     config = override(Config(), PLAN | RINGS | {"pipeline.schedule": "1f1b"})
-    model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
+    model = Model(config.model)
+    plan = make_plan(config, jax.devices()[:4])
     assert find_unordered(step.compile_eval_step(model, config, plan).as_text()) == []

@@ -1,4 +1,6 @@
-"""Attention that stands in for cuDNN's, because that is not on this machine, is found in the program it becomes."""
+"""Attention that stands in for cuDNN's, because that is not on this machine, is found in the
+program it becomes.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ def names_of(mask: Mask, dtype: str) -> str:
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["without cuDNN", "with cuDNN"])
-def test_a_kernel_that_is_there_for_want_of_cudnn_says_so(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+def test_a_kernel_that_is_there_for_want_of_cudnn_says_so(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
     monkeypatch.setattr(libraries, "has_cudnn", lambda: installed)
-    monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, *_: q)  # jax's own needs the library to be traced
+    # jax's own needs the library to be traced
+    monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, *_: q)
     found = libraries.stand_ins_in(names_of(Causal(), "bfloat16"))
     assert found == ([] if installed else ["pallas_gpu"])
 
@@ -37,7 +42,9 @@ def test_what_cudnn_cannot_serve_is_no_stand_in(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_report_names_what_was_priced_what_runs_and_how_to_get_it() -> None:
-    (row,) = stand_ins('op_name="jit(f)/jvp(core)/for_cudnn=pallas_gpu/pallas_call" for_cudnn=pallas_gpu/x')
+    (row,) = stand_ins(
+        'op_name="jit(f)/jvp(core)/for_cudnn=pallas_gpu/pallas_call" for_cudnn=pallas_gpu/x'
+    )
     assert (row["op"], row["priced"], row["runs"]) == ("attention", "pallas_gpu", "cuDNN")
     assert row["install"].startswith("pip install nvidia-cudnn-cu1")
     (finding,) = other_kernels([row])

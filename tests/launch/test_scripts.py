@@ -1,4 +1,6 @@
-"""Scripts and manifests: by shellcheck, by the schema of Kubernetes, and run with commands that pretend."""
+"""Scripts and manifests: by shellcheck, by the schema of Kubernetes, and run with commands that
+pretend.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,27 @@ from jaxpar.base.errors import UserError
 from jaxpar.launch.scripts import Placement, script
 from jaxpar.rehearse.targets import load_target
 
-SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+SHELLCHECK = shutil.which(
+    "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+)
 SLICES = {"mesh.dcn.data": 2, "mesh.fsdp": -1}
 
 
-def make(kind: str, target: str, source: str = "llama3_8b", **settings: object) -> str:
-    config = override(load_config(source), {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 4, **settings})
-    gke = {"image": "some/image", "claim": "runs", "ray": kind == "rayjob"} if kind in ("jobset", "rayjob") else {}
-    kind = "gke" if gke else kind
+def make(
+    kind: str,
+    target: str,
+    source: str = "llama3_8b",
+    **settings: object,
+) -> str:
+    config = override(
+        load_config(source), {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 4, **settings}
+    )
+    if kind in ("jobset", "rayjob"):
+        gke = {"image": "some/image", "claim": "runs", "ray": kind == "rayjob"}
+    else:
+        gke = {}
+    if gke:
+        kind = "gke"
     return script(kind, source, config, Placement(target, spot=kind != "slurm", **gke))
 
 
@@ -32,23 +47,46 @@ def make(kind: str, target: str, source: str = "llama3_8b", **settings: object) 
 def source(tmp_path: Path) -> str:
     """A config that is a file."""
     path = tmp_path / "My config.toml"
-    path.write_text("# a config\n[mesh]\nfsdp = -1\ntensor = 4\n[data]\npath = 'it''s'\n".replace("''", ""))
+    path.write_text(
+        "# a config\n[mesh]\nfsdp = -1\ntensor = 4\n[data]\npath = 'it''s'\n".replace("''", "")
+    )
     return str(path)
 
 
-@pytest.mark.parametrize("target, hosts", [("v5p-64", 16), ("v5e-8", 1), ("v5e-16", 4), ("v6e-1", 1), ("v5p-64x2", 32),
-                                           ("h100x64", 8), ("h100x4", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "target, hosts",
+    [
+        ("v5p-64", 16),
+        ("v5e-8", 1),
+        ("v5e-16", 4),
+        ("v6e-1", 1),
+        ("v5p-64x2", 32),
+        ("h100x64", 8),
+        ("h100x4", 1),
+    ],
+)
 def test_hosts(target: str, hosts: int) -> None:
     assert load_target(target).hosts == hosts
 
 
-@pytest.mark.parametrize("kind, target", [
-    ("slurm", "h100x64"), ("tpu-vm", "v5p-64"), ("skypilot", "h100x16"), ("skypilot", "v6e-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, target",
+    [
+        ("slurm", "h100x64"),
+        ("tpu-vm", "v5p-64"),
+        ("skypilot", "h100x16"),
+        ("skypilot", "v6e-8"),
+    ],
+)
 def test_shell(kind: str, target: str, source: str, tmp_path: Path) -> None:
     if SHELLCHECK is None:
         pytest.skip("shellcheck is not here: pip install 'jaxpar[dev]'")
-    for place, text in enumerate((make(kind, target), make(kind, target, source))):
+    for place, text in enumerate(
+        (
+            make(kind, target),
+            make(kind, target, source),
+        )
+    ):
         if kind == "skypilot":
             task = pytest.importorskip("yaml").safe_load(text)
             text = f"#!/bin/bash\n{task['setup']}\n{task['run']}"
@@ -58,13 +96,24 @@ def test_shell(kind: str, target: str, source: str, tmp_path: Path) -> None:
         assert not done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("kind, target, settings", [
-    ("jobset", "v5p-64x2", SLICES), ("jobset", "h100x64", {}), ("jobset", "v5e-8", {}), ("rayjob", "v6e-16", {}),
-    ("rayjob", "h100x16", {}),
-])  # fmt: skip
-def test_kubernetes_takes_it(kind: str, target: str, settings: dict[str, object], source: str) -> None:
-    """Jobs, pods and config maps by Kubernetes' own schema; what is around them by the fields that we write."""
-    kubernetes, yaml = pytest.importorskip("kubernetes_validate"), pytest.importorskip("yaml")
+@pytest.mark.parametrize(
+    "kind, target, settings",
+    [
+        ("jobset", "v5p-64x2", SLICES),
+        ("jobset", "h100x64", {}),
+        ("jobset", "v5e-8", {}),
+        ("rayjob", "v6e-16", {}),
+        ("rayjob", "h100x16", {}),
+    ],
+)
+def test_kubernetes_takes_it(
+    kind: str, target: str, settings: dict[str, object], source: str
+) -> None:
+    """Jobs, pods and config maps by Kubernetes' own schema; what is around them by the fields that
+    we write.
+    """
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    yaml = pytest.importorskip("yaml")
 
     def require(kind: str, version: str, **rest: object) -> None:
         newest = kubernetes.latest_version()
@@ -96,8 +145,11 @@ def test_kubernetes_takes_it(kind: str, target: str, settings: dict[str, object]
 
 @pytest.mark.parametrize("target", ["h100x16", "v6e-8"])
 def test_skypilot_takes_it(target: str, source: str) -> None:
-    sky, yaml = pytest.importorskip("sky"), pytest.importorskip("yaml")
-    task = sky.Task.from_yaml_config(yaml.safe_load(make("skypilot", target, source)), [("BUCKET", "gs://some-bucket")])
+    sky = pytest.importorskip("sky")
+    yaml = pytest.importorskip("yaml")
+    task = sky.Task.from_yaml_config(
+        yaml.safe_load(make("skypilot", target, source)), [("BUCKET", "gs://some-bucket")]
+    )
     assert task.num_nodes == (2 if target == "h100x16" else 1)
 
 
@@ -118,10 +170,17 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 NEXT_CODE = 'code=$(head -n1 codes); sed -i 1d codes; echo "$@" >> calls; '
 
 
-@pytest.mark.parametrize("codes, state, code, runs, requeued", [
-    ("0", "RUNNING", 0, 1, False), ("2", "RUNNING", 2, 1, False), ("130", "RUNNING", 130, 1, True),
-    ("130", "COMPLETING", 130, 1, False), ("1 134 0", "RUNNING", 0, 3, False), ("1 1 1 137", "RUNNING", 137, 4, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "codes, state, code, runs, requeued",
+    [
+        ("0", "RUNNING", 0, 1, False),
+        ("2", "RUNNING", 2, 1, False),
+        ("130", "RUNNING", 130, 1, True),
+        ("130", "COMPLETING", 130, 1, False),
+        ("1 134 0", "RUNNING", 0, 3, False),
+        ("1 1 1 137", "RUNNING", 137, 4, False),
+    ],
+)
 def test_a_batch_script_does_what_an_exit_code_asks_for(
     codes: str, state: str, code: int, runs: int, requeued: bool, pretend, tmp_path: Path
 ) -> None:
@@ -130,7 +189,11 @@ def test_a_batch_script_does_what_an_exit_code_asks_for(
     pretend("srun", NEXT_CODE + "exit $code")
     pretend("squeue", f"echo {state}")
     pretend("scontrol", 'echo "$@" > requeued')
-    done = subprocess.run(["bash", "job.sh"], env=os.environ | {"SLURM_JOB_ID": "7"}, check=False)
+    done = subprocess.run(
+        ["bash", "job.sh"],
+        env=os.environ | {"SLURM_JOB_ID": "7"},
+        check=False,
+    )
     assert (done.returncode, (tmp_path / "requeued").exists()) == (code, requeued)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == runs and "jaxpar train llama3_8b --run=runs/llama3_8b" in calls[0]
@@ -146,37 +209,54 @@ def test_a_batch_script_outlives_the_signal_that_stops_its_step(pretend, tmp_pat
     ) as process:
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGTERM)  # Slurm tells the step, and on a preemption the script too
+        # Slurm tells the step, and on a preemption the script too
+        os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=10) == 130
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize(
-    "codes, states, slices", [("134 0", "ACTIVE", 1), ("130 0", "SUSPENDED", 2), ("2", "ACTIVE", 1)]
+    "codes, states, slices",
+    [
+        ("134 0", "ACTIVE", 1),
+        ("130 0", "SUSPENDED", 2),
+        ("2", "ACTIVE", 1),
+    ],
 )
 def test_a_tpu_vm_is_replaced_where_it_was_taken_and_released_at_the_end(
     codes: str, states: str, slices: int, pretend, tmp_path: Path
 ) -> None:
     (tmp_path / "codes").write_text("\n".join(codes.split()) + "\n")
     (tmp_path / "job.sh").write_text(make("tpu-vm", "v5e-8"))
-    pretend("gcloud", f"""echo "$@" >> calls
+    pretend(
+        "gcloud",
+        f"""echo "$@" >> calls
 case "$*" in
   *" create "*) echo ACTIVE > state ;;
   *" describe "*) cat state ;;
   *"cat /tmp/jaxpar_code"*) head -n1 codes; sed -i 1d codes; [[ -s codes ]] && echo {states} > state ;;
-esac; true""")  # fmt: skip
+esac; true""",
+    )
     environment = os.environ | {"PROJECT": "p", "ZONE": "z", "SHARE": "10.0.0.2:/share"}
-    done = subprocess.run(["bash", "job.sh"], env=environment, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "job.sh"], env=environment, check=False, capture_output=True, text=True
+    )
     assert done.returncode == int(codes.split()[-1]), done.stderr
     calls = (tmp_path / "calls").read_text()
     assert calls.count(" create ") == calls.count(" delete ") == slices
     assert calls.count("/tmp/jaxpar/bin/jaxpar train llama3_8b") == len(codes.split())
 
 
-@pytest.mark.parametrize("kind, target, said", [
-    ("slurm", "v5p-64", "not run by Slurm"), ("tpu-vm", "h100x8", "not to be had by tpu-vm"),
-    ("tpu-vm", "tpu7x-64", "not to be had"), ("skypilot", "v5p-64x2", "2 slices"), ("slurm", "h100x2", "tensor=4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, target, said",
+    [
+        ("slurm", "v5p-64", "not run by Slurm"),
+        ("tpu-vm", "h100x8", "not to be had by tpu-vm"),
+        ("tpu-vm", "tpu7x-64", "not to be had"),
+        ("skypilot", "v5p-64x2", "2 slices"),
+        ("slurm", "h100x2", "tensor=4"),
+    ],
+)
 def test_what_cannot_start_there_is_refused(kind: str, target: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         make(kind, target, **(SLICES if "x2" in target and "v5p" in target else {}))

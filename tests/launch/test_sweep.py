@@ -15,20 +15,27 @@ def test_every_combination_in_the_order_of_the_words():
     assert grid(over) == [[f"mesh.tensor={size}", mask] for size in (1, 2) for mask in masks]
 
 
-@pytest.mark.parametrize("over", [[], ["mesh.tensor"], ["mesh.tensor="], ["tensor=1,2"]])
+@pytest.mark.parametrize(
+    "over",
+    [[], ["mesh.tensor"], ["mesh.tensor="], ["tensor=1,2"]],
+)
 def test_settings_without_values_are_refused(over: list[str]):
     with pytest.raises(UserError, match=r"mesh.tensor=1,2,4"):
         grid(over)
 
 
 def test_a_refused_combination_has_its_reason_in_the_table():
-    table = results_table([Trial("mesh.tensor=1", 2.0, 2.5, 1234.5, 0.1), Trial("mesh.tensor=3", error="too odd")])
+    table = results_table(
+        [Trial("mesh.tensor=1", 2.0, 2.5, 1234.5, 0.1), Trial("mesh.tensor=3", error="too odd")]
+    )
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["mesh.tensor"] == ["1", "3"]
     assert columns["loss"] == ["2.0000", ""] and columns["refused or failed"] == ["", "too odd"]
 
 
 def test_a_value_with_spaces_is_one_cell():
-    table = results_table([Trial("model.masks=[a(1, 2)] mesh.tensor=2", 2.0), Trial("model.masks=[b] mesh.tensor=1")])
+    table = results_table(
+        [Trial("model.masks=[a(1, 2)] mesh.tensor=2", 2.0), Trial("model.masks=[b] mesh.tensor=1")]
+    )
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["model.masks"] == ["[a(1, 2)]", "[b]"] and columns["mesh.tensor"] == ["2", "1"]

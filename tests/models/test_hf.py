@@ -1,4 +1,6 @@
-"""Hugging Face checkpoints, without PyTorch: round trips to the bit, streaming, refusals. See test_parity too."""
+"""Hugging Face checkpoints, without PyTorch: round trips to the bit, streaming, refusals. See
+test_parity too.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from jaxpar.models import Model, Params, hf, hf_export, hf_families
 from jaxpar.models.hf import hf_config
 from jaxpar.models.hf_export import export_hf, hf_tensors
 
-GPT2 = ModelConfig(family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12)
+GPT2 = ModelConfig(
+    family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12
+)
 LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, head_dim=6, tied_head=False)
 MIXTRAL = dataclasses.replace(LLAMA, layers=2, experts=4)
 CONFIGS = {
@@ -51,7 +55,8 @@ def plan_of(spec: MeshSpec, rules: ShardingRules | None = None) -> Plan:
     return Plan(make_mesh(spec, jax.devices()[:devices]), rules or ShardingRules())
 
 
-ONE, CUBE = plan_of(MeshSpec()), plan_of(MeshSpec(data=2, fsdp=2, tensor=2))
+ONE = plan_of(MeshSpec())
+CUBE = plan_of(MeshSpec(data=2, fsdp=2, tensor=2))
 
 
 def import_hf(path: Path, model: Model, plan: Plan) -> Params:
@@ -60,39 +65,85 @@ def import_hf(path: Path, model: Model, plan: Plan) -> Params:
 
 
 def tensors_of(config: ModelConfig) -> dict[str, np.ndarray]:
-    """A checkpoint's tensors, random, written down here from Hugging Face's own modules and not from our tables."""
-    V, P, D, F = config.vocab_size, config.max_seq_len, config.embed, config.mlp
-    Q, KV = config.heads * (config.head_dim or D // config.heads), config.kv_heads * config.head_dim
+    """A checkpoint's tensors, random, written down here from Hugging Face's own modules and not
+    from our tables.
+    """
+    V = config.vocab_size
+    P = config.max_seq_len
+    D = config.embed
+    F = config.mlp
+    Q = config.heads * (config.head_dim or D // config.heads)
+    KV = config.kv_heads * config.head_dim
     if config.family == "gpt2":
-        outer = {"transformer.wte.weight": (V, D), "transformer.wpe.weight": (P, D),
-                 "transformer.ln_f.weight": (D,), "transformer.ln_f.bias": (D,)}  # fmt: skip
-        block = {"ln_1.weight": (D,), "ln_1.bias": (D,), "attn.c_attn.weight": (D, 3 * D), "attn.c_attn.bias": (3 * D,),
-                 "attn.c_proj.weight": (D, D), "attn.c_proj.bias": (D,), "ln_2.weight": (D,), "ln_2.bias": (D,),
-                 "mlp.c_fc.weight": (D, F), "mlp.c_fc.bias": (F,), "mlp.c_proj.weight": (F, D),
-                 "mlp.c_proj.bias": (D,)}  # fmt: skip
+        outer = {
+            "transformer.wte.weight": (V, D),
+            "transformer.wpe.weight": (P, D),
+            "transformer.ln_f.weight": (D,),
+            "transformer.ln_f.bias": (D,),
+        }
+        block = {
+            "ln_1.weight": (D,),
+            "ln_1.bias": (D,),
+            "attn.c_attn.weight": (D, 3 * D),
+            "attn.c_attn.bias": (3 * D,),
+            "attn.c_proj.weight": (D, D),
+            "attn.c_proj.bias": (D,),
+            "ln_2.weight": (D,),
+            "ln_2.bias": (D,),
+            "mlp.c_fc.weight": (D, F),
+            "mlp.c_fc.bias": (F,),
+            "mlp.c_proj.weight": (F, D),
+            "mlp.c_proj.bias": (D,),
+        }
         blocks = "transformer.h"
     else:
         outer = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-        block = {"self_attn.q_proj.weight": (Q, D), "self_attn.k_proj.weight": (KV, D),
-                 "self_attn.v_proj.weight": (KV, D), "self_attn.o_proj.weight": (D, Q), "mlp.gate_proj.weight": (F, D),
-                 "mlp.up_proj.weight": (F, D), "mlp.down_proj.weight": (D, F), "input_layernorm.weight": (D,),
-                 "post_attention_layernorm.weight": (D,)}  # fmt: skip
+        block = {
+            "self_attn.q_proj.weight": (Q, D),
+            "self_attn.k_proj.weight": (KV, D),
+            "self_attn.v_proj.weight": (KV, D),
+            "self_attn.o_proj.weight": (D, Q),
+            "mlp.gate_proj.weight": (F, D),
+            "mlp.up_proj.weight": (F, D),
+            "mlp.down_proj.weight": (D, F),
+            "input_layernorm.weight": (D,),
+            "post_attention_layernorm.weight": (D,),
+        }
         if config.experts:
             dense = {name: block.pop(f"mlp.{name}_proj.weight") for name in ("gate", "down", "up")}
-            for e, w in itertools.product(range(config.experts), (("w1", "gate"), ("w2", "down"), ("w3", "up"))):
+            for e, w in itertools.product(
+                range(config.experts),
+                (
+                    ("w1", "gate"),
+                    ("w2", "down"),
+                    ("w3", "up"),
+                ),
+            ):
                 block[f"block_sparse_moe.experts.{e}.{w[0]}.weight"] = dense[w[1]]
             block["block_sparse_moe.gate.weight"] = (config.experts, D)
         blocks = "model.layers"
-    head = {} if config.tied_head else {"lm_head.weight": (V, D)}
-    inner = {f"{blocks}.{i}.{name}": shape for i in range(config.layers) for name, shape in block.items()}
+    if config.tied_head:
+        head = {}
+    else:
+        head = {"lm_head.weight": (V, D)}
+    inner = {
+        f"{blocks}.{i}.{name}": shape for i in range(config.layers) for name, shape in block.items()
+    }
     generator = np.random.default_rng(0)
-    tensors = {name: generator.normal(size=shape).astype(np.float32) for name, shape in (outer | inner | head).items()}
+    tensors = {
+        name: generator.normal(size=shape).astype(np.float32)
+        for name, shape in (outer | inner | head).items()
+    }
     for tensor in tensors.values():
         tensor.flat[:3] = -0.0, np.inf, np.nan  # what arithmetic on the way would change
     return tensors
 
 
-def write(folder: Path, config: ModelConfig, tensors: dict[str, np.ndarray] | None = None) -> Path:
+def write(
+    folder: Path,
+    config: ModelConfig,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
     folder.mkdir()
     save_file(tensors_of(config) if tensors is None else tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_config(config)))
@@ -105,12 +156,20 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+def assert_same(
+    found: dict[str, np.ndarray],
+    wanted: dict[str, np.ndarray],
+) -> None:
     """Equal float32 tensors, to the bit."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         bits = np.ascontiguousarray(found[name]).view(np.int32)
-        np.testing.assert_array_equal(bits, tensor.view(np.int32), err_msg=name, strict=True)
+        np.testing.assert_array_equal(
+            bits,
+            tensor.view(np.int32),
+            err_msg=name,
+            strict=True,
+        )
 
 
 def replace_file(folder: Path, change) -> None:
@@ -125,10 +184,16 @@ def replace_file(folder: Path, change) -> None:
 
 @pytest.mark.parametrize("mesh", PLANS)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("max_bytes", [5 * 10**9, 4000], ids=["single", "sharded"])
+@pytest.mark.parametrize(
+    "max_bytes",
+    [5 * 10**9, 4000],
+    ids=["single", "sharded"],
+)
 def test_round_trip_is_exact(name, mesh, max_bytes, tmp_path):
-    config, plan = CONFIGS[name], plan_of(PLANS[mesh])
-    model, source = Model(config), write(tmp_path / "source", config)
+    config = CONFIGS[name]
+    plan = plan_of(PLANS[mesh])
+    model = Model(config)
+    source = write(tmp_path / "source", config)
     params = import_hf(source, model, plan)
     export_hf(params, model, tmp_path / "exported", max_bytes)
     assert_same(read(tmp_path / "exported"), tensors_of(config))
@@ -138,11 +203,18 @@ def test_round_trip_is_exact(name, mesh, max_bytes, tmp_path):
 
 
 def test_every_parameter_has_its_sharding_and_its_values(tmp_path):
-    """What went where, said a second time without the tables: transposes, heads, the thirds of c_attn, the padding."""
-    tensors, model = tensors_of(GPT2), Model(GPT2)
+    """What went where, said a second time without the tables: transposes, heads, the thirds of
+    c_attn, the padding.
+    """
+    tensors = tensors_of(GPT2)
+    model = Model(GPT2)
     params = import_hf(write(tmp_path / "gpt2", GPT2), model, CUBE)
     assert jax.tree.structure(params) == jax.tree.structure(model.shapes())
-    for leaf, shape in zip(jax.tree.leaves(params), jax.tree.leaves(model.shapes()), strict=True):
+    for leaf, shape in zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(model.shapes()),
+        strict=True,
+    ):
         assert (leaf.shape, leaf.dtype) == (shape.shape, np.float32)
     assert params["blocks"]["q"].sharding == CUBE.sharding(("layers", "embed", "heads", "head_dim"))
     table = np.asarray(params["embed"]["tokens"])
@@ -151,15 +223,25 @@ def test_every_parameter_has_its_sharding_and_its_values(tmp_path):
     for layer in range(GPT2.layers):
         fused = tensors[f"transformer.h.{layer}.attn.c_attn.weight"]
         for part, name in enumerate("qkv"):
-            wanted = fused[:, part * 16 : (part + 1) * 16].reshape(16, 4, 4)
+            wanted = fused[:, part * 16 : (part + 1) * 16].reshape(
+                16,
+                4,
+                4,
+            )
             np.testing.assert_array_equal(params["blocks"][name][layer], wanted)
 
-    tensors, params = tensors_of(LLAMA), import_hf(write(tmp_path / "llama", LLAMA), Model(LLAMA), CUBE)
+    tensors = tensors_of(LLAMA)
+    params = import_hf(write(tmp_path / "llama", LLAMA), Model(LLAMA), CUBE)
     for layer in range(LLAMA.layers):
         prefix = f"model.layers.{layer}."
         k = tensors[prefix + "self_attn.k_proj.weight"]
-        np.testing.assert_array_equal(params["blocks"]["k"][layer], k.T.reshape(16, 2, 6))
-        np.testing.assert_array_equal(params["blocks"]["down"][layer], tensors[prefix + "mlp.down_proj.weight"].T)
+        np.testing.assert_array_equal(
+            params["blocks"]["k"][layer],
+            k.T.reshape(16, 2, 6),
+        )
+        np.testing.assert_array_equal(
+            params["blocks"]["down"][layer], tensors[prefix + "mlp.down_proj.weight"].T
+        )
 
 
 def test_layers_experts_and_head_dim_may_be_split_too(tmp_path):
@@ -184,7 +266,9 @@ def test_tables_cover_every_parameter_once(family):
         model = Model(dataclasses.replace(family, tied_head=tied))
         named = [
             param
-            for _, *params in hf_families.HF_FAMILIES[hf_families.model_type(family)].tensors.values()
+            for _, *params in hf_families.HF_FAMILIES[
+                hf_families.model_type(family)
+            ].tensors.values()
             for param in params
         ]
         assert len(named) == len(set(named))
@@ -193,7 +277,10 @@ def test_tables_cover_every_parameter_once(family):
 
 def test_imported_parameters_can_be_donated(tmp_path):
     params = import_hf(write(tmp_path / "source", GPT2), Model(GPT2), CUBE)
-    step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0)
+    step = jax.jit(
+        lambda params: jax.tree.map(lambda leaf: leaf + 1, params),
+        donate_argnums=0,
+    )
     jax.block_until_ready(step(params))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
@@ -201,19 +288,29 @@ def test_imported_parameters_can_be_donated(tmp_path):
 # Forms of a checkpoint
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [ml_dtypes.bfloat16, np.float16],
+    ids=["bfloat16", "float16"],
+)
 def test_half_precision_is_read_as_float32(dtype, tmp_path):
     tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(LLAMA).items()}
     params = import_hf(write(tmp_path / "source", LLAMA, tensors), Model(LLAMA), CUBE)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
-    assert_same(dict(hf_tensors(params, Model(LLAMA))), {name: t.astype(np.float32) for name, t in tensors.items()})
+    assert_same(
+        dict(hf_tensors(params, Model(LLAMA))),
+        {name: t.astype(np.float32) for name, t in tensors.items()},
+    )
 
 
 def test_bfloat16_export_rounds_to_nearest(tmp_path):
     model = Model(GPT2)
     params = import_hf(write(tmp_path / "source", GPT2), model, CUBE)
     export_hf(params, model, tmp_path / "exported", dtype="bfloat16")
-    wanted = {name: tensor.astype(ml_dtypes.bfloat16).astype(np.float32) for name, tensor in tensors_of(GPT2).items()}
+    wanted = {
+        name: tensor.astype(ml_dtypes.bfloat16).astype(np.float32)
+        for name, tensor in tensors_of(GPT2).items()
+    }
     assert_same(dict(hf_tensors(import_hf(tmp_path / "exported", model, ONE), model)), wanted)
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -221,8 +318,14 @@ def test_bfloat16_export_rounds_to_nearest(tmp_path):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda config: config.family)
 def test_names_without_prefix_and_old_buffers(config, tmp_path):
     """As the hub's own gpt2 has them, and checkpoints of old releases."""
-    tensors = {re.sub(r"^(transformer|model)\.", "", name): tensor for name, tensor in tensors_of(config).items()}
-    buffers = {"gpt2": ("h.0.attn.bias", "h.0.attn.masked_bias"), "llama": ("layers.0.self_attn.rotary_emb.inv_freq",)}
+    tensors = {
+        re.sub(r"^(transformer|model)\.", "", name): tensor
+        for name, tensor in tensors_of(config).items()
+    }
+    buffers = {
+        "gpt2": ("h.0.attn.bias", "h.0.attn.masked_bias"),
+        "llama": ("layers.0.self_attn.rotary_emb.inv_freq",),
+    }
     tensors |= {name: np.ones((3, 3), np.uint8) for name in buffers[config.family]}
     params = import_hf(write(tmp_path / "source", config, tensors), Model(config), CUBE)
     assert_same(dict(hf_tensors(params, Model(config))), tensors_of(config))
@@ -235,12 +338,15 @@ def test_a_tied_head_may_stand_in_the_file_twice(tmp_path):
     params = import_hf(source, Model(GPT2), CUBE)
     assert "table" not in params["head"]
     replace_file(source, lambda tensors: tensors["lm_head.weight"].__setitem__((100, 15), 7))
-    with pytest.raises(UserError, match=r"lm_head.weight is not the embedding.*model.tied_head = false"):
+    with pytest.raises(
+        UserError, match=r"lm_head.weight is not the embedding.*model.tied_head = false"
+    ):
         import_hf(source, Model(GPT2), CUBE)
 
 
 def test_index_and_file_sizes(tmp_path):
-    model, source = Model(LLAMA), write(tmp_path / "source", LLAMA)
+    model = Model(LLAMA)
+    source = write(tmp_path / "source", LLAMA)
     export_hf(import_hf(source, model, ONE), model, tmp_path / "exported", 4000)
     index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
     tensors = tensors_of(LLAMA)
@@ -254,31 +360,49 @@ def test_index_and_file_sizes(tmp_path):
 
 # Streaming: `gate`, the largest parameter, has 16 layers of half a MiB each, in four shards on CUBE
 
-LARGE = dataclasses.replace(LLAMA, layers=16, embed=128, mlp=1024, head_dim=32, vocab_size=1100)
+LARGE = dataclasses.replace(
+    LLAMA,
+    layers=16,
+    embed=128,
+    mlp=1024,
+    head_dim=32,
+    vocab_size=1100,
+)
 LAYER = 128 * 1024 * 4
 
 
 def test_import_holds_a_part_of_a_tensor_at_a_time(tmp_path, monkeypatch):
-    """One device's part of one tensor, as it is read and as it is stored: not the parameter, not all its layers."""
-    # A CPU device may keep a block as its own memory: stand-ins, so that only what waits for a device is measured.
-    monkeypatch.setattr(hf, "_put", lambda block, devices: [jnp.zeros(block.shape, device=one) for one in devices])
-    model, source = Model(LARGE), write(tmp_path / "source", LARGE)
+    """One device's part of one tensor, as it is read and as it is stored: not the parameter, not
+    all its layers.
+    """
+    # A CPU device may keep a block as its own memory: stand-ins, so that only what waits for a
+    # device is measured.
+    monkeypatch.setattr(
+        hf, "_put", lambda block, devices: [jnp.zeros(block.shape, device=one) for one in devices]
+    )
+    model = Model(LARGE)
+    source = write(tmp_path / "source", LARGE)
     import_hf(source, model, CUBE)  # what jax allocates once, at first, is not ours
     _, _, peak = traced(lambda: import_hf(source, model, CUBE))
-    assert LAYER / 4 < peak < 1.5 * LAYER  # of the embedding, which has 1.07 layers, two devices have a half each
+    # of the embedding, which has 1.07 layers, two devices have a half each
+    assert LAYER / 4 < peak < 1.5 * LAYER
 
 
 def test_export_holds_one_tensor_at_a_time(tmp_path):
-    model, source = Model(LARGE), write(tmp_path / "source", LARGE)
+    model = Model(LARGE)
+    source = write(tmp_path / "source", LARGE)
     export_hf(import_hf(source, model, CUBE), model, tmp_path / "first")  # compiles
     params = import_hf(source, model, CUBE)
     _, kept, peak = traced(lambda: export_hf(params, model, tmp_path / "second"))
     assert LAYER < peak < 5 * LAYER
-    assert kept < LAYER / 2  # jax caches what numpy has seen of an array: it must not be the parameters
+    # jax caches what numpy has seen of an array: it must not be the parameters
+    assert kept < LAYER / 2
 
 
 def traced(function):
-    """The result, and the bytes of Python and numpy memory that it kept and that it held at most."""
+    """The result, and the bytes of Python and numpy memory that it kept and that it held at
+    most.
+    """
     tracemalloc.start()
     try:
         result = function()
@@ -307,7 +431,9 @@ def test_each_byte_is_read_once(tmp_path, monkeypatch):
 
 
 def drop(*names):
-    return lambda folder: replace_file(folder, lambda tensors: [tensors.pop(name) for name in names])
+    return lambda folder: replace_file(
+        folder, lambda tensors: [tensors.pop(name) for name in names]
+    )
 
 
 def add(name, tensor):
@@ -337,26 +463,61 @@ def twice(folder):
 
 
 BAD = {
-    "empty": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors and no index"),
+    "empty": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "holds no model.safetensors and no index",
+    ),
     "pickle": (pickled, r"pytorch_model.bin is not safetensors.*never read.*from_pretrained"),
-    "truncated": (truncate, r"model.safetensors is truncated or not a safetensors file.*download it again"),
-    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"hi"), "is truncated or not a safetensors"),
-    "index names an absent file": (index_with('{"weight_map": {"x": "model-2.safetensors"}}'),
-                                   r"index.json names model-2.safetensors, which is not beside it"),
-    "index leads elsewhere": (index_with('{"weight_map": {"x": "../model-1.safetensors"}}'), "is not beside it"),
+    "truncated": (
+        truncate,
+        r"model.safetensors is truncated or not a safetensors file.*download it again",
+    ),
+    "garbage": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"hi"),
+        "is truncated or not a safetensors",
+    ),
+    "index names an absent file": (
+        index_with('{"weight_map": {"x": "model-2.safetensors"}}'),
+        r"index.json names model-2.safetensors, which is not beside it",
+    ),
+    "index leads elsewhere": (
+        index_with('{"weight_map": {"x": "../model-1.safetensors"}}'),
+        "is not beside it",
+    ),
     "index is no index": (index_with('{"weights": []}'), "has no weight_map"),
     "index is no JSON": (index_with("{"), "is not valid JSON"),
     "same tensor in two files": (twice, "in two files"),
-    "missing": (drop("transformer.ln_f.bias"), r"it lacks ln_f.bias: build the model from model_config_from_hf"),
-    "missing several": (drop("transformer.wte.weight", "transformer.ln_f.bias"), r"it lacks wte.weight \(and 1 more\)"),
-    "extra": (add("transformer.h.3.ln_1.bias", np.ones(16, np.float32)), r"no place for its h.3.ln_1.bias: "),
-    "both": (lambda folder: replace_file(folder, lambda t: t.update(wqe=t.pop("transformer.wpe.weight"))),
-             r"it lacks wpe.weight, and the model has no place for its wqe:"),
-    "shape": (add("transformer.h.1.mlp.c_fc.weight", np.ones((24, 16), np.float32)),
-              r"h.1.mlp.c_fc.weight has shape \(24, 16\), the model wants \(16, 24\)"),
-    "dtype": (add("transformer.ln_f.bias", np.ones(16, np.int8)), r"ln_f.bias is I8, not one of F32, BF16, F16"),
-    "two prefixes": (add("wpe.weight", np.ones((12, 16), np.float32)), r"holds wpe.weight twice|holds .* twice"),
-}  # fmt: skip
+    "missing": (
+        drop("transformer.ln_f.bias"),
+        r"it lacks ln_f.bias: build the model from model_config_from_hf",
+    ),
+    "missing several": (
+        drop("transformer.wte.weight", "transformer.ln_f.bias"),
+        r"it lacks wte.weight \(and 1 more\)",
+    ),
+    "extra": (
+        add("transformer.h.3.ln_1.bias", np.ones(16, np.float32)),
+        r"no place for its h.3.ln_1.bias: ",
+    ),
+    "both": (
+        lambda folder: replace_file(
+            folder, lambda t: t.update(wqe=t.pop("transformer.wpe.weight"))
+        ),
+        r"it lacks wpe.weight, and the model has no place for its wqe:",
+    ),
+    "shape": (
+        add("transformer.h.1.mlp.c_fc.weight", np.ones((24, 16), np.float32)),
+        r"h.1.mlp.c_fc.weight has shape \(24, 16\), the model wants \(16, 24\)",
+    ),
+    "dtype": (
+        add("transformer.ln_f.bias", np.ones(16, np.int8)),
+        r"ln_f.bias is I8, not one of F32, BF16, F16",
+    ),
+    "two prefixes": (
+        add("wpe.weight", np.ones((12, 16), np.float32)),
+        r"holds wpe.weight twice|holds .* twice",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -377,7 +538,9 @@ def test_no_such_path(tmp_path):
 
 def test_a_plan_that_does_not_fit_is_refused(tmp_path):
     folder = write(tmp_path / "source", LLAMA)
-    with pytest.raises(UserError, match=r"blocks.k: dim 2 \(kv_heads\) has size 2, which tensor=8 does not divide"):
+    with pytest.raises(
+        UserError, match=r"blocks.k: dim 2 \(kv_heads\) has size 2, which tensor=8 does not divide"
+    ):
         import_hf(folder, Model(LLAMA), plan_of(MeshSpec(tensor=8)))
 
 
@@ -386,7 +549,9 @@ def test_export_refusals_leave_nothing_behind(tmp_path, monkeypatch):
     params = import_hf(write(tmp_path / "source", GPT2), model, ONE)
     with pytest.raises(UserError, match=r"source is there already and not an empty folder"):
         export_hf(params, model, tmp_path / "source")
-    with pytest.raises(UserError, match=r"cannot export dtype 'float23' \(did you mean 'float32'\?\)"):
+    with pytest.raises(
+        UserError, match=r"cannot export dtype 'float23' \(did you mean 'float32'\?\)"
+    ):
         export_hf(params, model, tmp_path / "exported", dtype="float23")  # pyright: ignore[reportArgumentType]
 
     def disk_full(*args):
@@ -405,39 +570,76 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert_same(read(tmp_path / "exported"), tensors_of(GPT2))
 
 
-# Logits of checkpoints of random numbers as transformers 5.24 computes them, by the keys of config.json.
-SMALL_GPT2 = {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "n_inner": 12}
-SMALL = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16,
-         "tie_word_embeddings": True}  # fmt: skip
+# Logits of checkpoints of random numbers as transformers 5.24 computes them, by the keys of
+# config.json.
+SMALL_GPT2 = {
+    "vocab_size": 11,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 16,
+    "n_inner": 12,
+}
+SMALL = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+}
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-GEMMA = {"query_pre_attn_scalar": 5, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 STORED = {
-    "gpt2": (SMALL_GPT2 | {"tie_word_embeddings": False}, [-0.4246, -2.1402, 0.9952, -2.6547, 7.0954]),
+    "gpt2": (
+        SMALL_GPT2 | {"tie_word_embeddings": False},
+        [-0.4246, -2.1402, 0.9952, -2.6547, 7.0954],
+    ),
     "mixtral": (SMALL | EXPERTS, [-2.1575, -4.3423, -7.1597, -0.786, 1.8162]),
-    "qwen2": (SMALL | {"head_dim": 2}, [-3.2427, 1.7968, -0.3422, 1.0742, -3.4159]),
+    "qwen2": (
+        SMALL | {"head_dim": 2},
+        [-3.2427, 1.7968, -0.3422, 1.0742, -3.4159],
+    ),
     "qwen3": (SMALL, [1.0528, 3.8221, -3.9623, 1.6624, -2.5901]),
-    "gemma2": (SMALL | GEMMA | CAPS, [-2.9805, -0.9961, -2.084, 2.8955, 1.0517]),
+    "gemma2": (
+        SMALL | GEMMA | CAPS,
+        [-2.9805, -0.9961, -2.084, 2.8955, 1.0517],
+    ),
     "gemma3_text": (SMALL | GEMMA, [-8.5692, -0.532, -2.8572, 6.0991, 0.7661]),
 }
 
 
 @pytest.mark.parametrize("family", STORED)
 def test_logits_are_the_stored_ones_of_transformers(family: str, tmp_path: Path) -> None:
-    """Two names that are swapped on import and on export again pass every round trip. Each tensor's numbers depend on
-    its name alone."""
+    """Two names that are swapped on import and on export again pass every round trip. Each tensor's
+    numbers depend on its name alone."""
     sizes, want = STORED[family]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | sizes))
     config = hf_families.model_config_from_hf(tmp_path)
     model = Model(config)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), model.shapes())
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape),
+        model.shapes(),
+    )
     tensors = {
-        name: np.random.default_rng(zlib.crc32(name.encode())).standard_normal(tensor.shape).astype(np.float32)
+        name: np.random.default_rng(zlib.crc32(name.encode()))
+        .standard_normal(tensor.shape)
+        .astype(np.float32)
         for name, tensor in hf_tensors(zeros, model)
     }
     save_file(tensors, tmp_path / "model.safetensors")
     params = import_hf(tmp_path, model, ONE)
-    found = jax.jit(lambda ids: model.logits(params, {"tokens": ids}, ONE))(jnp.array([[3, 1, 4, 1, 5, 9, 2, 6]]))
-    # Written down with four decimals; sums of float32 in another order add some 1e-5 to numbers of this size.
+    found = jax.jit(lambda ids: model.logits(params, {"tokens": ids}, ONE))(
+        jnp.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    )
+    # Written down with four decimals; sums of float32 in another order add some 1e-5 to numbers of
+    # this size.
     np.testing.assert_allclose(found[0, -1, :5], want, atol=1.5e-4)

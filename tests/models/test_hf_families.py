@@ -1,4 +1,6 @@
-"""Hugging Face's config.json: both ways, its forms over the years, and refusals of what jaxpar does not compute."""
+"""Hugging Face's config.json: both ways, its forms over the years, and refusals of what jaxpar does
+not compute.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,33 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.models.hf import hf_config, model_config_from_hf
 
-GPT2 = ModelConfig(family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12)
+GPT2 = ModelConfig(
+    family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12
+)
 LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, head_dim=6, tied_head=False)
 UNTIED = dataclasses.replace(GPT2, tied_head=False)
 MIXTRAL = dataclasses.replace(LLAMA, experts=4, experts_per_token=3, rope_theta=1e6)
-LONG = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_factor=8.0, rope_original_seq_len=32, norm_eps=1e-6)
+LONG = dataclasses.replace(
+    LLAMA, rope_theta=500000.0, rope_factor=8.0, rope_original_seq_len=32, norm_eps=1e-6
+)
 LINEAR = dataclasses.replace(LLAMA, rope_factor=8.0, rope_scaling="linear")
 MISTRAL = dataclasses.replace(LLAMA, masks=("window(9)",))
 QWEN2 = dataclasses.replace(LLAMA, family="qwen2")
 QWEN3 = dataclasses.replace(LLAMA, family="qwen3", masks=("causal", "window(9)", "window(9)"))
 GEMMA2 = dataclasses.replace(
-    LLAMA, family="gemma2", masks=("window(9)", "causal"), attention_softcap=50.0, query_scale=144**-0.5
+    LLAMA,
+    family="gemma2",
+    masks=("window(9)", "causal"),
+    attention_softcap=50.0,
+    query_scale=144**-0.5,
 )
 GEMMA3 = dataclasses.replace(
-    LINEAR, family="gemma3", masks=("window(9)", "causal"), rope_theta=1e6, rope_local_theta=1e4, tied_head=True
+    LINEAR,
+    family="gemma3",
+    masks=("window(9)", "causal"),
+    rope_theta=1e6,
+    rope_local_theta=1e4,
+    tied_head=True,
 )
 CONFIGS = {
     "gpt2": (GPT2, UNTIED),
@@ -39,7 +54,9 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("name", "config"), [(name, config) for name, found in CONFIGS.items() for config in found])
+@pytest.mark.parametrize(
+    ("name", "config"), [(name, config) for name, found in CONFIGS.items() for config in found]
+)
 def test_config_round_trip(name, config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(config)))
     assert hf_config(config)["model_type"] == name
@@ -55,11 +72,19 @@ def changed(config: ModelConfig, tmp_path: Path, **changes) -> ModelConfig:
 
 def test_forms_of_rope(tmp_path):
     scaling = hf_config(LONG)["rope_scaling"]
-    five = {"rope_scaling": ..., "rope_theta": ..., "rope_parameters": scaling | {"rope_theta": 500000.0}}
+    five = {
+        "rope_scaling": ...,
+        "rope_theta": ...,
+        "rope_parameters": scaling | {"rope_theta": 500000.0},
+    }
     assert changed(LONG, tmp_path, **five) == LONG
     older = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
     assert changed(LONG, tmp_path, rope_scaling=older) == LONG
-    plain = {"rope_scaling": ..., "rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 10}}
+    plain = {
+        "rope_scaling": ...,
+        "rope_theta": ...,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10},
+    }
     assert changed(LLAMA, tmp_path, **plain) == dataclasses.replace(LLAMA, rope_theta=10.0)
     assert changed(LLAMA, tmp_path, rope_scaling=..., rope_theta=...) == LLAMA
 
@@ -67,46 +92,103 @@ def test_forms_of_rope(tmp_path):
 def test_absent_keys_mean_what_transformers_means(tmp_path):
     assert changed(GPT2, tmp_path, n_inner=None).mlp == 64
     assert changed(GPT2, tmp_path, tie_word_embeddings=..., activation_function=...) == GPT2
-    older = changed(LLAMA, tmp_path, num_key_value_heads=..., head_dim=..., tie_word_embeddings=..., rms_norm_eps=...)
-    absent = dict.fromkeys(("num_local_experts", "num_experts_per_tok", "rope_theta", "rope_scaling"), ...)
-    assert changed(MIXTRAL, tmp_path, **absent) == dataclasses.replace(MIXTRAL, experts=8, experts_per_token=2)
+    older = changed(
+        LLAMA,
+        tmp_path,
+        num_key_value_heads=...,
+        head_dim=...,
+        tie_word_embeddings=...,
+        rms_norm_eps=...,
+    )
+    absent = dict.fromkeys(
+        ("num_local_experts", "num_experts_per_tok", "rope_theta", "rope_scaling"), ...
+    )
+    assert changed(MIXTRAL, tmp_path, **absent) == dataclasses.replace(
+        MIXTRAL, experts=8, experts_per_token=2
+    )
     assert changed(MISTRAL, tmp_path, num_key_value_heads=None).kv_heads == 0
-    assert older == dataclasses.replace(LLAMA, kv_heads=0, head_dim=0, tied_head=False, norm_eps=1e-6)
+    assert older == dataclasses.replace(
+        LLAMA, kv_heads=0, head_dim=0, tied_head=False, norm_eps=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (LLAMA, {"model_type": "lama"}, r"model_type 'lama' .* \(did you mean 'llama'\?\): only gpt2, llama"),
+        (
+            LLAMA,
+            {"model_type": "lama"},
+            r"model_type 'lama' .* \(did you mean 'llama'\?\): only gpt2, llama",
+        ),
         (LLAMA, {"model_type": ...}, "config.json has no model_type"),
         (LLAMA, {"hidden_size": ...}, "config.json has no hidden_size: add it"),
         (LLAMA, {"hidden_size": "16"}, "embed is a whole number, found '16'"),
         (LLAMA, {"attention_bias": True}, "attention_bias=True is not supported: only False"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu' or 'swish'"),
-        (GPT2, {"activation_function": "relu"}, "activation_function='relu' is not supported: only 'gelu_new'"),
-        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        (
+            LLAMA,
+            {"hidden_act": "gelu"},
+            "hidden_act='gelu' is not supported: only 'silu' or 'swish'",
+        ),
+        (
+            GPT2,
+            {"activation_function": "relu"},
+            "activation_function='relu' is not supported: only 'gelu_new'",
+        ),
+        (
+            GPT2,
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True is not supported",
+        ),
         (
             LLAMA,
             {"rope_scaling": {"type": "yarn", "factor": 2}},
             "'yarn' is not supported: only default, llama3 and",
         ),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
-        (LLAMA, {"model_type": "gemma3"}, r"only its text is a model here: save .*\.language_model\.save_pretrained"),
-        (GEMMA2, {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries, sliding_attention: only full_att"),
-        (GEMMA2, {"layer_types": ["linear_attention"] * 3}, "has 3 entries, linear_attention: only full_attention and"),
-        (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
-        (GEMMA3, {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}}, "'yarn' is"),
+        (
+            LLAMA,
+            {"model_type": "gemma3"},
+            r"only its text is a model here: save .*\.language_model\.save_pretrained",
+        ),
+        (
+            GEMMA2,
+            {"layer_types": ["sliding_attention"]},
+            "layer_types has 1 entries, sliding_attention: only full_att",
+        ),
+        (
+            GEMMA2,
+            {"layer_types": ["linear_attention"] * 3},
+            "has 3 entries, linear_attention: only full_attention and",
+        ),
+        (
+            GEMMA2,
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True is not supported",
+        ),
+        (
+            GEMMA3,
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
+            "'yarn' is",
+        ),
         (
             MIXTRAL,
             {"num_experts_per_tok": 1},
             "config.json: one expert for each token .* has the weight 1 in a Mixtral",
         ),
-        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1"),
+        (
+            LLAMA,
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported: only 1",
+        ),
         (LLAMA, {"rope_scaling": 8}, "has a value that no such model has .*no attribute 'get'"),
         (MISTRAL, {"num_hidden_layers": "3"}, "layers is a whole number, found .3."),
         (MISTRAL, {"num_hidden_layers": 2**62}, "config.json: layers=4611686018427387904 "),
         (GEMMA2, {"query_pre_attn_scalar": -1}, "has a value that no such model has"),
-        (GEMMA3, {"layer_types": ..., "sliding_window_pattern": 0}, "has a value that no such model has"),
+        (
+            GEMMA3,
+            {"layer_types": ..., "sliding_window_pattern": 0},
+            "has a value that no such model has",
+        ),
     ],
 )
 def test_config_refusals(config, changes, message, tmp_path):
@@ -143,35 +225,59 @@ def test_forms_of_windows(tmp_path):
 
 
 def test_forms_of_local_rope_and_soft_caps(tmp_path):
-    whole, local = (
-        {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        {"rope_type": "default", "rope_theta": 10.0},
-    )
+    whole = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 10.0}
     flat = {"rope_scaling": ..., "rope_theta": ..., "rope_local_base_freq": ...}
     five = {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
-    assert changed(GEMMA3, tmp_path, **flat, **five) == dataclasses.replace(GEMMA3, rope_local_theta=10.0)
+    assert changed(GEMMA3, tmp_path, **flat, **five) == dataclasses.replace(
+        GEMMA3, rope_local_theta=10.0
+    )
     bare = changed(GEMMA3, tmp_path, **flat)
     assert (bare.rope_theta, bare.rope_local_theta, bare.rope_factor) == (1e6, 1e4, 1.0)
     absent = changed(
-        GEMMA2, tmp_path, attn_logit_softcapping=..., final_logit_softcapping=..., query_pre_attn_scalar=...
+        GEMMA2,
+        tmp_path,
+        attn_logit_softcapping=...,
+        final_logit_softcapping=...,
+        query_pre_attn_scalar=...,
     )
-    assert (absent.attention_softcap, absent.logit_softcap, absent.query_scale) == (50.0, 30.0, 1 / 16)
+    assert (absent.attention_softcap, absent.logit_softcap, absent.query_scale) == (
+        50.0,
+        30.0,
+        1 / 16,
+    )
     assert changed(GEMMA2, tmp_path, attn_logit_softcapping=None).attention_softcap == 0
 
 
 def test_gpt2_has_no_free_head_dim():
-    sizes = {"logit_softcap": 8.0, "attention_softcap": 8.0, "query_scale": 0.8, "rope_local_theta": 8.0}
+    sizes = {
+        "logit_softcap": 8.0,
+        "attention_softcap": 8.0,
+        "query_scale": 0.8,
+        "rope_local_theta": 8.0,
+    }
     for field, value in sizes.items():
-        with pytest.raises(UserError, match=rf"a llama checkpoint cannot say model.{field}=.*8.*without"):
+        with pytest.raises(
+            UserError, match=rf"a llama checkpoint cannot say model.{field}=.*8.*without"
+        ):
             hf_config(ModelConfig(family="llama", **{field: value}))
     for masks in (("bigbird",), ("window(8)", "causal"), ("window(8)", "window(9)")):
-        with pytest.raises(UserError, match=r"a mistral checkpoint cannot say model.masks=.*without"):
+        with pytest.raises(
+            UserError, match=r"a mistral checkpoint cannot say model.masks=.*without"
+        ):
             hf_config(ModelConfig(family="llama", masks=masks))
-    with pytest.raises(UserError, match=r"a gemma3_text checkpoint cannot say model.rope_factor=2.0"):
+    with pytest.raises(
+        UserError, match=r"a gemma3_text checkpoint cannot say model.rope_factor=2.0"
+    ):
         hf_config(dataclasses.replace(GEMMA3, rope_factor=2.0, rope_local_theta=0.0))
     with pytest.raises(UserError, match=r"a gemma2 checkpoint cannot say model.query_scale=0.8"):
         hf_config(dataclasses.replace(GEMMA2, query_scale=0.8))
-    with pytest.raises(UserError, match=r"a mixtral checkpoint: one expert for each token .*model.experts_per_token=1"):
+    with pytest.raises(
+        UserError,
+        match=r"a mixtral checkpoint: one expert for each token .*model.experts_per_token=1",
+    ):
         hf_config(dataclasses.replace(MIXTRAL, experts_per_token=1))
-    with pytest.raises(UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"):
+    with pytest.raises(
+        UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"
+    ):
         hf_config(dataclasses.replace(GPT2, head_dim=8))

@@ -1,4 +1,6 @@
-"""LoRA: what it computes, what is trained, what it refuses, and that every layout gives the same gradients."""
+"""LoRA: what it computes, what is trained, what it refuses, and that every layout gives the same
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_pa
 
 ALL = ["q", "k", "v", "out", "up", "down"]
 SMALL: dict[str, Any] = {
-    "model.vocab_size": 61, "model.layers": 2, "model.embed": 24, "model.heads": 4, "model.mlp": 40,
-    "model.max_seq_len": 16, "data.seq_len": 16, "train.batch": 4, "model.lora.rank": 3,
-}  # fmt: skip
+    "model.vocab_size": 61,
+    "model.layers": 2,
+    "model.embed": 24,
+    "model.heads": 4,
+    "model.mlp": 40,
+    "model.max_seq_len": 16,
+    "data.seq_len": 16,
+    "train.batch": 4,
+    "model.lora.rank": 3,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"model.family": "gpt2", "model.lora.targets": ALL},
     "llama": {"model.family": "llama", "model.kv_heads": 2, "model.lora.targets": [*ALL, "gate"]},
@@ -41,34 +50,50 @@ def config_of(family: str, **changes: Any) -> Config:
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pairs_add_their_product_to_the_matrices(family: str) -> None:
-    """The loss is that of W + (alpha / rank) A B; both in float32, where only the order of sums differs."""
+    """The loss is that of W + (alpha / rank) A B; both in float32, where only the order of sums
+    differs.
+    """
     config = config_of(family)
-    model, one = Model(config.model), Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    model = Model(config.model)
+    one = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
     params = jax.tree.map(jnp.asarray, random_params(model))
     batch = {name: jnp.asarray(rows) for name, rows in random_batch(config).items()}
     got = model.loss(params, batch, one)
     merged = merge_lora(params, config.model)
     want = Model(base_config(config.model)).loss(merged, batch, one)
-    assert jax.tree.structure(merged) == jax.tree.structure(Model(base_config(config.model)).shapes())
+    assert jax.tree.structure(merged) == jax.tree.structure(
+        Model(base_config(config.model)).shapes()
+    )
     np.testing.assert_allclose(got.loss, want.loss, rtol=2e-5)
 
 
 @pytest.mark.quick
 def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> None:
-    """Frozen matrices may be bfloat16, LoRA's are float32; at the start B is zero, so the loss is the base model's."""
-    config = config_of("llama", **{"precision.params": "bfloat16", "mesh.tensor": 2, "mesh.fsdp": 2, "mesh.data": 2})
-    plan, model = make_plan(config), Model(config.model)
+    """Frozen matrices may be bfloat16, LoRA's are float32; at the start B is zero, so the loss is
+    the base model's.
+    """
+    config = config_of(
+        "llama",
+        **{"precision.params": "bfloat16", "mesh.tensor": 2, "mesh.fsdp": 2, "mesh.data": 2},
+    )
+    plan = make_plan(config)
+    model = Model(config.model)
     state = init_state(model, config, plan)
-    before, base = jax.device_get(state.params), Model(base_config(config.model))
+    before = jax.device_get(state.params)
+    base = Model(base_config(config.model))
     batch = put_batch(random_batch(config), plan)
     without = {name: leaf for name, leaf in state.params["blocks"].items() if "lora" not in name}
     loss_of_base = jax.jit(lambda params: base.loss(params, batch, plan).nll)
     frozen = loss_of_base(state.params | {"blocks": without})
     pairs = [name for name in before["blocks"] if "lora" in name]
-    assert len(pairs) == 14 and {before["blocks"][name].dtype for name in pairs} == {np.dtype("float32")}
+    assert len(pairs) == 14 and {before["blocks"][name].dtype for name in pairs} == {
+        np.dtype("float32")
+    }
     assert before["blocks"]["q"].dtype == jnp.bfloat16
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert sum(leaf.size for leaf in moments) == 2 * sum(before["blocks"][name].size for name in pairs)
+    assert sum(leaf.size for leaf in moments) == 2 * sum(
+        before["blocks"][name].size for name in pairs
+    )
     held = state_bytes(config, plan, "cpu")
     assert held.gradients.device < held.optimizer.device < held.parameters.device
     step = make_train_step(model, config, plan)
@@ -90,8 +115,14 @@ def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> No
     [
         ({"model.lora.rank": -1}, "model.lora.rank=-1 is below 0"),
         ({"model.lora.alpha": 0.0}, r"model.lora.alpha=0.0 is not in \[0.001, 1e\+06\]"),
-        ({"model.lora.targets": ["q_proj"]}, "no matrix 'q_proj'.*may be beside q, k, v, out, gate, up, down"),
-        ({"model.lora.targets": ["gate"], "model.experts": 4}, "gate is a matrix of experts.*q, k, v, out of"),
+        (
+            {"model.lora.targets": ["q_proj"]},
+            "no matrix 'q_proj'.*may be beside q, k, v, out, gate, up, down",
+        ),
+        (
+            {"model.lora.targets": ["gate"], "model.experts": 4},
+            "gate is a matrix of experts.*q, k, v, out of",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, Any], said: str) -> None:
@@ -101,7 +132,8 @@ def test_refusals(changes: dict[str, Any], said: str) -> None:
 
 def test_model_flops_of_frozen_parameters_are_four_each() -> None:
     config = config_of("llama").model
-    model, base = Model(config), Model(base_config(config))
+    model = Model(config)
+    base = Model(base_config(config))
     pairs = model.parameter_count() - base.parameter_count()
     attention = 12 * config.layers * config.embed * 16
     matmuls = base.flops_per_token(16) - attention
@@ -112,17 +144,30 @@ LAYOUTS = {
     "kv copies, sequence parallel": ("llama", {"mesh.tensor": 4, "mesh.fsdp": 2}),
     "context, rings, domino": (
         "llama",
-        {"mesh.tensor": 2, "mesh.context": 2, "mesh.fsdp": 2, "overlap.gather": "ring",
-         "overlap.scatter": "bidirectional", "overlap.domino": "on", "model.kv_heads": 0},
+        {
+            "mesh.tensor": 2,
+            "mesh.context": 2,
+            "mesh.fsdp": 2,
+            "overlap.gather": "ring",
+            "overlap.scatter": "bidirectional",
+            "overlap.domino": "on",
+            "model.kv_heads": 0,
+        },
     ),
     "stages": ("gpt2", {"mesh.stage": 2, "mesh.tensor": 2, "mesh.data": 2, "train.batch": 8}),
     "ZeRO-1, accumulated": (
-        "gpt2", {"mesh.data": 2, "mesh.fsdp": 4, "rules.state_embed": ["fsdp", "data"], "train.accumulation": 2,
-                 "train.batch": 16},
+        "gpt2",
+        {
+            "mesh.data": 2,
+            "mesh.fsdp": 4,
+            "rules.state_embed": ["fsdp", "data"],
+            "train.accumulation": 2,
+            "train.batch": 16,
+        },
     ),
     "experts": ("mixtral", {"mesh.expert": 2, "mesh.tensor": 2, "mesh.fsdp": 2, "train.batch": 8}),
     "more devices than heads": ("llama", {"mesh.tensor": 8, "memory.policy": "full"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, every=3))

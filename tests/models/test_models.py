@@ -1,4 +1,6 @@
-"""Properties of the models: who sees what, and that stacking, padding, packing and recomputing change nothing."""
+"""Properties of the models: who sees what, and that stacking, padding, packing and recomputing
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,28 @@ from jaxpar.parallel.cross_entropy import LossSums
 
 pytestmark = pytest.mark.quick
 
-SIZES: dict[str, Any] = {"vocab_size": 61, "vocab_multiple": 8, "layers": 3, "embed": 32, "heads": 4, "mlp": 48}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "vocab_multiple": 8,
+    "layers": 3,
+    "embed": 32,
+    "heads": 4,
+    "mlp": 48,
+}
 CONFIGS = {
     "gpt2": ModelConfig(family="gpt2", max_seq_len=24, init_std=0.2, **SIZES),
     "llama": ModelConfig(
-        family="llama", kv_heads=2, head_dim=12, max_seq_len=24, tied_head=False, init_std=0.2, rope_factor=4.0,
-        rope_original_seq_len=16, **SIZES,
+        family="llama",
+        kv_heads=2,
+        head_dim=12,
+        max_seq_len=24,
+        tied_head=False,
+        init_std=0.2,
+        rope_factor=4.0,
+        rope_original_seq_len=16,
+        **SIZES,
     ),
-}  # fmt: skip
+}
 ONE = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
 
 
@@ -39,8 +55,15 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
     return CONFIGS[request.param]
 
 
-def tokens(config: ModelConfig, rows: int = 2, length: int = 16, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length)), jnp.int32)
+def tokens(
+    config: ModelConfig,
+    rows: int = 2,
+    length: int = 16,
+    seed: int = 0,
+) -> jax.Array:
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length)), jnp.int32
+    )
 
 
 def batch_of(ids: jax.Array) -> dict[str, jax.Array]:
@@ -52,59 +75,105 @@ def fresh(config: ModelConfig, seed: int) -> Any:
 
 
 def loss_of(config: ModelConfig, params: Any, batch: Any, key: Any = None) -> LossSums:
-    return jax.jit(lambda params, batch, key: Model(config).loss(params, batch, ONE, key))(params, batch, key)
+    return jax.jit(lambda params, batch, key: Model(config).loss(params, batch, ONE, key))(
+        params, batch, key
+    )
 
 
-def loss_and_gradients(config: ModelConfig, plan: Plan, params: Any, batch: Any, key: Any = None) -> Any:
+def loss_and_gradients(
+    config: ModelConfig, plan: Plan, params: Any, batch: Any, key: Any = None
+) -> Any:
     model = Model(config)
-    return jax.jit(jax.value_and_grad(lambda params: model.loss(params, batch, plan, key).loss))(params)
+    return jax.jit(jax.value_and_grad(lambda params: model.loss(params, batch, plan, key).loss))(
+        params
+    )
 
 
 def assert_close(ours: Any, want: Any, tolerance: float) -> None:
-    """Each array relative to its largest entry. One that is zero but for rounding (the gradient of GPT-2's key bias:
-    softmax does not see a shift) is compared on the scale of the terms that cancelled in it, which is the tree's."""
+    """Each array relative to its largest entry. One that is zero but for rounding (the gradient of
+    GPT-2's key bias: softmax does not see a shift) is compared on the scale of the terms that
+    cancelled in it, which is the tree's."""
     overall = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(want))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(ours),
+        jax.tree.leaves(want),
+        strict=True,
+    ):
         own = float(np.max(np.abs(b)))
         scale = own if own > 1e-6 * overall else overall
         assert np.max(np.abs(np.asarray(a) - np.asarray(b))) <= tolerance * scale
 
 
 def test_a_position_depends_on_itself_and_the_past_only(config: ModelConfig) -> None:
-    model, params, ids = Model(config), fresh(config, 0), tokens(config)
-    x_BSD = model.embed(params, ids, jnp.broadcast_to(jnp.arange(16), ids.shape), ONE)
+    model = Model(config)
+    params = fresh(config, 0)
+    ids = tokens(config)
+    x_BSD = model.embed(
+        params,
+        ids,
+        jnp.broadcast_to(jnp.arange(16), ids.shape),
+        ONE,
+    )
     layer = jax.tree.map(lambda leaf: leaf[0], params["blocks"])
     positions = jnp.broadcast_to(jnp.arange(16), ids.shape)
 
     def seen(x_BSD: jax.Array) -> jax.Array:
         return jnp.sum(model.block(layer, x_BSD, positions, None, ONE)[0][0, 9])
 
-    influence_S = jnp.max(jnp.abs(jax.jit(jax.grad(seen))(x_BSD)[0]), axis=-1)
+    influence_S = jnp.max(
+        jnp.abs(jax.jit(jax.grad(seen))(x_BSD)[0]),
+        axis=-1,
+    )
     assert np.all(np.asarray(influence_S[:10]) > 0)
     assert np.all(np.asarray(influence_S[10:]) == 0)
 
 
 def test_packed_documents_give_the_loss_of_separate_ones(config: ModelConfig) -> None:
     """Whatever a layer's mask is; first tokens and blocks are those of each document."""
-    config = dataclasses.replace(config, masks=("causal", "longformer(2, 1)", "bigbird(1, 1, 1, block=2)"))
+    config = dataclasses.replace(
+        config, masks=("causal", "longformer(2, 1)", "bigbird(1, 1, 1, block=2)")
+    )
     params = fresh(config, 1)
-    a, b = tokens(config, 1, 8, seed=1), tokens(config, 1, 12, seed=2)
-    packed_tokens = jnp.concatenate([a[:, :-1], b[:, :-1]], axis=1)
+    a = tokens(config, 1, 8, seed=1)
+    b = tokens(config, 1, 12, seed=2)
+    packed_tokens = jnp.concatenate(
+        [a[:, :-1], b[:, :-1]],
+        axis=1,
+    )
     packed = {
         "tokens": packed_tokens,
-        "labels": jnp.concatenate([a[:, 1:], b[:, 1:]], axis=1),
-        "segments": jnp.asarray([[1] * 7 + [2] * 11], jnp.int32),
-        "positions": jnp.asarray([[*range(7), *range(11)]], jnp.int32),
+        "labels": jnp.concatenate(
+            [a[:, 1:], b[:, 1:]],
+            axis=1,
+        ),
+        "segments": jnp.asarray(
+            [[1] * 7 + [2] * 11],
+            jnp.int32,
+        ),
+        "positions": jnp.asarray(
+            [[*range(7), *range(11)]],
+            jnp.int32,
+        ),
     }
     together = loss_of(config, params, packed)
     apart = [loss_of(config, params, batch_of(ids)) for ids in (a, b)]
-    np.testing.assert_allclose(together.nll, apart[0].nll + apart[1].nll, rtol=1e-5)
-    unpacked = loss_of(config, params, {key: packed[key] for key in ("tokens", "labels")})
+    np.testing.assert_allclose(
+        together.nll,
+        apart[0].nll + apart[1].nll,
+        rtol=1e-5,
+    )
+    unpacked = loss_of(
+        config,
+        params,
+        {key: packed[key] for key in ("tokens", "labels")},
+    )
     assert abs(unpacked.nll - together.nll) > 1e-3
 
 
 @pytest.mark.slow
-def test_padding_the_vocabulary_changes_neither_the_loss_nor_any_gradient(config: ModelConfig) -> None:
+def test_padding_the_vocabulary_changes_neither_the_loss_nor_any_gradient(
+    config: ModelConfig,
+) -> None:
     exact = dataclasses.replace(config, vocab_multiple=1)
     params = fresh(config, 2)
     V = config.vocab_size
@@ -125,7 +194,9 @@ def test_padding_the_vocabulary_changes_neither_the_loss_nor_any_gradient(config
 @pytest.mark.slow
 def test_unrolling_and_recomputing_change_nothing(config: ModelConfig) -> None:
     config = dataclasses.replace(config, dropout=0.2)
-    params, batch, key = fresh(config, 3), batch_of(tokens(config)), jax.random.key(4)
+    params = fresh(config, 3)
+    batch = batch_of(tokens(config))
+    key = jax.random.key(4)
     want = loss_and_gradients(config, ONE, params, batch, key)
     again = dataclasses.replace(config, scan_layers=False), dataclasses.replace(ONE, remat="full")
     for model, plan in ((again[0], ONE), (config, again[1])):
@@ -133,12 +204,20 @@ def test_unrolling_and_recomputing_change_nothing(config: ModelConfig) -> None:
         assert_close(loss_and_gradients(model, plan, params, batch, key), want, 1e-5)
 
 
-@pytest.mark.parametrize("plan", [ONE, dataclasses.replace(ONE, remat="full")], ids=["kept", "remat"])
+@pytest.mark.parametrize(
+    "plan", [ONE, dataclasses.replace(ONE, remat="full")], ids=["kept", "remat"]
+)
 def test_layers_of_several_kinds_take_turns(plan: Plan) -> None:
-    """Two whole groups and a rest, scanned, are five blocks one after another, each with its own mask and RoPE."""
+    """Two whole groups and a rest, scanned, are five blocks one after another, each with its own
+    mask and RoPE.
+    """
     sizes = SIZES | {"layers": 5, "kv_heads": 2}
-    config = ModelConfig(family="gemma3", masks=("window(3)", "causal"), rope_local_theta=10.0, init_std=0.2, **sizes)
-    model, params, ids = Model(config), fresh(config, 5), tokens(config)
+    config = ModelConfig(
+        family="gemma3", masks=("window(3)", "causal"), rope_local_theta=10.0, init_std=0.2, **sizes
+    )
+    model = Model(config)
+    params = fresh(config, 5)
+    ids = tokens(config)
     positions = jnp.broadcast_to(jnp.arange(16), ids.shape)
 
     def one_by_one(layers: Any, x_BSD: jax.Array) -> jax.Array:
@@ -152,7 +231,9 @@ def test_layers_of_several_kinds_take_turns(plan: Plan) -> None:
 
     x_BSD = model.embed(params, ids, positions, ONE)
     ours, want = (
-        jax.jit(jax.value_and_grad(lambda layers, run=run: jnp.sum(jnp.sin(run(layers, x_BSD)))))(params["blocks"])
+        jax.jit(jax.value_and_grad(lambda layers, run=run: jnp.sum(jnp.sin(run(layers, x_BSD)))))(
+            params["blocks"]
+        )
         for run in (together, one_by_one)
     )
     assert_close(ours, want, 1e-5)  # the same float32 operations, fused differently
@@ -160,11 +241,16 @@ def test_layers_of_several_kinds_take_turns(plan: Plan) -> None:
 
 def test_full_remat_saves_less(config: ModelConfig) -> None:
     config = dataclasses.replace(config, layers=8)
-    params, batch = Model(config).shapes(), batch_of(tokens(config, 8, 25))
+    params = Model(config).shapes()
+    batch = batch_of(tokens(config, 8, 25))
 
     def temporaries(plan: Plan) -> int:
         model = Model(config)
-        compiled = jax.jit(jax.grad(lambda params: model.loss(params, batch, plan).loss)).lower(params).compile()
+        compiled = (
+            jax.jit(jax.grad(lambda params: model.loss(params, batch, plan).loss))
+            .lower(params)
+            .compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(dataclasses.replace(ONE, remat="full")) < 0.7 * temporaries(ONE)
@@ -172,44 +258,68 @@ def test_full_remat_saves_less(config: ModelConfig) -> None:
 
 @pytest.mark.slow
 def test_fresh_parameters_are_the_same_on_every_mesh(config: ModelConfig) -> None:
-    model, want = Model(config), fresh(config, 5)
+    model = Model(config)
+    want = fresh(config, 5)
     for spec in (MeshSpec(data=2, fsdp=2, tensor=2), MeshSpec(fsdp=8)):
         plan = Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]))
         shardings = plan.sharding(model.axes, model.shapes())
         ours = jax.jit(model.init, out_shardings=shardings)(jax.random.key(5))
-        # The same random bits; the polynomial that makes them normal may round its last bit by the shape of the loop.
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-7), ours, want)
+        # The same random bits; the polynomial that makes them normal may round its last bit by the
+        # shape of the loop.
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-7),
+            ours,
+            want,
+        )
     std = float(jnp.std(want["blocks"]["q"]))
     assert abs(std / config.init_std - 1) < 0.1
 
 
 RULES: dict[str, tuple[MeshSpec, dict[str, Any]]] = {
     "kv heads, vocabulary and residual stream whole": (
-        MeshSpec(fsdp=2, tensor=4), {"kv_heads": (), "vocab": (), "residual_seq": ("context",)},
+        MeshSpec(fsdp=2, tensor=4),
+        {"kv_heads": (), "vocab": (), "residual_seq": ("context",)},
     ),
     "parameters over data too, and no tokens over fsdp": (
-        MeshSpec(data=2, fsdp=2, tensor=2), {"batch": ("data",), "embed": ("fsdp", "data")},
+        MeshSpec(data=2, fsdp=2, tensor=2),
+        {"batch": ("data",), "embed": ("fsdp", "data")},
     ),
     "parameters over context too, heads split inside": (
         MeshSpec(fsdp=2, context=2, tensor=2),
-        {"embed": ("context", "fsdp"), "heads": (), "kv_heads": (), "head_dim": ("tensor",), "mlp": ()},
+        {
+            "embed": ("context", "fsdp"),
+            "heads": (),
+            "kv_heads": (),
+            "head_dim": ("tensor",),
+            "mlp": (),
+        },
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache
 def packed_on_one_device(config: ModelConfig) -> tuple[Any, Any, Any]:
     """Parameters, a batch of packed rows, its loss and gradients."""
     params = fresh(config, 6)
-    batch = batch_of(tokens(config, 4, 17)) | {"segments": jnp.asarray([[0] * 5 + [1] * 11] * 4, jnp.int32)}
+    batch = batch_of(tokens(config, 4, 17)) | {
+        "segments": jnp.asarray(
+            [[0] * 5 + [1] * 11] * 4,
+            jnp.int32,
+        )
+    }
     return params, batch, loss_and_gradients(config, ONE, params, batch)
 
 
 @pytest.mark.parametrize("rules", some(RULES, 2))
-def test_any_rules_give_the_loss_and_the_gradients_of_one_device(config: ModelConfig, rules: str) -> None:
+def test_any_rules_give_the_loss_and_the_gradients_of_one_device(
+    config: ModelConfig, rules: str
+) -> None:
     config = dataclasses.replace(config, layers=1)
     spec, changes = RULES[rules]
-    plan = Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**changes))
+    plan = Plan(
+        make_mesh(spec, jax.devices()[: devices_needed(spec)]),
+        ShardingRules(**changes),
+    )
     params, batch, want = packed_on_one_device(config)
     params = jax.device_put(params, plan.sharding(Model(config).axes, params))
     # Float32 sums in another order, through one block and the head.
@@ -219,28 +329,37 @@ def test_any_rules_give_the_loss_and_the_gradients_of_one_device(config: ModelCo
 def test_every_parameter_has_a_logical_axis_per_dim(config: ModelConfig) -> None:
     model = Model(config)
     jax.tree.map(
-        lambda leaf, axes: None if leaf.ndim == len(axes) else pytest.fail(str(axes)), model.shapes(), model.axes
+        lambda leaf, axes: None if leaf.ndim == len(axes) else pytest.fail(str(axes)),
+        model.shapes(),
+        model.axes,
     )
-    assert all(axes[0] == "layers" for axes in model.axes["blocks"].values() if isinstance(axes, tuple))
+    assert all(
+        axes[0] == "layers" for axes in model.axes["blocks"].values() if isinstance(axes, tuple)
+    )
 
 
 def test_dropout_is_off_without_a_key_and_differs_by_layer_and_key(config: ModelConfig) -> None:
     config = dataclasses.replace(config, dropout=0.5)
-    params, batch = fresh(config, 6), batch_of(tokens(config))
+    params = fresh(config, 6)
+    batch = batch_of(tokens(config))
     quiet = loss_of(config, params, batch).nll
     noisy = [loss_of(config, params, batch, jax.random.key(seed)).nll for seed in (0, 0, 1)]
     assert noisy[0] == noisy[1] != noisy[2] != quiet
 
 
 def test_flops_follow_the_palm_formula() -> None:
-    config = ModelConfig(family="llama", vocab_size=100, layers=2, embed=16, heads=2, mlp=32, tied_head=False)
+    config = ModelConfig(
+        family="llama", vocab_size=100, layers=2, embed=16, heads=2, mlp=32, tied_head=False
+    )
     per_layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
     want = 6 * (2 * per_layer + 16 + 100 * 16) + 12 * 2 * 16 * 64
     assert Model(config).flops_per_token(64) == want
 
 
 def test_of_the_experts_those_that_a_token_is_sent_to_count() -> None:
-    config = ModelConfig(family="llama", vocab_size=100, layers=2, embed=16, heads=2, mlp=32, tied_head=False)
+    config = ModelConfig(
+        family="llama", vocab_size=100, layers=2, embed=16, heads=2, mlp=32, tied_head=False
+    )
     config = dataclasses.replace(config, experts=5, experts_per_token=3)
     per_layer = 4 * 16 * 16 + 3 * 3 * 16 * 32 + 5 * 16 + 2 * 16
     assert Model(config).flops_per_token(0) == 6 * (2 * per_layer + 16 + 100 * 16)
@@ -252,7 +371,9 @@ def test_refused_sizes_say_why() -> None:
         Model(ModelConfig(family="gpt2", experts=4))
     with pytest.raises(UserError, match="no model family 'lama' \\(did you mean 'llama'\\?\\)"):
         Model(ModelConfig(family="lama"))
-    with pytest.raises(UserError, match=r"gpt2 has no grouped kv heads, found model.kv_heads=2: set it to 0"):
+    with pytest.raises(
+        UserError, match=r"gpt2 has no grouped kv heads, found model.kv_heads=2: set it to 0"
+    ):
         Model(ModelConfig(family="gpt2", heads=4, kv_heads=2))
     with pytest.raises(UserError, match=r"gpt2 has no RoPE: leave model.rope_factor alone"):
         Model(ModelConfig(family="gpt2", rope_factor=2.0))
@@ -263,7 +384,9 @@ def test_pairs_are_turned_by_a_matmul_to_the_bit(dtype: str) -> None:
     """What TPUs run; `rotate` takes the other here."""
     rng = np.random.default_rng(0)
     x, towards = (jnp.asarray(rng.standard_normal((2, 5, 3, 10)), dtype) for _ in range(2))
-    for ours, want in zip(jax.vjp(_quarter_turn_by_matmul, x), jax.vjp(_quarter_turn, x), strict=True):
+    for ours, want in zip(
+        jax.vjp(_quarter_turn_by_matmul, x), jax.vjp(_quarter_turn, x), strict=True
+    ):
         ours, want = (found(towards)[0] if callable(found) else found for found in (ours, want))
         assert ours.dtype == want.dtype
         np.testing.assert_array_equal(ours, want)

@@ -1,7 +1,7 @@
 """Measures on a GPU what no CPU can tell: kernels, speeds and predictions (`make gpu`).
 
-`pieces` runs them, and goes on where it was stopped. What is timed is long enough to be timed, and every figure is the
-median of several turns.
+`pieces` runs them, and goes on where it was stopped. What is timed is long enough to be timed, and
+every figure is the median of several turns.
 """
 
 from __future__ import annotations
@@ -46,60 +46,129 @@ class GpuArgs:
     """Kernels, attention, GPT-2's step, predictions and a trace, on the GPU that is here."""
 
     out: str = "build/gpu"
-    """Folder of the results, JSON by piece, and of report.md. What has a result there is not run again."""
+    """Folder of the results, JSON by piece, and of report.md. What has a result there is not run
+    again.
+    """
     pieces: tuple[str, ...] = ()
     """Those to run; none = all, the most telling first."""
     small: bool = False
-    """All of it in a tiny form on the CPU, kernels interpreted: a test, no figure of it means anything."""
+    """All of it in a tiny form on the CPU, kernels interpreted: a test, no figure of it means
+    anything.
+    """
 
 
 # Kernels: values and gradients against the float32 reference.
 
 KERNELS = ("cudnn", "pallas_gpu")
-BOUNDS = {"float32": (1e-5, 1e-5), "bfloat16": (2**-7, 2**-6)}
-"""Of values and gradients, as parts of the largest entry. float32: some tens of roundings. bfloat16 rounds by up to
-2^-8: twice on the way to a value (a weight, the value), four times to a gradient (the output inside delta, a weight,
-its gradient, the gradient itself). Log-sum-exp stays in float32."""
+BOUNDS = {
+    "float32": (1e-5, 1e-5),
+    "bfloat16": (2**-7, 2**-6),
+}
+"""Of values and gradients, as parts of the largest entry. float32: some tens of roundings. bfloat16
+rounds by up to 2^-8: twice on the way to a value (a weight, the value), four times to a gradient
+(the output inside delta, a weight, its gradient, the gradient itself). Log-sum-exp stays in
+float32."""
 
 
 def _kernel_name(kernel: str, mask: str, h: int, dtype: str = "bfloat16") -> str:
     return f"{kernel}, {mask}, head_dim {h}, {dtype}"
 
 
-def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: Path, say: Say) -> list[Row]:
+def _kernel(
+    kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: Path, say: Say
+) -> list[Row]:
     """The largest errors, each as a part of what is allowed; grouped queries throughout."""
     B, S, H, K = (1, 45, 2, 1) if small else (2, 1024, 8, 2)
     odd = mask_name == "odd lengths"
     S, T = (S - 13, S + 7) if odd else (S, S)
     mask = Causal(T - S) if odd else MASKS[mask_name](B, S)
-    ours, rng = kernel in dispatch.PAIRS, np.random.default_rng(0)
+    ours = kernel in dispatch.PAIRS
+    rng = np.random.default_rng(0)
     call = Call(interpret=small and ours)
-    shapes = (B, S, H, h), (B, T, K, h), (B, T, K, h), (B, S, H, h)
+    shapes = (
+        (B, S, H, h),
+        (B, T, K, h),
+        (B, T, K, h),
+        (
+            B,
+            S,
+            H,
+            h,
+        ),
+    )
     given = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
     dlse = jnp.asarray(rng.standard_normal((B, H, S)), jnp.float32) * ours
     on = "gpu" if ours else jax.default_backend()  # ours are interpreted on a CPU, cuDNN is not
-    if why := dispatch.refusal(kernel, dispatch.Asked(given[0], given[1], mask, call, ours), on):
+    if why := dispatch.refusal(
+        kernel,
+        dispatch.Asked(given[0], given[1], mask, call, ours),
+        on,
+    ):
         raise Unserved(why)
 
-    def found(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array | None, ...]:
+    def found(
+        q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
+    ) -> tuple[jax.Array | None, ...]:
         if not ours:
-            out, pull = jax.vjp(lambda q, k, v: dispatch.LIBRARIES[kernel](q, k, v, mask, call), q, k, v)
+            out, pull = jax.vjp(
+                lambda q, k, v: dispatch.LIBRARIES[kernel](q, k, v, mask, call), q, k, v
+            )
             return out, None, *pull(dout)
         pair = dispatch.pair(kernel)
         out, lse = pair.forward(q, k, v, mask, call)
-        delta = jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32)) - dlse
-        return out, lse, *pair.backward(q, k, v, dout, lse, delta, mask, call)
+        delta = (
+            jnp.einsum("bshd,bshd->bhs", dout.astype(jnp.float32), out.astype(jnp.float32)) - dlse
+        )
+        return (
+            out,
+            lse,
+            *pair.backward(
+                q,
+                k,
+                v,
+                dout,
+                lse,
+                delta,
+                mask,
+                call,
+            ),
+        )
 
     with jax.default_matmul_precision("highest"):  # on a GPU float32 is TF32 else
-        want, means = _exact(*(x.astype(jnp.float32) for x in given), dlse, mask)
+        want, means = _exact(
+            *(x.astype(jnp.float32) for x in given),
+            dlse,
+            mask,
+        )
     value, gradient = BOUNDS[dtype]
-    bounds = {"out": value, "lse": BOUNDS["float32"][0], "dq": gradient, "dk": gradient, "dv": gradient}
+    bounds = {
+        "out": value,
+        "lse": BOUNDS["float32"][0],
+        "dq": gradient,
+        "dk": gradient,
+        "dv": gradient,
+    }
     sizes = means, *want[1:]  # weights are rounded before values cancel
     errors = {
-        name: float(jnp.max(jnp.abs(x.astype(jnp.float32) - right)) / jnp.max(jnp.abs(size)) / bounds[name])
-        for name, x, right, size in zip(bounds, jax.jit(found)(*given), want, sizes, strict=True) if x is not None
-    }  # fmt: skip
-    return [{**errors, "verdict": "right" if np.max([*errors.values()]) <= 1 else "wrong"}]  # NaN is wrong
+        name: float(
+            jnp.max(jnp.abs(x.astype(jnp.float32) - right)) / jnp.max(jnp.abs(size)) / bounds[name]
+        )
+        for name, x, right, size in zip(
+            bounds,
+            jax.jit(found)(*given),
+            want,
+            sizes,
+            strict=True,
+        )
+        if x is not None
+    }
+    # NaN is wrong
+    return [
+        {
+            **errors,
+            "verdict": "right" if np.max([*errors.values()]) <= 1 else "wrong",
+        }
+    ]
 
 
 @jax.jit  # here, so that all kernels of a case share what it compiles
@@ -107,21 +176,44 @@ def _exact(
     q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, dlse: jax.Array, mask: Mask
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """(out, lse, dq, dk, dv), and the means of the sizes of values."""
-    out_lse, pull = jax.vjp(lambda q, k, v: reference(q, k, v, mask), q, k, v)
+    out_lse, pull = jax.vjp(
+        lambda q, k, v: reference(q, k, v, mask),
+        q,
+        k,
+        v,
+    )
     return (*out_lse, *pull((dout, dlse))), reference(q, k, abs(v), mask)[0]
 
 
 # Attention: speed.
 
 
-def _attention(mask: str, h: int, S: int, small: bool, out: Path, say: Say) -> list[Row]:
-    """In turns, at the sizes of FlashAttention's own figures: 16k tokens, heads that make 2,048 wide."""
+def _attention(
+    mask: str,
+    h: int,
+    S: int,
+    small: bool,
+    out: Path,
+    say: Say,
+) -> list[Row]:
+    """In turns, at the sizes of FlashAttention's own figures: 16k tokens, heads that make 2,048
+    wide.
+    """
     kernels = read_piece(out, "kernels")["cases"]
     h, S, heads, tokens = (16, 64, 2, 128) if small else (h, S, 2048 // h, 16384)
     names = [name for name in KERNELS if _is_usable(kernels.get(_kernel_name(name, mask, h)))]
     for name in set(KERNELS) - set(names):
         say(f"not {name}: wrong, or failed, in the piece before")
-    rows = attention_rows(mask, S, h, (*names, "chunked"), tokens, heads, 2 if small else 9, say)
+    rows = attention_rows(
+        mask,
+        S,
+        h,
+        (*names, "chunked"),
+        tokens,
+        heads,
+        2 if small else 9,
+        say,
+    )
     peak = peak_flops(jax.devices()[0].device_kind, "bfloat16")
     if peak:
         for row, way in product(rows, ("forward", "both")):
@@ -144,9 +236,16 @@ Changes = dict[str, object]
 """Of a config, by dotted key."""
 _BASE: Changes = {"train.accumulation": 1, "train.batch": 32, "train.warmup_steps": 0}
 _TINY: Changes = {
-    "model.layers": 2, "model.embed": 32, "model.heads": 2, "model.mlp": 64, "model.vocab_size": 96,
-    "model.vocab_multiple": 1, "model.max_seq_len": 32, "data.seq_len": 32, "train.batch": 4,
-}  # fmt: skip
+    "model.layers": 2,
+    "model.embed": 32,
+    "model.heads": 2,
+    "model.mlp": 64,
+    "model.vocab_size": 96,
+    "model.vocab_multiple": 1,
+    "model.max_seq_len": 32,
+    "data.seq_len": 32,
+    "train.batch": 4,
+}
 
 
 def _config(preset: str, changes: Changes, small: bool) -> Config:
@@ -154,29 +253,52 @@ def _config(preset: str, changes: Changes, small: bool) -> Config:
     return check(override(load_config(preset), _BASE | changes | (_TINY if small else {})))
 
 
-def _step(changes: Changes, beside_torch: bool, small: bool, out: Path, say: Say) -> list[Row]:
+def _step(
+    changes: Changes,
+    beside_torch: bool,
+    small: bool,
+    out: Path,
+    say: Say,
+) -> list[Row]:
     """Ten steps of GPT-2 124M, then ten of PyTorch's, in turns."""
-    config, (rounds, steps) = _config(_GPT2, changes, small), (3, 2) if small else (7, 10)
-    return bench_step(config, make_plan(config, jax.devices()[:1]), rounds, steps, beside_torch, say)
+    config = _config(_GPT2, changes, small)
+    (rounds, steps) = (3, 2) if small else (7, 10)
+    return bench_step(
+        config, make_plan(config, jax.devices()[:1]), rounds, steps, beside_torch, say
+    )
 
 
 # Predicted against measured: steps, lines.
 
 
-def _prediction(preset: str, changes: Changes, small: bool, out: Path, say: Say) -> list[Row]:
-    """The time and memory of a step as a rehearsal for this GPU has them, beside those of a second of steps."""
-    target, step = _target(small), ready_step(_config(preset, changes, small))
-    predicted, taken = (
-        simulate(step.text, step.mesh, target).seconds,
-        CompiledBytes.of(step.stats, target.platform).total,
-    )
+def _prediction(
+    preset: str,
+    changes: Changes,
+    small: bool,
+    out: Path,
+    say: Say,
+) -> list[Row]:
+    """The time and memory of a step as a rehearsal for this GPU has them, beside those of a second
+    of steps.
+    """
+    target = _target(small)
+    step = ready_step(_config(preset, changes, small))
+    predicted = simulate(step.text, step.mesh, target).seconds
+    taken = CompiledBytes.of(step.stats, target.platform).total
     times = [time_once(step.run) for _ in range(int(np.clip(1 / step.seconds, 5, 100)))]
     peak = device_memory(jax.devices()[:1])
-    return [{
-        "target": target.name, "predicted, ms": 1e3 * predicted, "fastest, ms": 1e3 * min(times),
-        "median, ms": 1e3 * float(np.median(times)), "predicted / fastest": predicted / min(times),
-        "predicted, GiB": taken / 2**30, "peak, GiB": peak and peak / 2**30, "predicted / peak": peak and taken / peak,
-    }]  # fmt: skip
+    return [
+        {
+            "target": target.name,
+            "predicted, ms": 1e3 * predicted,
+            "fastest, ms": 1e3 * min(times),
+            "median, ms": 1e3 * float(np.median(times)),
+            "predicted / fastest": predicted / min(times),
+            "predicted, GiB": taken / 2**30,
+            "peak, GiB": peak and peak / 2**30,
+            "predicted / peak": peak and taken / peak,
+        }
+    ]
 
 
 def _target(small: bool) -> Target:
@@ -189,12 +311,18 @@ def _target(small: bool) -> Target:
     for chip in ("h100",) if small else presets(CHIPS):
         if small or kind in load_chip(chip).hardware.device_kinds:
             return load_target(f"{chip}x1")
-    raise UserError(f"no figures of {kind}, so nothing is predicted: a file of meshes/chips would have them")
+    raise UserError(
+        f"no figures of {kind}, so nothing is predicted: a file of meshes/chips would have them"
+    )
 
 
 def _trace(small: bool, out: Path, say: Say) -> list[Row]:
-    """Times of each line of the model, by the profiler and by the prices of a rehearsal; the profile is kept."""
-    target, step, count = _target(small), ready_step(_config(_GPT2, {}, small)), 3
+    """Times of each line of the model, by the profiler and by the prices of a rehearsal; the
+    profile is kept.
+    """
+    target = _target(small)
+    step = ready_step(_config(_GPT2, {}, small))
+    count = 3
 
     def run() -> None:
         for _ in range(count):
@@ -220,8 +348,17 @@ def _trace(small: bool, out: Path, say: Say) -> list[Row]:
         f"predicted {1e3 * timeline.seconds:.2f}, its tasks {price:.2f}"
     )
     return [
-        {"line": source, "scope": scope, "phase": phase, "kind": kind, "ms": 1e3 * took, "predicted, ms": 1e3 * price}
-        for (source, scope, phase, kind), (took, price) in sorted(lines.items(), key=lambda item: -item[1][0])
+        {
+            "line": source,
+            "scope": scope,
+            "phase": phase,
+            "kind": kind,
+            "ms": 1e3 * took,
+            "predicted, ms": 1e3 * price,
+        }
+        for (source, scope, phase, kind), (took, price) in sorted(
+            lines.items(), key=lambda item: -item[1][0]
+        )
     ]
 
 
@@ -230,11 +367,19 @@ _KERNELS = [
     for mask in ("causal", "window", "documents", "bigbird", "odd lengths", "full")
     for h in (64, 128, 256)
     for kernel in KERNELS
-] + [("pallas_gpu", "causal", 64, "float32")]  # last: XLA takes a minute to compile products outside the tensor cores
+    # last: XLA takes a minute to compile products outside the tensor cores
+] + [("pallas_gpu", "causal", 64, "float32")]
 _ATTENTION = [
-    ("causal", 64, 1024), ("causal", 128, 4096), ("causal", 64, 4096), ("full", 128, 4096), ("causal", 128, 16384),
-    ("window", 128, 8192), ("documents", 128, 8192), ("bigbird", 128, 8192), ("causal", 256, 4096),
-]  # fmt: skip
+    ("causal", 64, 1024),
+    ("causal", 128, 4096),
+    ("causal", 64, 4096),
+    ("full", 128, 4096),
+    ("causal", 128, 16384),
+    ("window", 128, 8192),
+    ("documents", 128, 8192),
+    ("bigbird", 128, 8192),
+    ("causal", 256, 4096),
+]
 _STEPS: dict[str, tuple[Changes, bool]] = {
     "batch 32": ({}, True),
     "batch 32, pallas_gpu": ({"kernels.attention": "pallas_gpu"}, False),
@@ -246,22 +391,42 @@ _PREDICTED: dict[str, tuple[str, Changes]] = {
     "gpt2_124m, batch 8": (_GPT2, {"train.batch": 8}),
     "gpt2_124m, batch 32, full recompute": (_GPT2, {"memory.policy": "full"}),
     "gpt2_124m, batch 32, accumulation 4": (_GPT2, {"train.accumulation": 4}),
-    "gpt2_124m, 4096 tokens, batch 8": (_GPT2, {"data.seq_len": 4096, "model.max_seq_len": 4096, "train.batch": 8}),
+    "gpt2_124m, 4096 tokens, batch 8": (
+        _GPT2,
+        {"data.seq_len": 4096, "model.max_seq_len": 4096, "train.batch": 8},
+    ),
     "gpt2_355m, batch 16": ("gpt2_355m", {"train.batch": 16}),
-    "llama32_1b, 2048 tokens, batch 4, full recompute": ("llama32_1b", {"data.seq_len": 2048, "train.batch": 4}),
-    "gpt2_124m, float32, batch 8": (_GPT2, {"precision.compute": "float32", "kernels.attention": "chunked",
-                                            "train.batch": 8}),
-}  # fmt: skip
+    "llama32_1b, 2048 tokens, batch 4, full recompute": (
+        "llama32_1b",
+        {"data.seq_len": 2048, "train.batch": 4},
+    ),
+    "gpt2_124m, float32, batch 8": (
+        _GPT2,
+        {"precision.compute": "float32", "kernels.attention": "chunked", "train.batch": 8},
+    ),
+}
 PIECES: dict[str, Piece] = {
-    "kernels": Piece({_kernel_name(*x): partial(_kernel, *x) for x in _KERNELS}, len(KERNELS), case_seconds=100.0),
-    "attention": Piece({"{}, head_dim {}, {} tokens".format(*x): partial(_attention, *x) for x in _ATTENTION}),
+    "kernels": Piece(
+        {_kernel_name(*x): partial(_kernel, *x) for x in _KERNELS}, len(KERNELS), case_seconds=100.0
+    ),
+    "attention": Piece(
+        {"{}, head_dim {}, {} tokens".format(*x): partial(_attention, *x) for x in _ATTENTION}
+    ),
     # PyTorch is beside it: jax must not take three quarters of the memory when it starts.
-    "step": Piece({name: partial(_step, *x) for name, x in _STEPS.items()}, alone=True, case_seconds=300.0,
-                  environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-    "rehearse": Piece({name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True),
-    "trace": Piece({"gpt2_124m, batch 32": _trace}, environment={
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --{NO_CUDA_GRAPHS}="}),
-}  # fmt: skip
+    "step": Piece(
+        {name: partial(_step, *x) for name, x in _STEPS.items()},
+        alone=True,
+        case_seconds=300.0,
+        environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    ),
+    "rehearse": Piece(
+        {name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True
+    ),
+    "trace": Piece(
+        {"gpt2_124m, batch 32": _trace},
+        environment={"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --{NO_CUDA_GRAPHS}="},
+    ),
+}
 
 
 def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
@@ -272,8 +437,12 @@ def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
     """
     for name in args.pieces:
         if name not in PIECES:
-            raise UserError(f"make gpu has no piece {name!r}{suggest(name, PIECES)}: there are {', '.join(PIECES)}")
-    out, text = Path(args.out), ""
+            raise UserError(
+                f"make gpu has no piece {name!r}{suggest(name, PIECES)}: there are "
+                f"{', '.join(PIECES)}"
+            )
+    out = Path(args.out)
+    text = ""
     for name in args.pieces or PIECES:
         run_piece(PIECES[name], name, "on_gpu.measure.PIECES", out, args.small, say)
         text = report(out, PIECES)
@@ -284,7 +453,12 @@ def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
 def main(words: list[str]) -> int:
     """python tests/on_gpu/measure.py [--out DIR] [--pieces NAME ...] [--small]"""
     try:
-        console().print(measure(parse(main.__doc__, GpuArgs(), words), console().print))
+        console().print(
+            measure(
+                parse(main.__doc__, GpuArgs(), words),
+                console().print,
+            )
+        )
     except UserError as error:
         return fail(str(error))
     return 0

@@ -1,4 +1,6 @@
-"""A training step compiled and ready to be timed, and its instructions timed by JAX's own profiler."""
+"""A training step compiled and ready to be timed, and its instructions timed by JAX's own
+profiler.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,13 @@ class Ready(NamedTuple):
 
 
 def ready_step(config: Config) -> Ready:
-    """The training step of a config on one device with random tokens; each run continues the last."""
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
-    state, batch = init_state(model, config, plan), random_batch(config, plan)
+    """The training step of a config on one device with random tokens; each run continues the
+    last.
+    """
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
+    state = init_state(model, config, plan)
+    batch = random_batch(config, plan)
     compiled = make_train_step(model, config, plan).lower(state, batch).compile()
 
     def run() -> None:
@@ -54,7 +60,9 @@ def ready_step(config: Config) -> Ready:
         jax.block_until_ready(metrics)
 
     run()
-    return Ready(compiled.as_text() or "", plan.mesh, run, time_once(run), compiled.memory_analysis())
+    return Ready(
+        compiled.as_text() or "", plan.mesh, run, time_once(run), compiled.memory_analysis()
+    )
 
 
 def time_once(action: Callable[[], object]) -> float:
@@ -64,36 +72,49 @@ def time_once(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def durations(action: Callable[[], object], keep: Path | None = None) -> dict[Instruction, list[float]]:
-    """Profile an action: the seconds of every execution of each instruction in it (on a GPU, of each of its kernels).
+def durations(
+    action: Callable[[], object], keep: Path | None = None
+) -> dict[Instruction, list[float]]:
+    """Profile an action: the seconds of every execution of each instruction in it (on a GPU, of
+    each of its kernels).
 
     Args:
       action: the function that is profiled.
-      keep: a folder for the profile, which TensorBoard and Perfetto can read; None = it is not kept.
+      keep: a folder for the profile, which TensorBoard and Perfetto can read; None = it is not
+        kept.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with contextlib.nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(str(folder), profiler_options=options):
             action()
-        file = max(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        file = max(
+            Path(folder).rglob("*.xplane.pb"),
+            key=lambda file: file.stat().st_mtime,
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # the bindings warn on Python 3.13
             return _durations(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def _durations(profile: jax.profiler.ProfileData) -> dict[Instruction, list[float]]:
-    """Read the planes of devices if anything runs in them: the host's events then only start the devices' kernels.
+    """Read the planes of devices if anything runs in them: the host's events then only start the
+    devices' kernels.
 
     A compiler that is loaded for absent hardware (libtpu) also has a plane, but nothing runs in it.
     """
     planes = list(profile.planes)
-    return _of_planes([plane for plane in planes if plane.name.startswith("/device:")]) or _of_planes(planes)
+    return _of_planes(
+        [plane for plane in planes if plane.name.startswith("/device:")]
+    ) or _of_planes(planes)
 
 
 def _of_planes(planes: Sequence[jax.profiler.ProfilePlane]) -> dict[Instruction, list[float]]:
-    """Read some planes; where XLA:CPU hands an instruction to other threads, the event `end: NAME` marks its end."""
-    started, ends = [], {}
+    """Read some planes; where XLA:CPU hands an instruction to other threads, the event `end: NAME`
+    marks its end.
+    """
+    started = []
+    ends = {}
     for event in (event for plane in planes for line in plane.lines for event in line.events):
         stats = dict(event.stats)
         if "hlo_op" in stats:

@@ -21,9 +21,21 @@ def test_places_are_those_of_tiles_that_are_not_empty() -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_serves_is_timed_and_what_does_not_is_said(mask: str) -> None:
     said: list[str] = []
-    rows = attention_rows(mask, 64, 16, ("splash", "chunked", "reference"), 128, 2, 1, said.append)
+    rows = attention_rows(
+        mask,
+        64,
+        16,
+        ("splash", "chunked", "reference"),
+        128,
+        2,
+        1,
+        said.append,
+    )
     assert said == ["not splash: on cpu"]
     assert [row["implementation"] for row in rows] == ["chunked", "reference"]
     for row in rows:
-        ways = [float(row[f"{way}, ms"] or 0) * float(row[f"{way}, TFLOP/s"] or 0) for way in ("forward", "both")]
+        ways = [
+            float(row[f"{way}, ms"] or 0) * float(row[f"{way}, TFLOP/s"] or 0)
+            for way in ("forward", "both")
+        ]
         assert ways[0] > 0 and ways[1] == pytest.approx(3.5 * ways[0])

@@ -1,4 +1,6 @@
-"""`make gpu`: what it calls wrong, what it does where a case fails or hangs, and all of it in a tiny form."""
+"""`make gpu`: what it calls wrong, what it does where a case fails or hangs, and all of it in a
+tiny form.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,36 @@ def measured(*_: Any) -> list[dict[str, Any]]:
     return [{"ms": 0.25}]
 
 
-CASES = {"first": measured, "second": raising(ValueError("poison")), "third": raising(Unserved("no such mask"))}
+CASES = {
+    "first": measured,
+    "second": raising(ValueError("poison")),
+    "third": raising(Unserved("no such mask")),
+}
 RIGHT = {"status": "measured", "rows": [{"ms": 0.25}], "notes": []}
 
 
-def keep(out: Path, name: str, cases: dict[str, Any], facts: dict[str, str] = HERE) -> None:
+def keep(
+    out: Path,
+    name: str,
+    cases: dict[str, Any],
+    facts: dict[str, str] = HERE,
+) -> None:
     (out / f"{name}.json").write_text(json.dumps({"facts": facts, "cases": cases}))
 
 
 def processes(monkeypatch: pytest.MonkeyPatch, *said: list[Any]) -> list[str]:
-    """Processes that print these lines of JSON and end; returns the Python lines that they were given."""
+    """Processes that print these lines of JSON and end; returns the Python lines that they were
+    given.
+    """
     started: list[str] = []
 
     def start(words: list[str], **_: Any) -> Any:
         lines = said[len(started)]
         started.append(words[-1])
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        return SimpleNamespace(stdout=io.StringIO(text), wait=lambda: -6, kill=lambda: None, communicate=lambda: None)
+        return SimpleNamespace(
+            stdout=io.StringIO(text), wait=lambda: -6, kill=lambda: None, communicate=lambda: None
+        )
 
     monkeypatch.setattr(pieces.subprocess, "Popen", start)
     return started
@@ -88,26 +103,37 @@ def test_a_process_ends_with_the_case_that_spoils_it(capfd: pytest.CaptureFixtur
     assert [result["status"] for result in results] == ["measured", "measured", "failed"]
 
 
-def test_what_died_has_failed_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_died_has_failed_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = {"status": "failed", "why": "ValueError: poison"}
     started = processes(monkeypatch, [HERE], [HERE, failed], [HERE, RIGHT])
     said: list[str] = []
     run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, False, said.append)
     assert read_piece(tmp_path, "some") == {
         "facts": HERE,
-        "cases": {"first": {"status": "failed", "why": "exit code -6"}, "second": failed, "third": RIGHT},
+        "cases": {
+            "first": {"status": "failed", "why": "exit code -6"},
+            "second": failed,
+            "third": RIGHT,
+        },
     }
     assert said == [
-        "some 1/3: first: failed: exit code -6", "some 2/3: second: failed: ValueError: poison",
+        "some 1/3: first: failed: exit code -6",
+        "some 2/3: second: failed: ValueError: poison",
         "some 3/3: third: measured",
-    ]  # fmt: skip
+    ]
     assert "work(PIECES['some'], ['second', 'third'], False" in started[1]
     run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, False, said.append)
     assert len(started) == 3, "what has a result is not run again"
 
 
 @pytest.mark.parametrize(
-    ("piece", "small", "count"), [(Piece(CASES, alone=True), False, 3), (Piece(CASES, 2), True, 1)]
+    ("piece", "small", "count"),
+    [
+        (Piece(CASES, alone=True), False, 3),
+        (Piece(CASES, 2), True, 1),
+    ],
 )
 def test_cases_alone_have_a_process_each_and_the_small_form_its_number(
     piece: Piece, small: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +145,9 @@ def test_cases_alone_have_a_process_each_and_the_small_form_its_number(
     assert list(read_piece(tmp_path, "some")["cases"]) == list(CASES)[: 2 if small else 3]
 
 
-def test_a_process_that_does_not_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_start_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processes(monkeypatch, [])
     with pytest.raises(UserError, match=r"JAX does not start here \(exit code -6\)"):
         run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, False, lambda line: None)
@@ -135,7 +163,11 @@ def test_a_process_that_does_not_start_is_said(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_a_process_is_read_until_it_ends_or_hangs(script: str, found: Any) -> None:
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert read_line(process, 1.0 if "killed" in str(found) else 60.0) == found
     process.kill()
     process.communicate()
@@ -144,7 +176,10 @@ def test_a_process_is_read_until_it_ends_or_hangs(script: str, found: Any) -> No
 # What it calls wrong.
 
 
-@pytest.mark.parametrize(("spoiled", "status"), [("", "right"), ("dv", "wrong"), ("nan", "wrong")])
+@pytest.mark.parametrize(
+    ("spoiled", "status"),
+    [("", "right"), ("dv", "wrong"), ("nan", "wrong")],
+)
 def test_a_kernel_that_is_wrong_is_called_so(
     spoiled: str, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -167,14 +202,21 @@ def test_a_kernel_that_is_wrong_is_called_so(
     assert list(found[0]) == ["out", "lse", "dq", "dk", "dv", "verdict"]
 
 
-def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_leaves_out_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = {"status": "measured", "rows": [{"verdict": "wrong"}]}
     right = {"status": "measured", "rows": [{"verdict": "right"}]}
-    keep(tmp_path, "kernels", {
-        measure._kernel_name("pallas_gpu", "causal", 16): wrong,
-        measure._kernel_name("cudnn", "causal", 16): right,
-    })  # fmt: skip
-    asked, said = list[Any](), list[str]()
+    keep(
+        tmp_path,
+        "kernels",
+        {
+            measure._kernel_name("pallas_gpu", "causal", 16): wrong,
+            measure._kernel_name("cudnn", "causal", 16): right,
+        },
+    )
+    asked = list[Any]()
+    said = list[str]()
     row = {"implementation": "chunked", "forward, ms": 1.0}
     monkeypatch.setattr(measure, "attention_rows", lambda *given: asked.append(given) or [row])
     found = measure._attention("causal", 128, 4096, True, tmp_path, said.append)
@@ -191,14 +233,26 @@ def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
     [
         (
             "",
-            "make gpu needs an NVIDIA GPU; JAX 0.12.0 finds cpu, nvidia-smi nothing: install jax's CUDA plugin where",
+            "make gpu needs an NVIDIA GPU; JAX 0.12.0 finds cpu, nvidia-smi nothing: install "
+            "jax's CUDA plugin where",
         ),
-        ("--pieces kernel", "make gpu has no piece 'kernel' (did you mean 'kernels'?): there are kernels, attention,"),
-        ("--small --pieces step", "has results of jax 0.11.0, and here it is 0.12.0: try --out DIR"),
+        (
+            "--pieces kernel",
+            "make gpu has no piece 'kernel' (did you mean 'kernels'?): there are kernels, "
+            "attention,",
+        ),
+        (
+            "--small --pieces step",
+            "has results of jax 0.11.0, and here it is 0.12.0: try --out DIR",
+        ),
     ],
 )
 def test_mistakes_are_said(
-    words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     form = "small" if "--small" in words else "whole"
     here = HERE | {"platform": "cpu", "device": "cpu", "driver": "", "form": form}
@@ -209,20 +263,32 @@ def test_mistakes_are_said(
 
 
 def test_the_report_has_a_table_a_piece_and_says_what_failed(tmp_path: Path) -> None:
-    keep(tmp_path, "some", {
-        "a": {"status": "measured", "rows": [{"ms": 0.25, "tokens/s": 123456.7}]},
-        "b": {"status": "failed", "why": "exit code -6"},
-        "c": {"status": "measured", "rows": [{"ms": 2.0, "peak, GiB": None}], "notes": ["beside nothing"]},
-    })  # fmt: skip
+    keep(
+        tmp_path,
+        "some",
+        {
+            "a": {"status": "measured", "rows": [{"ms": 0.25, "tokens/s": 123456.7}]},
+            "b": {"status": "failed", "why": "exit code -6"},
+            "c": {
+                "status": "measured",
+                "rows": [{"ms": 2.0, "peak, GiB": None}],
+                "notes": ["beside nothing"],
+            },
+        },
+    )
     assert report(tmp_path, ["some", "none"]).splitlines() == [
-        "device: a GPU, platform: gpu, driver: 570, jax: 0.12.0, form: whole", "", "### some", "",
+        "device: a GPU, platform: gpu, driver: 570, jax: 0.12.0, form: whole",
+        "",
+        "### some",
+        "",
         "| case | ms | tokens/s | peak, GiB |",
         "| --- | --- | --- | --- |",
         "| a | 0.25 | 123,457 |  |",
-        "| c | 2 |  |  |", "",
+        "| c | 2 |  |  |",
+        "",
         "- b: failed: exit code -6",
         "- c: beside nothing",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_devices_own_plane_is_read_where_there_is_one() -> None:
@@ -230,11 +296,15 @@ def test_a_devices_own_plane_is_read_where_there_is_one() -> None:
 
     def plane(name: str, duration: int) -> Any:
         event = SimpleNamespace(
-            name="x", start_ns=0, duration_ns=duration, stats=[("hlo_op", "dot.1"), ("hlo_module", "jit_f")]
+            name="x",
+            start_ns=0,
+            duration_ns=duration,
+            stats=[("hlo_op", "dot.1"), ("hlo_module", "jit_f")],
         )
         return SimpleNamespace(name=name, lines=[SimpleNamespace(events=[event])])
 
-    host, device = plane("/host:CPU", 8), plane("/device:GPU:0", 4)
+    host = plane("/host:CPU", 8)
+    device = plane("/device:GPU:0", 4)
     assert _durations(SimpleNamespace(planes=[host, device])) == {("jit_f", "dot.1"): [4e-9]}
     assert _durations(SimpleNamespace(planes=[host])) == {("jit_f", "dot.1"): [8e-9]}
     absent = SimpleNamespace(name="/device:TPU:0", lines=[])
@@ -246,14 +316,33 @@ def test_a_devices_own_plane_is_read_where_there_is_one() -> None:
 
 @pytest.mark.slow
 def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
-    """By `make gpu`, with nothing there but what it says it needs: every piece really runs, and no case fails."""
+    """By `make gpu`, with nothing there but what it says it needs: every piece really runs, and no
+    case fails.
+    """
     absent = tmp_path / "absent"
     absent.mkdir()
-    for name in ("matplotlib", "safetensors", "grain", "orbax", "chex", "tokenizers", "tensorstore"):
+    for name in (
+        "matplotlib",
+        "safetensors",
+        "grain",
+        "orbax",
+        "chex",
+        "tokenizers",
+        "tensorstore",
+    ):
         (absent / f"{name}.py").write_text(f"raise ImportError('{name} is absent')")
-    words = ["make", "--no-print-directory", "gpu", "SMALL=1", f"GPU_OUT={tmp_path}", f"VENV={sys.prefix}"]
+    words = [
+        "make",
+        "--no-print-directory",
+        "gpu",
+        "SMALL=1",
+        f"GPU_OUT={tmp_path}",
+        f"VENV={sys.prefix}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(absent)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for name, piece in measure.PIECES.items():
         cases = read_piece(tmp_path, name)["cases"]
@@ -262,11 +351,16 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
         assert any(one.get("rows") for one in cases.values()), name
     kernels = read_piece(tmp_path, "kernels")["cases"]
     verdicts = {
-        name.partition(",")[0]: [row["verdict"] for row in one.get("rows", ())] for name, one in kernels.items()
+        name.partition(",")[0]: [row["verdict"] for row in one.get("rows", ())]
+        for name, one in kernels.items()
     }
     assert verdicts == {"cudnn": [], "pallas_gpu": ["right"]}
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-    lines = [row["line"] for one in read_piece(tmp_path, "trace")["cases"].values() for row in one["rows"]]
+    lines = [
+        row["line"]
+        for one in read_piece(tmp_path, "trace")["cases"].values()
+        for row in one["rows"]
+    ]
     assert any(line.startswith("models/transformer.py:") for line in lines)
     assert (tmp_path / "report.md").read_text() in done.stdout + "\n"
     assert json.loads((tmp_path / "step.json").read_text())["facts"]["form"] == "small"

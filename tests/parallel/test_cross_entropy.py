@@ -1,7 +1,8 @@
-"""The loss against its definition with all scores at once: sums and gradients, on several meshes and in many chunks.
+"""The loss against its definition with all scores at once: sums and gradients, on several meshes
+and in many chunks.
 
-Tolerance: float32 sums of at most a few hundred terms of size one, taken in another order, differ by a few ulps of the
-sum: 1e-5 relative to the largest entry leaves a factor of ten.
+Tolerance: float32 sums of at most a few hundred terms of size one, taken in another order, differ
+by a few ulps of the sum: 1e-5 relative to the largest entry leaves a factor of ten.
 """
 
 from __future__ import annotations
@@ -31,48 +32,87 @@ PLANS: dict[str, tuple[MeshSpec, dict[str, Any]]] = {
     "fsdp2.context2.tensor2": (MeshSpec(fsdp=2, context=2, tensor=2), {}),
     "tensor8": (MeshSpec(tensor=8), {}),
     "vocabulary whole, residual stream whole": (
-        MeshSpec(fsdp=4, tensor=2), {"vocab": (), "residual_seq": ("context",)},
+        MeshSpec(fsdp=4, tensor=2),
+        {"vocab": (), "residual_seq": ("context",)},
     ),
     "vocabulary over two axes, fsdp splits parameters only": (
-        MeshSpec(data=2, fsdp=2, tensor=2), {"vocab": ("fsdp", "tensor"), "batch": ("data",), "embed": ("data",)},
+        MeshSpec(data=2, fsdp=2, tensor=2),
+        {"vocab": ("fsdp", "tensor"), "batch": ("data",), "embed": ("data",)},
     ),
-}  # fmt: skip
-B, S, D, V, SIZE = 4, 16, 24, 56, 51  # SIZE entries of the V are no padding
+}
+B = 4
+S = 16
+D = 24
+V = 56
+SIZE = 51  # SIZE entries of the V are no padding
 
 
 def plan_of(name: str, compute: Any = "float32") -> Plan:
     spec, rules = PLANS[name]
-    return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**rules), compute)
+    return Plan(
+        make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**rules), compute
+    )
 
 
-def inputs(rows: int = B, length: int = S, dtype: str = "float32") -> tuple[jax.Array, jax.Array, jax.Array]:
+def inputs(
+    rows: int = B, length: int = S, dtype: str = "float32"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Hidden states, vocabulary matrix, and labels of which some do not count."""
     rng = np.random.default_rng(0)
-    x, table = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, length, D), (V, D)))
-    return x, table, jnp.asarray(rng.integers(-3, SIZE, (rows, length)), jnp.int32)
+    x, table = (
+        jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, length, D), (V, D))
+    )
+    return (
+        x,
+        table,
+        jnp.asarray(
+            rng.integers(-3, SIZE, (rows, length)),
+            jnp.int32,
+        ),
+    )
 
 
-def reference(x: jax.Array, table: jax.Array, labels: jax.Array, z_loss: float, softcap: float = 0.0) -> LossSums:
+def reference(
+    x: jax.Array, table: jax.Array, labels: jax.Array, z_loss: float, softcap: float = 0.0
+) -> LossSums:
     scores = (x @ table.T)[..., :SIZE]
-    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
     lse = jax.scipy.special.logsumexp(scores, axis=-1)
     nll = lse - jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     counts = labels >= 0
-    return LossSums(jnp.sum(counts * (nll + z_loss * lse**2)), jnp.sum(counts * nll), jnp.sum(counts))
+    return LossSums(
+        jnp.sum(counts * (nll + z_loss * lse**2)), jnp.sum(counts * nll), jnp.sum(counts)
+    )
 
 
-def sums_and_gradients(loss: Callable[..., LossSums], x: jax.Array, table: jax.Array) -> Any:
-    def scalar(x: jax.Array, table: jax.Array) -> tuple[jax.Array, LossSums]:
+def sums_and_gradients(
+    loss: Callable[..., LossSums],
+    x: jax.Array,
+    table: jax.Array,
+) -> Any:
+    def scalar(
+        x: jax.Array,
+        table: jax.Array,
+    ) -> tuple[jax.Array, LossSums]:
         sums = loss(x, table)
         return sums.loss, sums
 
-    (_, sums), gradients = jax.jit(jax.value_and_grad(scalar, (0, 1), has_aux=True))(x, table)
+    (_, sums), gradients = jax.jit(jax.value_and_grad(scalar, (0, 1), has_aux=True))(
+        x,
+        table,
+    )
     return sums, gradients
 
 
 def assert_close(ours: Any, want: Any, tolerance: float = 1e-5) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    for a, b in zip(
+        jax.tree.leaves(ours),
+        jax.tree.leaves(want),
+        strict=True,
+    ):
+        a = np.asarray(a, np.float32)
+        b = np.asarray(b, np.float32)
         assert a.shape == b.shape
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
@@ -88,87 +128,178 @@ def cut_into(chunk: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("z_loss", "chunk", "slices", "softcap"),
-    [(0.0, 1024, 1, 0.0), (1e-2, 7, 1, 0.0), (1e-2, 7, 1, 2.0), (1e-2, 64, 7, 0.0), (1e-2, 64, 7, 2.0)],
+    [
+        (0.0, 1024, 1, 0.0),
+        (1e-2, 7, 1, 0.0),
+        (1e-2, 7, 1, 2.0),
+        (1e-2, 64, 7, 0.0),
+        (1e-2, 64, 7, 2.0),
+    ],
 )  # 7: each device fills its last chunk up; the last of 7 slices is padding alone
 def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
-    plan: str, z_loss: float, chunk: int, slices: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+    plan: str,
+    z_loss: float,
+    chunk: int,
+    slices: int,
+    softcap: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cut_into(chunk, slices, monkeypatch)
     x, table, labels = inputs()
     ours = sums_and_gradients(
-        lambda x, table: Ops(plan_of(plan)).linear_cross_entropy(x, table, labels, SIZE, z_loss, softcap), x, table
+        lambda x, table: Ops(plan_of(plan)).linear_cross_entropy(
+            x, table, labels, SIZE, z_loss, softcap
+        ),
+        x,
+        table,
     )
-    assert_close(ours, sums_and_gradients(lambda x, table: reference(x, table, labels, z_loss, softcap), x, table))
+    assert_close(
+        ours,
+        sums_and_gradients(
+            lambda x, table: reference(x, table, labels, z_loss, softcap),
+            x,
+            table,
+        ),
+    )
     assert not np.any(np.asarray(ours[1][1])[SIZE:])
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(13, 4), (13, 13), (7, 3), (1, 1), (5, 100)])
-def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(length: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "chunk"),
+    [
+        (13, 4),
+        (13, 13),
+        (7, 3),
+        (1, 1),
+        (5, 100),
+    ],
+)
+def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
+    length: int, chunk: int
+) -> None:
     x, _, labels = inputs(1, length)
-    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(x[0], labels[0], -(-length // chunk))
+    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(
+        x[0],
+        labels[0],
+        -(-length // chunk),
+    )
     assert labels_NT.shape[0] == -(-length // chunk)
     assert labels_NT.shape[1] <= chunk
-    np.testing.assert_array_equal(x_NTD.reshape(-1, D)[:length], x[0])
+    np.testing.assert_array_equal(
+        x_NTD.reshape(-1, D)[:length],
+        x[0],
+    )
     np.testing.assert_array_equal(labels_NT.reshape(-1)[:length], labels[0])
     assert np.all(labels_NT.reshape(-1)[length:] < 0)
 
 
 def test_chunks_are_as_large_as_the_memory_allows() -> None:
     on = dataclasses.replace(plan_of("one"), loss_mib=64)
-    assert tiling(2048, 32064, 4096, on, on.loss_mib) == (4, 1)  # 64 MiB are 523 tokens' scores, so 512
+    # 64 MiB are 523 tokens' scores, so 512
+    assert tiling(2048, 32064, 4096, on, on.loss_mib) == (4, 1)
     assert tiling(2048, 1 << 20, 4096, on, on.loss_mib) == (16, 1)  # 128 at least
-    assert tiling(100, 1 << 20, 4096, on, on.loss_mib) == tiling(2048, 256, 4096, on, on.loss_mib) == (1, 1)
-    # GPT-2 124M, 12 sequences: 128 MiB are 667 tokens' scores, 1,024 cost less, and slices would spare nothing more.
+    assert (
+        tiling(100, 1 << 20, 4096, on, on.loss_mib)
+        == tiling(2048, 256, 4096, on, on.loss_mib)
+        == (1, 1)
+    )
+    # GPT-2 124M, 12 sequences: 128 MiB are 667 tokens' scores, 1,024 cost less, and slices would
+    # spare nothing more.
     assert tiling(12288, 50304, 768, on, 4096) == (12, 1)
 
 
 def test_the_vocabulary_goes_by_slices_where_the_gathered_matrix_is_too_large() -> None:
-    """LLaMA-3 8B over fsdp and tensor=4: 8,192 tokens, 32,064 rows of 4,096; gathered, with its gradient, 751 MiB."""
+    """LLaMA-3 8B over fsdp and tensor=4: 8,192 tokens, 32,064 rows of 4,096; gathered, with its
+    gradient, 751 MiB.
+    """
     on = plan_of("data2.fsdp2.tensor2", "bfloat16")
     sizes = {mib: tiling(8192, 32064, 4096, on, mib) for mib in (4096, 800, 256, 128, 1)}
-    # 49 MiB are left for scores of 384 tokens; a slice's row takes 56 KiB with its scores; 167 rows are the fewest.
-    assert sizes == {4096: (8, 1), 800: (1, 8), 256: (1, 8), 128: (1, 16), 1: (1, 192)}
+    # 49 MiB are left for scores of 384 tokens; a slice's row takes 56 KiB with its scores; 167 rows
+    # are the fewest.
+    assert sizes == {
+        4096: (8, 1),
+        800: (1, 8),
+        256: (1, 8),
+        128: (1, 16),
+        1: (1, 192),
+    }
     assert tiling(8192, 97, 4096, on, 1) == (1, 1)  # a prime has no slices
 
 
 @pytest.mark.parametrize("mib", [256, 4096, 1 << 16])
 def test_the_cheaper_form_is_taken_however_much_may_be_held(mib: int) -> None:
-    """LLaMA-3.2 1B: 128 MiB are scores of 261 tokens, and the float32 gradient to add to takes 1 GiB."""
+    """LLaMA-3.2 1B: 128 MiB are scores of 261 tokens, and the float32 gradient to add to takes
+    1 GiB.
+    """
     on = dataclasses.replace(plan_of("data2.fsdp2.tensor2", "bfloat16"), loss_mib=mib)
     assert tiling(8192, 128256, 2048, on, on.loss_mib) == (1, 32)
-    few, prime = tiling(200, 128256, 2048, on, on.loss_mib), tiling(8192, 128239, 2048, on, on.loss_mib)
-    assert (few, prime) == (((1, 8), (1, 1)) if mib == 256 else ((1, 1), (32, 1)))  # a prime has no slices
+    few = tiling(200, 128256, 2048, on, on.loss_mib)
+    prime = tiling(8192, 128239, 2048, on, on.loss_mib)
+    # a prime has no slices
+    assert (few, prime) == (((1, 8), (1, 1)) if mib == 256 else ((1, 1), (32, 1)))
 
 
 def test_no_more_scores_than_asked_exist_at_a_time() -> None:
-    tokens, vocab, chunk = 2048, 4096, 128
+    tokens = 2048
+    vocab = 4096
+    chunk = 128
     on = dataclasses.replace(plan_of("one"), loss_mib=2)
     assert tiling(tokens, vocab, 8, on, on.loss_mib) == (tokens // chunk, 1)
-    shapes = jax.ShapeDtypeStruct((2, tokens // 2, 8), jnp.float32), jax.ShapeDtypeStruct((vocab, 8), jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct((2, tokens // 2, 8), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, 8), jnp.float32),
+    )
     labels = jnp.zeros((2, tokens // 2), jnp.int32)
-    loss = jax.grad(lambda x, table: Ops(on).linear_cross_entropy(x, table, labels, vocab).loss, (0, 1))
+    loss = jax.grad(
+        lambda x, table: Ops(on).linear_cross_entropy(x, table, labels, vocab).loss, (0, 1)
+    )
     memory = jax.jit(loss).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * chunk * vocab * 4 < tokens * vocab * 4 / 2
 
 
 def test_the_sums_without_a_gradient_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, table, labels = inputs()
-    for plan, chunk, slices in (("one", 7, 1), ("data2.fsdp2.tensor2", 7, 1), ("data2.fsdp2.tensor2", 64, 4)):
+    for plan, chunk, slices in (
+        ("one", 7, 1),
+        ("data2.fsdp2.tensor2", 7, 1),
+        ("data2.fsdp2.tensor2", 64, 4),
+    ):
         cut_into(chunk, slices, monkeypatch)
         on = plan_of(plan)
-        sums = jax.jit(lambda x, table, on=on: Ops(on).linear_cross_entropy(x, table, labels, SIZE, 1e-2))(x, table)
+        sums = jax.jit(
+            lambda x, table, on=on: Ops(on).linear_cross_entropy(
+                x,
+                table,
+                labels,
+                SIZE,
+                1e-2,
+            )
+        )(x, table)
         assert_close(sums, reference(x, table, labels, 1e-2))
         assert float(sums.tokens) == np.sum(np.asarray(labels) >= 0)
 
 
 def test_the_gradient_is_linear_in_the_cotangent_and_flows_through_the_loss_alone() -> None:
     x, table, labels = inputs()
-    _, pull = jax.vjp(lambda x, table: Ops(plan_of("one")).linear_cross_entropy(x, table, labels, SIZE, 1e-2), x, table)
-    zero, one = jnp.zeros(()), jnp.ones(())
+    _, pull = jax.vjp(
+        lambda x, table: Ops(plan_of("one")).linear_cross_entropy(
+            x,
+            table,
+            labels,
+            SIZE,
+            1e-2,
+        ),
+        x,
+        table,
+    )
+    zero = jnp.zeros(())
+    one = jnp.ones(())
     plain = pull(LossSums(one, zero, zero))
     for scale in (2.0, -0.25, 0.0):  # powers of two: exact
         scaled = pull(LossSums(scale * one, zero, zero))
-        jax.tree.map(lambda a, b, scale=scale: np.testing.assert_array_equal(a, scale * b), scaled, plain)
+        jax.tree.map(
+            lambda a, b, scale=scale: np.testing.assert_array_equal(a, scale * b), scaled, plain
+        )
     third = pull(LossSums(one / 3, zero, zero))
     assert_close(third, jax.tree.map(lambda leaf: leaf / 3, plain), 1e-6)
     for of_other_sums in (LossSums(zero, one, zero), LossSums(zero, zero, one)):
@@ -179,7 +310,15 @@ def test_labels_none_of_which_count_give_zeros() -> None:
     x, table, labels = inputs()
     none = jnp.full_like(labels, -1)
     found = sums_and_gradients(
-        lambda x, table: Ops(plan_of("one")).linear_cross_entropy(x, table, none, SIZE, 1e-2), x, table
+        lambda x, table: Ops(plan_of("one")).linear_cross_entropy(
+            x,
+            table,
+            none,
+            SIZE,
+            1e-2,
+        ),
+        x,
+        table,
     )
     assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(found))
 
@@ -199,16 +338,28 @@ def test_bfloat16_rounds_gradients_and_not_sums(plan: str, monkeypatch: pytest.M
     # Scores are float32 sums of products that float32 holds: the loss is that of float32.
     assert_close(sums, want)
     assert [leaf.dtype for leaf in gradients] == [jnp.bfloat16, jnp.float32]
-    # The gradients of the scores are rounded (2^-9), that of x once or, summed over devices, three times more.
+    # The gradients of the scores are rounded (2^-9), that of x once or, summed over devices, three
+    # times more.
     assert_close(gradients, want_gradients, 2**-7)
     dtable = np.asarray(gradients[1])
-    assert np.any(dtable != np.asarray(jnp.asarray(dtable, jnp.bfloat16), np.float32))  # summed and kept in float32
+    # summed and kept in float32
+    assert np.any(
+        dtable
+        != np.asarray(
+            jnp.asarray(dtable, jnp.bfloat16),
+            np.float32,
+        )
+    )
 
 
 def test_tokens_and_vocabulary_over_the_same_mesh_axis_are_refused() -> None:
     spec = MeshSpec(fsdp=8)
-    plan = Plan(make_mesh(spec, jax.devices()), ShardingRules(vocab=("fsdp",), embed=()))
+    plan = Plan(
+        make_mesh(spec, jax.devices()),
+        ShardingRules(vocab=("fsdp",), embed=()),
+    )
     with pytest.raises(
-        UserError, match=r"loss: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)"
+        UserError,
+        match=r"loss: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)",
     ):
         Ops(plan).linear_cross_entropy(*inputs(8), SIZE)

@@ -1,7 +1,8 @@
-"""Experts on any layout give the answer of every expert on every token; what is sent is what the docstring says.
+"""Experts on any layout give the answer of every expert on every token; what is sent is what the
+docstring says.
 
-Tolerance: as in test_collective_matmul, sums of at most a few hundred float32 terms in another order: 1e-5 of the
-largest entry.
+Tolerance: as in test_collective_matmul, sums of at most a few hundred float32 terms in another
+order: 1e-5 of the largest entry.
 """
 
 from __future__ import annotations
@@ -27,20 +28,43 @@ from jaxpar.verify.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.quick
 
-B, S, D, F, E, K = 8, 24, 12, 24, 8, 3
+B = 8
+S = 24
+D = 12
+F = 24
+E = 8
+K = 3
 
 
-def plan_on(rules: ShardingRules | None = None, compute: str = "float32", **mesh: int) -> Plan:
+def plan_on(
+    rules: ShardingRules | None = None,
+    compute: str = "float32",
+    **mesh: int,
+) -> Plan:
     spec = MeshSpec(**mesh)
-    return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), rules or ShardingRules(), compute)  # pyright: ignore[reportArgumentType]
+    return Plan(
+        make_mesh(spec, jax.devices()[: devices_needed(spec)]), rules or ShardingRules(), compute
+    )  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache
 def given() -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    shapes = (B, S, D), (D, E), (E, D, F), (E, D, F), (E, F, D)
+    shapes = (
+        (B, S, D),
+        (D, E),
+        (E, D, F),
+        (E, D, F),
+        (
+            E,
+            F,
+            D,
+        ),
+    )
     x, *weights = (rng.standard_normal(shape) for shape in shapes)
-    return tuple(jnp.asarray(a, jnp.float32) for a in (x, *(w / np.sqrt(w.shape[-2]) for w in weights)))
+    return tuple(
+        jnp.asarray(a, jnp.float32) for a in (x, *(w / np.sqrt(w.shape[-2]) for w in weights))
+    )
 
 
 def values_and_gradients(ops: Any, plan: Plan) -> Any:
@@ -48,7 +72,10 @@ def values_and_gradients(ops: Any, plan: Plan) -> Any:
 
     def loss(args: Any) -> Any:
         y, sums = ops(plan).expert_mlp(*args, K)
-        return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (y, sums)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (
+            y,
+            sums,
+        )
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(given())
 
@@ -59,14 +86,20 @@ def expected() -> Any:
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    for a, b in zip(
+        jax.tree.leaves(found),
+        jax.tree.leaves(wanted),
+        strict=True,
+    ):
+        a = np.asarray(a, np.float32)
+        b = np.asarray(b, np.float32)
         assert a.shape == b.shape
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
 
 ZERO1 = ShardingRules(state_embed=("fsdp", "data"))
-WHOLE = ShardingRules(residual_seq=("context",))  # the residual stream is the same on the devices along tensor
+# the residual stream is the same on the devices along tensor
+WHOLE = ShardingRules(residual_seq=("context",))
 LAYOUTS = {
     "one device": (None, {}),
     "expert=2": (None, {"expert": 2}),
@@ -78,8 +111,14 @@ LAYOUTS = {
     "mlp whole": (ShardingRules(mlp=()), {"expert": 2, "tensor": 4}),
     "data x fsdp x expert, ZeRO-1": (ZERO1, {"data": 2, "fsdp": 2, "expert": 2}),
     "experts over context": (ShardingRules(experts=("context",)), {"context": 4, "tensor": 2}),
-    "experts over data x context": (ShardingRules(experts=("data", "context")), {"data": 2, "context": 4}),
-    "experts on every device": (ShardingRules(experts=()), {"expert": 2, "fsdp": 2, "tensor": 2}),
+    "experts over data x context": (
+        ShardingRules(experts=("data", "context")),
+        {"data": 2, "context": 4},
+    ),
+    "experts on every device": (
+        ShardingRules(experts=()),
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+    ),
 }
 
 
@@ -95,7 +134,9 @@ def test_every_layout_gives_the_plain_answer(layout):
 
 
 def test_bfloat16_is_as_far_off_as_in_plain_form():
-    """The same rounded arrays are routed, in float32, so the choices are the same; the rest rounds a few times more."""
+    """The same rounded arrays are routed, in float32, so the choices are the same; the rest rounds
+    a few times more.
+    """
     plan = plan_on(compute="bfloat16", expert=2, fsdp=2, tensor=2)
     (_, (y, _)), _ = values_and_gradients(Ops, plan)
     (_, (wanted, _)), _ = values_and_gradients(ReferenceOps, plan_on(compute="bfloat16"))
@@ -106,20 +147,29 @@ def test_bfloat16_is_as_far_off_as_in_plain_form():
 def test_no_buffer_overflows_where_all_tokens_choose_one_device():
     x, _, *experts = given()
     x = x.at[..., 0].set(1.0)
-    router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))  # all choose the first K experts
+    # all choose the first K experts
+    router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))
     plan = plan_on(expert=2, tensor=2)
-    found, sums = jax.jit(lambda *args: Ops(plan).expert_mlp(*args, K))(x, router, *experts)
+    found, sums = jax.jit(lambda *args: Ops(plan).expert_mlp(*args, K))(
+        x,
+        router,
+        *experts,
+    )
     wanted = ReferenceOps(plan_on()).expert_mlp(x, router, *experts, K)[0]
     assert np.max(np.abs(found - wanted)) < 1e-5
     assert sums.balance > B * S * 1.5  # of at most E / K
 
 
 def test_rows_without_a_group_change_nothing():
-    """What a ragged matmul makes of rows past its groups is not ours to say: here they are poisoned."""
+    """What a ragged matmul makes of rows past its groups is not ours to say: here they are
+    poisoned.
+    """
     own = jax.lax.ragged_dot
 
     def poisoned(x, weight, sizes, **rest):
-        return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), own(x, weight, sizes, **rest), jnp.nan)
+        return jnp.where(
+            jnp.arange(len(x))[:, None] < jnp.sum(sizes), own(x, weight, sizes, **rest), jnp.nan
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "ragged_dot", poisoned)
@@ -131,14 +181,21 @@ def test_rows_without_a_group_change_nothing():
 
 def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
     plan = plan_on(ShardingRules(batch=("data", "fsdp")), expert=2)
-    with pytest.raises(UserError, match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch"):
+    with pytest.raises(
+        UserError,
+        match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch",
+    ):
         Ops(plan).expert_mlp(*given(), K)
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_does():
     plan = plan_on(expert=3)
     with pytest.raises(UserError) as error:
-        plan.sharding(("layers", "experts", "embed", "mlp"), (2, 8, 12, 24), "blocks.gate")
+        plan.sharding(
+            ("layers", "experts", "embed", "mlp"),
+            (2, 8, 12, 24),
+            "blocks.gate",
+        )
     assert str(error.value) == (
         "blocks.gate: dim 1 (experts) has size 8, which expert=3 does not divide: "
         "try mesh.expert=2, or take expert out of rules.experts"
@@ -151,7 +208,8 @@ def test_experts_that_do_not_divide_are_refused_with_what_does():
 def sent(plan: Plan, function: Any, *args: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Operand bytes of all-to-alls of one device, as asked for and as compiled, by element type."""
     traced = jax.jit(function).trace(*args)
-    asked, made = defaultdict(int), defaultdict(int)
+    asked = defaultdict(int)
+    made = defaultdict(int)
     for one in requested_collectives(traced.jaxpr, plan.mesh):
         if one.kind == "all-to-all":
             asked[one.dtype] += one.bytes * one.count
@@ -161,10 +219,13 @@ def sent(plan: Plan, function: Any, *args: Any) -> tuple[dict[str, int], dict[st
     return dict(asked), dict(made)
 
 
-@pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 8}, {"expert": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"expert": 2}, {"expert": 8}, {"expert": 2, "tensor": 4}], ids=str
+)
 def test_two_all_to_alls_forward_and_two_backward(mesh):
     plan = plan_on(**mesh)
-    X, T = mesh["expert"], B * S // plan.mesh.size
+    X = mesh["expert"]
+    T = B * S // plan.mesh.size
     rows = X * T * min(K, E // X)
 
     def forward(*args: Any) -> Any:

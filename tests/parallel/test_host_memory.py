@@ -12,7 +12,12 @@ from traced_steps import config_of
 from jaxpar.base.config import override
 from jaxpar.base.errors import UserError
 from jaxpar.parallel import host_memory as offload
-from jaxpar.parallel.host_memory import check_offload, gradient_error, known_problem, require_right_gradients
+from jaxpar.parallel.host_memory import (
+    check_offload,
+    gradient_error,
+    known_problem,
+    require_right_gradients,
+)
 from jaxpar.train.plans import make_plan, plan_notes
 
 pytestmark = pytest.mark.quick
@@ -24,7 +29,8 @@ class Device:
     device_kind = "a chip"
 
     def __init__(self, platform: str, *kinds: str):
-        self.platform, self._kinds = platform, kinds
+        self.platform = platform
+        self._kinds = kinds
 
     def addressable_memories(self) -> list[Any]:
         if not self._kinds:
@@ -44,12 +50,18 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(x):
         return x
 
-    shifted.defvjp(lambda x: (x, None), lambda _, dx: (jnp.roll(dx, 1, axis=0),))
+    shifted.defvjp(
+        lambda x: (x, None),
+        lambda _, dx: (jnp.roll(dx, 1, axis=0),),
+    )
     asked = []
 
     def named(x, name):
         asked.append(name)
-        return own(x, name) if len(asked) == 1 else shifted(own(x, name))  # the second program is the offloaded one
+        # the second program is the offloaded one
+        if len(asked) == 1:
+            return own(x, name)
+        return shifted(own(x, name))
 
     monkeypatch.setattr(offload, "checkpoint_name", named)
 
@@ -79,9 +91,12 @@ def test_known_bad_versions_are_refused_unless_forced(monkeypatch: pytest.Monkey
 
 
 def test_a_device_without_host_memory_is_refused() -> None:
-    with pytest.raises(UserError, match=r"a chip has no host memory .*only device: save it, or recompute it"):
+    with pytest.raises(
+        UserError, match=r"a chip has no host memory .*only device: save it, or recompute it"
+    ):
         check_offload("memory.keep.up = offload", Device("tpu", "device"), anyway=False)
-    check_offload("memory.keep.up = offload", Device("tpu"), anyway=False)  # an absent one does not say
+    # an absent one does not say
+    check_offload("memory.keep.up = offload", Device("tpu"), anyway=False)
 
 
 def test_a_plan_asks_and_its_notes_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Which tokens are text, by hand and in the rows that data make; what routers' losses are means over."""
+"""Which tokens are text, by hand and in the rows that data make; what routers' losses are means
+over.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,64 @@ pytestmark = pytest.mark.quick
 
 
 def test_padding_is_the_filled_end_of_a_row_in_which_no_label_counts() -> None:
-    tokens = np.array([[5, 0, 7, 0, 0, 0], [5, 6, 7, 0, 0, 0], [0, 0, 0, 0, 0, 0], [5, 6, 7, 8, 9, 4]])
-    labels = np.array([[6, 7, 0, -1, -1, -1], [-1, 7, 0, 0, -1, -1], [-1] * 6, [-1] * 6])
+    tokens = np.array(
+        [
+            [5, 0, 7, 0, 0, 0],
+            [5, 6, 7, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0],
+            [5, 6, 7, 8, 9, 4],
+        ]
+    )
+    labels = np.array(
+        [
+            [6, 7, 0, -1, -1, -1],
+            [-1, 7, 0, 0, -1, -1],
+            [-1] * 6,
+            [-1] * 6,
+        ]
+    )
     batch = {"tokens": tokens, "labels": labels}
-    want = np.array([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [0] * 6, [1] * 6], bool)
+    want = np.array(
+        [
+            [1, 1, 1, 0, 0, 0],
+            [1, 1, 1, 1, 0, 0],
+            [0] * 6,
+            [1] * 6,
+        ],
+        bool,
+    )
     np.testing.assert_array_equal(text_tokens(batch), want)
     counts = count_tokens(batch)
     assert (float(counts.labels), float(counts.text)) == (6, 13)
     assert float(counts.labels_per_token) == pytest.approx(6 / 13)
     # A packed row says itself where it is filled up; there a token 0 is a token like others.
-    segments = np.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [1, 1, 2, 2, 0, 0]])
-    np.testing.assert_array_equal(np.sum(text_tokens(batch | {"segments": segments}), axis=1), [5, 6, 1, 4])
+    segments = np.array(
+        [
+            [1, 1, 2, 2, 2, 0],
+            [1, 1, 1, 1, 1, 1],
+            [1, 0, 0, 0, 0, 0],
+            [1, 1, 2, 2, 0, 0],
+        ]
+    )
+    np.testing.assert_array_equal(
+        np.sum(text_tokens(batch | {"segments": segments}), axis=1), [5, 6, 1, 4]
+    )
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_what_fills_the_rows_of_chat_data_is_padding_and_nothing_else_is(tmp_path: Path, pack: bool) -> None:
+def test_what_fills_the_rows_of_chat_data_is_padding_and_nothing_else_is(
+    tmp_path: Path, pack: bool
+) -> None:
     rows = [{"prompt": "ask " * n, "completion": "say " * (9 - n)} for n in range(1, 9)]
     file = tmp_path / "chat.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(source="chat", path=str(file), seq_len=64, val_fraction=0.0, pack=pack)
+    data = DataConfig(
+        source="chat",
+        path=str(file),
+        seq_len=64,
+        val_fraction=0.0,
+        pack=pack,
+    )
     part = load_corpus(data, 257).train
     batch = next(train_batches(part, data, 4, range(4), 257))
     text = np.asarray(text_tokens(batch))
@@ -111,20 +152,30 @@ def test_losses_of_routers_do_not_depend_on_padding(loss: Any) -> None:
     short = added(loss({"tokens": TOKENS[:, :4], "labels": labels[:, :4]}))
     filled = np.where(np.arange(16) < 4, TOKENS, 0)
     assert added(loss({"tokens": filled, "labels": labels})) == pytest.approx(short, abs=1e-5)
-    assert abs(added(loss({"tokens": TOKENS, "labels": labels})) - short) > 1e-3, "all tokens give another value"
+    assert abs(added(loss({"tokens": TOKENS, "labels": labels})) - short) > 1e-3, (
+        "all tokens give another value"
+    )
 
 
-def test_losses_of_routers_are_means_over_the_whole_step_and_not_over_its_microbatches(loss: Any, params: Any) -> None:
+def test_losses_of_routers_are_means_over_the_whole_step_and_not_over_its_microbatches(
+    loss: Any, params: Any
+) -> None:
     lengths = np.array([[4], [16]] * 4)
     inside = np.arange(16) < lengths
-    batch = {"tokens": np.where(inside, TOKENS, 0), "labels": np.where(np.arange(16) < lengths - 2, ALL, -1)}
+    batch = {
+        "tokens": np.where(inside, TOKENS, 0),
+        "labels": np.where(np.arange(16) < lengths - 2, ALL, -1),
+    }
     # Two microbatches: one with all the short rows, and the other with few labels.
     batch["labels"][1::2, 2:] = -1
 
     one = loss(batch)
     two = jax.jit(lambda batch: gradients(MODEL, params, batch, ONE, None, 2, WEIGHTS)[0])(batch)
     assert added(two) == pytest.approx(added(one), abs=1e-5)
-    assert float(two.routed.balance) == pytest.approx(float(one.routed.balance), rel=1e-6)
+    assert float(two.routed.balance) == pytest.approx(
+        float(one.routed.balance),
+        rel=1e-6,
+    )
     halves = [loss({name: rows[i::2] for name, rows in batch.items()}) for i in (0, 1)]
     alone = sum(float(half.loss) - float(half.nll) for half in halves) / float(one.tokens)
     assert abs(alone - added(one)) > 1e-3, "the microbatches by themselves would give another value"
@@ -132,8 +183,11 @@ def test_losses_of_routers_are_means_over_the_whole_step_and_not_over_its_microb
 
 def test_a_row_of_padding_alone_gives_no_number_that_is_not_finite(params: Any) -> None:
     batch = {"tokens": TOKENS.copy(), "labels": ALL.copy()}
-    batch["tokens"][2:4], batch["labels"][2:4] = 0, -1
-    value_and_grad = jax.jit(jax.value_and_grad(lambda params: MODEL.loss(params, batch, ONE, None, WEIGHTS).loss))
+    batch["tokens"][2:4] = 0
+    batch["labels"][2:4] = -1
+    value_and_grad = jax.jit(
+        jax.value_and_grad(lambda params: MODEL.loss(params, batch, ONE, None, WEIGHTS).loss)
+    )
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(value_and_grad(params)))
 
 
@@ -141,6 +195,8 @@ def test_one_expert_a_token_gives_the_router_a_gradient() -> None:
     """Its weight is its probability: the constant 1 would teach the router nothing."""
     model = Model(replace(CONFIG, experts_per_token=1))
     batch = {"tokens": TOKENS, "labels": ALL}
-    grads = jax.jit(jax.grad(lambda params: model.loss(params, batch, ONE).loss))(model.init(jax.random.key(0)))
+    grads = jax.jit(jax.grad(lambda params: model.loss(params, batch, ONE).loss))(
+        model.init(jax.random.key(0))
+    )
     norms = {name: float(jnp.linalg.norm(grads["blocks"][name])) for name in ("router", "gate")}
     assert norms["router"] > 1e-2 * norms["gate"] > 0

@@ -1,4 +1,6 @@
-"""The pipeline's parts: where layers are stored, slots of buffers, ticks of the compiled program, memory, dropout."""
+"""The pipeline's parts: where layers are stored, slots of buffers, ticks of the compiled program,
+memory, dropout.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums
-from jaxpar.parallel.pipeline import executor, layers_of, microbatches, reorder_layers, schedule, stored_order
+from jaxpar.parallel.pipeline import (
+    executor,
+    layers_of,
+    microbatches,
+    reorder_layers,
+    schedule,
+    stored_order,
+)
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
@@ -32,12 +41,22 @@ from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import param_shapes
 from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
 
-SMALL = {"model.vocab_size": 90, "model.embed": 16, "model.heads": 2, "model.mlp": 24, "model.layers": 4,
-         "data.seq_len": 10, "model.max_seq_len": 16, "train.batch": 16}  # fmt: skip
+SMALL = {
+    "model.vocab_size": 90,
+    "model.embed": 16,
+    "model.heads": 2,
+    "model.mlp": 24,
+    "model.layers": 4,
+    "data.seq_len": 10,
+    "model.max_seq_len": 16,
+    "train.batch": 16,
+}
 
 
 def config_of(**changes: Any) -> Config:
-    return override(Config(), SMALL | {name.replace("__", "."): value for name, value in changes.items()})
+    return override(
+        Config(), SMALL | {name.replace("__", "."): value for name, value in changes.items()}
+    )
 
 
 def plan_of(config: Config) -> Plan:
@@ -76,7 +95,8 @@ def test_orders_lead_from_one_to_another_and_back(library: Any) -> None:
     assert (np.asarray(there)[np.array(uneven) < 0] == 0).all()
     np.testing.assert_array_equal(reorder_layers(there, uneven, None, 7), x)
     np.testing.assert_array_equal(
-        reorder_layers(reorder_layers(there, uneven, virtual, 7), virtual, None, 7), reorder_layers(x, None, None, 7)
+        reorder_layers(reorder_layers(there, uneven, virtual, 7), virtual, None, 7),
+        reorder_layers(x, None, None, 7),
     )
 
 
@@ -85,15 +105,22 @@ def test_orders_lead_from_one_to_another_and_back(library: Any) -> None:
     [
         (4, 8, {}, "model.layers=4 are fewer than 8 stages: try mesh.stage=4"),
         (4, 4, {"virtual": 2}, "fewer than 4 stages x 2 virtual: try pipeline.virtual=1"),
-        (12, 4, {"virtual": 2}, "do not divide model.layers=12: try pipeline.virtual=1, or say that they may differ: "
-         "pipeline.layers=[1, 1, 2, 2, 2, 2, 1, 1]"),
+        (
+            12,
+            4,
+            {"virtual": 2},
+            "do not divide model.layers=12: try pipeline.virtual=1, or say that they may differ: "
+            "pipeline.layers=[1, 1, 2, 2, 2, 2, 1, 1]",
+        ),
         (24, 4, {"virtual": 4}, "try pipeline.virtual=3"),
         (8, 4, {"layers": (2, 2, 4)}, "4 numbers of at least 1 that add up to 8"),
         (8, 4, {"layers": (2, 2, 2, 3)}, "is 4 virtual stages of 9 layers"),
         (8, 4, {"layers": (0, 3, 3, 2)}, "at least 1"),
     ],
-)  # fmt: skip
-def test_layers_that_do_not_fit_are_refused(layers: int, stages: int, pipeline: dict[str, Any], said: str) -> None:
+)
+def test_layers_that_do_not_fit_are_refused(
+    layers: int, stages: int, pipeline: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError) as refused:
         layers_of(layers, stages, Pipeline(**pipeline))
     assert said in str(refused.value)
@@ -123,23 +150,42 @@ def test_stages_that_are_all_devices_count_in_the_microbatches() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"pipeline__microbatches": 3}, "train.batch=16 does not split into pipeline.microbatches=3 of a sequence for "
-         "each of 1 data-parallel shards: try pipeline.microbatches=2, or train.batch=18"),
+        (
+            {"pipeline__microbatches": 3},
+            "train.batch=16 does not split into pipeline.microbatches=3 of a sequence for "
+            "each of 1 data-parallel shards: try pipeline.microbatches=2, or train.batch=18",
+        ),
         ({"pipeline__microbatches": 32}, "try pipeline.microbatches=16, or train.batch=32"),
-        ({"pipeline__microbatches": 16, "mesh__data": 2}, "each of 2 data-parallel shards: try pipeline.micro"),
+        (
+            {"pipeline__microbatches": 16, "mesh__data": 2},
+            "each of 2 data-parallel shards: try pipeline.micro",
+        ),
         ({"pipeline__microbatches": -1}, "pipeline.microbatches=-1 is below 0"),
         ({"mesh__stage": 8}, "model.layers=4 are fewer than 8 stages: try mesh.stage=4"),
-        ({"pipeline__virtual": 2}, "pipeline.schedule 1f1b has one virtual stage a stage, found pipeline.virtual=2: "
-         "try pipeline.schedule=interleaved, or pipeline.virtual=1"),
-        ({"pipeline__virtual": 4, "pipeline__schedule": "looped"}, "fewer than 2 stages x 4 virtual"),
+        (
+            {"pipeline__virtual": 2},
+            "pipeline.schedule 1f1b has one virtual stage a stage, found pipeline.virtual=2: "
+            "try pipeline.schedule=interleaved, or pipeline.virtual=1",
+        ),
+        (
+            {"pipeline__virtual": 4, "pipeline__schedule": "looped"},
+            "fewer than 2 stages x 4 virtual",
+        ),
         ({"rules__batch": ("data", "stage")}, "rules.batch splits over stage"),
         ({"rules__mlp": ("tensor", "stage")}, "rules.mlp splits over stage"),
         ({"rules__layers": ("fsdp",), "mesh__fsdp": 2}, "rules.layers"),
-        ({"model__masks": ("window(9)", "causal"), "pipeline__layers": (1, 3)}, "stages of [1, 3] layers, but "
-         "model.masks has 2 kinds of layers in turn, and each stage begins with the first: try pipeline.layers=[2, 2]"),
-        ({"model__masks": ("window(9)", "causal") * 2}, "begins with the first: try mesh.stage=1 or model.layers=8"),
+        (
+            {"model__masks": ("window(9)", "causal"), "pipeline__layers": (1, 3)},
+            "stages of [1, 3] layers, but "
+            "model.masks has 2 kinds of layers in turn, and each stage begins with the first: "
+            "try pipeline.layers=[2, 2]",
+        ),
+        (
+            {"model__masks": ("window(9)", "causal") * 2},
+            "begins with the first: try mesh.stage=1 or model.layers=8",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_with_what_to_change(changes: dict[str, Any], said: str) -> None:
     config = config_of(**{"mesh__stage": 2} | changes)
     with pytest.raises(UserError) as refused:
@@ -151,27 +197,51 @@ def test_bad_input_is_refused_with_what_to_change(changes: dict[str, Any], said:
 
 
 @pytest.mark.parametrize(
-    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("looped", 3)]
+    ("name", "v"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 1),
+        ("interleaved", 2),
+        ("looped", 3),
+    ],
 )
-@pytest.mark.parametrize(("P", "M"), [(2, 2), (2, 7), (3, 2), (4, 8), (4, 13), (8, 3)])
+@pytest.mark.parametrize(
+    ("P", "M"),
+    [
+        (2, 2),
+        (2, 7),
+        (3, 2),
+        (4, 8),
+        (4, 13),
+        (8, 3),
+    ],
+)
 def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) -> None:
     """The buffers run as the executor runs them, with names in place of arrays."""
     steps = program(schedule(name, P, M, v))
-    empty: dict[str, list[Any]] = {"stash": [None] * steps.stash, "inbox": [None] * steps.inbox}
+    empty: dict[str, list[Any]] = {
+        "stash": [None] * steps.stash,
+        "inbox": [None] * steps.inbox,
+    }
     empty |= {"cotangents": [None] * steps.cotangents}
     buffers = [{name: list(slots) for name, slots in empty.items()} for _ in range(P)]
     leaving: list[Any] = [None] * P
     done: set[Any] = set()
     for segment in steps.segments:
         for r in range(segment.rounds):
-            before, entering = list(leaving), []
+            before = list(leaving)
+            entering = []
             for kind, rows in segment.ticks.items():
                 sent = [None] * P
                 for s in range(P if kind == "backward" else 0):
                     buffers[s]["cotangents"][rows.arrives[r, s]] = before[(s + 1) % P]
                 for s in range(P):
                     row = {field: getattr(rows, field)[r, s] for field in rows._fields[:-3]}
-                    unit = (int(row["microbatch"]), int(row["chunk"]) * P + s) if row["on"] else None
+                    if row["on"]:
+                        unit = (int(row["microbatch"]), int(row["chunk"]) * P + s)
+                    else:
+                        unit = None
                     mine = buffers[s]
                     if kind == "forward":
                         if unit and unit[1]:
@@ -190,7 +260,8 @@ def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) ->
                         assert bool(row["ends"]) == (unit[1] == 0)
                         leaving[s] = ("cotangent", (unit[0], unit[1] - 1))
                         done.add((kind, unit))
-                entering = sent if kind == "forward" else entering
+                if kind == "forward":
+                    entering = sent
             for s in range(P if "forward" in segment.ticks else 0):
                 buffers[s]["inbox"][segment.ticks["forward"].arrives[r, s]] = entering[s - 1]
     assert done == {("backward", (i, k)) for i in range(M) for k in range(P * v)}
@@ -212,11 +283,16 @@ def test_what_depends_on_the_last_argument_is_kept_and_the_rest_computed_again()
         doubled = 2 * w
         return [w, doubled, x, jnp.sin(x), doubled + x, x]
 
-    w, x = jnp.arange(3.0), jnp.arange(3.0) + 7
+    w = jnp.arange(3.0)
+    x = jnp.arange(3.0) + 7
     found = choose_residuals(function, w, x)
     assert found.places == (2, 3, 4)
     arrays = [function(w, x)[at] for at in found.places]
-    for got, want in zip(found.restore(arrays, w), function(w, x), strict=True):
+    for got, want in zip(
+        found.restore(arrays, w),
+        function(w, x),
+        strict=True,
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -230,7 +306,11 @@ class Waves:
 
     @property
     def axes(self) -> Any:
-        return {"embed": (None, "embed"), "blocks": ("layers", "embed"), "head": (None, "embed")}
+        return {
+            "embed": (None, "embed"),
+            "blocks": ("layers", "embed"),
+            "head": (None, "embed"),
+        }
 
     def trained(self, tree: Any) -> Any:
         return tree
@@ -238,25 +318,65 @@ class Waves:
     def with_text(self, batch: Any) -> Any:
         return batch
 
-    def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Any:
+    def embed(
+        self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None
+    ) -> Any:
         return tokens_BS[..., None] * params["embed"] + jax.random.uniform(key)
 
-    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any, kind: int = 0) -> Any:
+    def layer(
+        self,
+        layer: Any,
+        xs: Any,
+        places: Any,
+        plan: Plan,
+        key: Any,
+        kind: int = 0,
+    ) -> Any:
         return tuple(jnp.sin(layer * x) + jax.random.uniform(key) for x in xs), None
 
-    def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: Any) -> LossSums:
+    def score(
+        self,
+        params: Any,
+        x_BSD: Any,
+        labels_BS: Any,
+        plan: Plan,
+        weights: Any,
+    ) -> LossSums:
         loss = jnp.sum(jnp.square(x_BSD * params["head"]) * jnp.maximum(labels_BS, 0)[..., None])
-        return LossSums(loss, jax.lax.stop_gradient(loss), jnp.sum(labels_BS >= 0, dtype=jnp.float32))
+        return LossSums(
+            loss,
+            jax.lax.stop_gradient(loss),
+            jnp.sum(
+                labels_BS >= 0,
+                dtype=jnp.float32,
+            ),
+        )
 
 
 def waves(**how: Any) -> tuple[Any, Any]:
-    """Gradients of three microbatches on two stages of two layers each, and their arguments: parameters, a batch, a
-    key."""
+    """Gradients of three microbatches on two stages of two layers each, and their arguments:
+    parameters, a batch, a key."""
     pipeline = Pipeline("1f1b", 3, stash="stage")
-    plan = Plan(make_mesh(MeshSpec(stage=2), jax.devices()[:2]), pipeline=pipeline, remat="full", **how)
-    blocks = jnp.array([[0.5, 0.7], [1.1, 0.3], [0.9, 1.3], [0.4, 0.8]])
-    params = {"embed": jnp.array([[0.2, 0.3]]), "blocks": blocks, "head": jnp.array([[1.5, 0.6]])}
-    batch = {"tokens": jnp.arange(12).reshape(6, 2), "labels": 1 + jnp.arange(12).reshape(6, 2) % 5}
+    plan = Plan(
+        make_mesh(MeshSpec(stage=2), jax.devices()[:2]), pipeline=pipeline, remat="full", **how
+    )
+    blocks = jnp.array(
+        [
+            [0.5, 0.7],
+            [1.1, 0.3],
+            [0.9, 1.3],
+            [0.4, 0.8],
+        ]
+    )
+    params = {
+        "embed": jnp.array([[0.2, 0.3]]),
+        "blocks": blocks,
+        "head": jnp.array([[1.5, 0.6]]),
+    }
+    batch = {
+        "tokens": jnp.arange(12).reshape(6, 2),
+        "labels": 1 + jnp.arange(12).reshape(6, 2) % 5,
+    }
 
     def run(params: Any, batch: Any, key: Any) -> Any:
         return executor.gradients(Waves(), params, batch, plan, key, LIKELIHOOD)
@@ -266,29 +386,58 @@ def waves(**how: Any) -> tuple[Any, Any]:
 
 def one_after_another(params: Any, batch: Any, key: Any) -> Any:
     """The loss of the microbatches in turn, with keys as `Model` splits them."""
-    model, total, plan = Waves(), 0.0, Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    model = Waves()
+    total = 0.0
+    plan = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
     for i in range(3):
         embed_key, blocks_key = jax.random.split(jax.random.fold_in(key, i))
-        x = model.embed(params, batch["tokens"][i::3], None, plan, embed_key)
-        for layer, layer_key in zip(params["blocks"], jax.random.split(blocks_key, 4), strict=True):
-            ((x,), _) = model.layer(layer, (x,), (), plan, layer_key)
+        x = model.embed(
+            params,
+            batch["tokens"][i::3],
+            None,
+            plan,
+            embed_key,
+        )
+        for layer, layer_key in zip(
+            params["blocks"],
+            jax.random.split(blocks_key, 4),
+            strict=True,
+        ):
+            ((x,), _) = model.layer(
+                layer,
+                (x,),
+                (),
+                plan,
+                layer_key,
+            )
         total += model.score(params, x, batch["labels"][i::3], plan, LIKELIHOOD).loss
     return total
 
 
 def test_keys_and_layers_of_a_stage_are_those_of_microbatches_one_after_another() -> None:
-    """A stage keeps its input alone and has two layers, each with a key of its own in each microbatch."""
+    """A stage keeps its input alone and has two layers, each with a key of its own in each
+    microbatch.
+    """
     run, args = waves()
     sums, found = jax.jit(run)(*args)
     loss, want = jax.jit(jax.value_and_grad(one_after_another))(*args)
-    np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)  # float32 sums in another order, as the gradients are
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, want)
+    # float32 sums in another order, as the gradients are
+    np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        found,
+        want,
+    )
 
 
 def test_gradients_are_summed_over_stages_in_float32() -> None:
     """Whatever the dtype of their sums over microbatches; only traced."""
     run, args = waves(gradients="bfloat16", compute="bfloat16")
-    sums = [eqn for eqn in equations(jax.make_jaxpr(run)(*args).jaxpr) if eqn.primitive.name.startswith("psum")]
+    sums = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(run)(*args).jaxpr)
+        if eqn.primitive.name.startswith("psum")
+    ]
     assert len(sums) >= 4  # the loss's, and both ends
     assert {str(var.aval.dtype) for eqn in sums for var in eqn.invars} == {"float32"}
 
@@ -297,7 +446,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a program, those of loops and branches too."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
@@ -308,10 +459,15 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     """Loss sums and gradients in the model's own order of layers."""
-    plan, model = plan_of(config), Model(config.model)
-    order, L = stored_order(plan, config.model.layers), config.model.layers
+    plan = plan_of(config)
+    model = Model(config.model)
+    order = stored_order(plan, config.model.layers)
+    L = config.model.layers
     params = random_params(model)
-    params["blocks"] = jax.tree.map(lambda x: reorder_layers(x, None, order, L), params["blocks"])
+    params["blocks"] = jax.tree.map(
+        lambda x: reorder_layers(x, None, order, L),
+        params["blocks"],
+    )
     places = plan.sharding(model.axes, param_shapes(model, plan))
 
     def run(params: Any, batch: Any) -> Any:
@@ -319,9 +475,16 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
         return step.gradients(model, params, batch, plan, key, config.train.accumulation, weights)
 
     tokens = plan.sharding(TOKENS)
-    jitted = jax.jit(run, in_shardings=(places, tokens), out_shardings=(replicated_sharding(plan), places))
-    sums, grads = jax.device_get(jitted(jax.device_put(params, places), jax.device_put(random_batch(config), tokens)))
-    grads["blocks"] = jax.tree.map(lambda x: reorder_layers(x, order, None, L), grads["blocks"])
+    jitted = jax.jit(
+        run, in_shardings=(places, tokens), out_shardings=(replicated_sharding(plan), places)
+    )
+    sums, grads = jax.device_get(
+        jitted(jax.device_put(params, places), jax.device_put(random_batch(config), tokens))
+    )
+    grads["blocks"] = jax.tree.map(
+        lambda x: reorder_layers(x, order, None, L),
+        grads["blocks"],
+    )
     return sums, grads
 
 
@@ -331,7 +494,10 @@ DROPPING = config_of(model__dropout=0.3)
 @functools.cache
 def accumulated() -> tuple[Any, Any]:
     """What eight microbatches after another drop; that they drop at all."""
-    want, grads = gradients(override(DROPPING, {"train.accumulation": 8}), jax.random.key(3))
+    want, grads = gradients(
+        override(DROPPING, {"train.accumulation": 8}),
+        jax.random.key(3),
+    )
     assert abs(gradients(DROPPING)[0].loss - want.loss) > 1.0
     return want, grads
 
@@ -339,26 +505,46 @@ def accumulated() -> tuple[Any, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "policy"),
-    [("interleaved", "full"), ("1f1b", "none"), pytest.param("1f1b", "full", marks=pytest.mark.long)],
+    [
+        ("interleaved", "full"),
+        ("1f1b", "none"),
+        pytest.param("1f1b", "full", marks=pytest.mark.long),
+    ],
 )
 def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
-    """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation drops."""
+    """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation
+    drops.
+    """
     dropping = override(DROPPING, {"memory.policy": policy})
     want, want_grads = accumulated()
-    piped = {"mesh.stage": 2, "pipeline.microbatches": 8, "pipeline.schedule": schedule,
-             "pipeline.virtual": 2 if schedule == "interleaved" else 1}  # fmt: skip
+    piped = {
+        "mesh.stage": 2,
+        "pipeline.microbatches": 8,
+        "pipeline.schedule": schedule,
+        "pipeline.virtual": 2 if schedule == "interleaved" else 1,
+    }
     got, grads = gradients(override(dropping, piped), jax.random.key(3))
     np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
-    # Float32 sums in another order; a gradient that is zero by mathematics is rounding of the others' size.
+    # Float32 sums in another order; a gradient that is zero by mathematics is rounding of the
+    # others' size.
     floor = 0.1 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(want_grads))
-    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(grads),
+        jax.tree.leaves(want_grads),
+        strict=True,
+    ):
         scale = max(np.abs(other).max(), floor)
         np.testing.assert_allclose(one / scale, other / scale, atol=1e-5)
 
 
 def compiled(config: Config) -> Any:
-    plan, model = plan_of(config), Model(config.model)
-    return step.make_train_step(model, config, plan).lower(*step.step_shapes(model, config, plan)).compile()
+    plan = plan_of(config)
+    model = Model(config.model)
+    return (
+        step.make_train_step(model, config, plan)
+        .lower(*step.step_shapes(model, config, plan))
+        .compile()
+    )
 
 
 def loops(nodes: Any) -> list[int]:
@@ -374,17 +560,25 @@ def loops(nodes: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "v"),
     [
-        ("1f1b", 1), pytest.param("interleaved", 2, marks=pytest.mark.slow),
+        ("1f1b", 1),
+        pytest.param("interleaved", 2, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpipe", 1), ("looped", 2))),
     ],
-)  # fmt: skip
+)
 def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) -> None:
     config = config_of(
-        mesh__stage=4, pipeline__microbatches=16, pipeline__schedule=name, pipeline__virtual=v, model__layers=16
+        mesh__stage=4,
+        pipeline__microbatches=16,
+        pipeline__schedule=name,
+        pipeline__virtual=v,
+        model__layers=16,
     )
     text = compiled(config).as_text()
     want = [segment.rounds for segment in program(schedule(name, 4, 16, v)).segments]
-    ticks = sum(segment.rounds * len(segment.ticks) for segment in program(schedule(name, 4, 16, v)).segments)
+    ticks = sum(
+        segment.rounds * len(segment.ticks)
+        for segment in program(schedule(name, 4, 16, v)).segments
+    )
     assert ticks == len(schedule(name, 4, 16, v).ticks)
     assert sorted(loops(read_program(text).nodes)) == sorted(want)
 
@@ -392,21 +586,35 @@ def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) 
 @pytest.mark.parametrize(
     ("name", "v", "policy"),
     [
-        ("1f1b", 1, "full"), ("gpipe", 1, "none"), ("interleaved", 2, "none"),
-        *(pytest.param(*case, marks=pytest.mark.long)
-          for case in (("1f1b", 1, "none"), ("gpipe", 1, "full"), ("interleaved", 2, "full"))),
+        ("1f1b", 1, "full"),
+        ("gpipe", 1, "none"),
+        ("interleaved", 2, "none"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("1f1b", 1, "none"), ("gpipe", 1, "full"), ("interleaved", 2, "full"))
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.slow
-def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name: Any, v: int, policy: str) -> None:
+def test_memory_does_not_grow_with_microbatches_but_for_gpipe(
+    name: Any, v: int, policy: str
+) -> None:
     def temporaries(M: int) -> int:
         config = config_of(
-            mesh__stage=4, pipeline__microbatches=M, pipeline__schedule=name, pipeline__virtual=v, model__layers=8,
-            train__batch=M, data__seq_len=64, model__max_seq_len=64, memory__policy=policy,
-        )  # fmt: skip
+            mesh__stage=4,
+            pipeline__microbatches=M,
+            pipeline__schedule=name,
+            pipeline__virtual=v,
+            model__layers=8,
+            train__batch=M,
+            data__seq_len=64,
+            model__max_seq_len=64,
+            memory__policy=policy,
+        )
         return compiled(config).memory_analysis().temp_size_in_bytes
 
-    few, many = temporaries(8), temporaries(32)
+    few = temporaries(8)
+    many = temporaries(32)
     activation = 4 * 64 * 16
     tokens = 4 * 64 * 24 * 4  # ids, positions and labels of 24 more microbatches
     if name == "gpipe":
@@ -420,20 +628,38 @@ def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name: Any, v: int,
 
 def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
     config = config_of(mesh__stage=4, pipeline__microbatches=8)
-    batch, sums = random_batch(config), {}
+    batch = random_batch(config)
+    sums = {}
     for stages in (1, 4):
         one = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=stages))
-        plan, model = plan_of(one), Model(one.model)
-        params = jax.device_put(random_params(model), plan.sharding(model.axes, model.shapes()))
-        sums[stages] = step.make_eval_step(model, plan)(params, jax.device_put(batch, plan.sharding(TOKENS)))
+        plan = plan_of(one)
+        model = Model(one.model)
+        params = jax.device_put(
+            random_params(model),
+            plan.sharding(model.axes, model.shapes()),
+        )
+        sums[stages] = step.make_eval_step(model, plan)(
+            params, jax.device_put(batch, plan.sharding(TOKENS))
+        )
     np.testing.assert_allclose(sums[4], sums[1], rtol=1e-6)
 
 
-def test_an_evaluation_of_many_microbatches_keeps_few_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all microbatches of a chunk before the next chunk, as many activations would wait as there are of them."""
-    config = config_of(mesh__stage=2, pipeline__microbatches=16, pipeline__schedule="interleaved", pipeline__virtual=2,
-                       model__layers=4)  # fmt: skip
-    plan, model, programs = plan_of(config), Model(config.model), []
+def test_an_evaluation_of_many_microbatches_keeps_few_activations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all microbatches of a chunk before the next chunk, as many activations would wait as
+    there are of them.
+    """
+    config = config_of(
+        mesh__stage=2,
+        pipeline__microbatches=16,
+        pipeline__schedule="interleaved",
+        pipeline__virtual=2,
+        model__layers=4,
+    )
+    plan = plan_of(config)
+    model = Model(config.model)
+    programs = []
 
     def note(*args: Any, **options: Any) -> Any:
         programs.append(program(*args, **options))
@@ -441,7 +667,9 @@ def test_an_evaluation_of_many_microbatches_keeps_few_activations(monkeypatch: p
 
     monkeypatch.setattr(executor, "program", note)
     state, batch = step.step_shapes(model, config, plan)
-    jax.eval_shape(lambda params, batch: executor.loss(model, params, batch, plan), state.params, batch)
+    jax.eval_shape(
+        lambda params, batch: executor.loss(model, params, batch, plan), state.params, batch
+    )
     (made,) = programs
     assert made.inbox <= 2 * 2
     assert sum(segment.rounds for segment in made.segments) == 2 * 16 + 1, "and it waits no longer"
@@ -449,33 +677,60 @@ def test_an_evaluation_of_many_microbatches_keeps_few_activations(monkeypatch: p
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
-    """Layers are stored in another order and with gaps; the losses go on as if nothing had happened."""
+    """Layers are stored in another order and with gaps; the losses go on as if nothing had
+    happened.
+    """
     from jaxpar.launch.local import train_config as train
     from jaxpar.train.metrics import read_metrics
 
     text = tmp_path / "text.txt"
     text.write_text("in the beginning was the word, and the word was with code. " * 60)
-    base = {"data.source": "text", "data.path": str(text), "train.steps": 8, "train.warmup_steps": 2,
-            "checkpoint.every": 2, "metrics.log_every": 1, "train.eval_every": 4, "model.vocab_size": 256,
-            "model.layers": 5, "mesh.platform": "cpu", "train.batch": 8, "model.max_seq_len": 16}  # fmt: skip
-    virtual = {"mesh.stage": 2, "pipeline.schedule": "interleaved", "pipeline.virtual": 2,
-               "pipeline.layers": (1, 2, 1, 1), "mesh.data": 4}  # fmt: skip
+    base = {
+        "data.source": "text",
+        "data.path": str(text),
+        "train.steps": 8,
+        "train.warmup_steps": 2,
+        "checkpoint.every": 2,
+        "metrics.log_every": 1,
+        "train.eval_every": 4,
+        "model.vocab_size": 256,
+        "model.layers": 5,
+        "mesh.platform": "cpu",
+        "train.batch": 8,
+        "model.max_seq_len": 16,
+    }
+    virtual = {
+        "mesh.stage": 2,
+        "pipeline.schedule": "interleaved",
+        "pipeline.virtual": 2,
+        "pipeline.layers": (1, 2, 1, 1),
+        "mesh.data": 4,
+    }
     uneven = {"mesh.stage": 4, "mesh.data": 2}
-    layouts = [({"mesh.data": 8}, 2), (virtual, 4), (uneven, 6), ({"mesh.data": 8}, 8)]
+    layouts = [
+        ({"mesh.data": 8}, 2),
+        (virtual, 4),
+        (uneven, 6),
+        ({"mesh.data": 8}, 8),
+    ]
     for layout, stop in layouts:
         train(override(config_of(), base | layout | {"train.stop_at": stop}), tmp_path / "moved")
     train(override(config_of(), base | {"mesh.data": 8}), tmp_path / "still")
     moved, still = (
-        [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("moved", "still")
+        [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row]
+        for name in ("moved", "still")
     )
     np.testing.assert_allclose(moved, still, rtol=2e-5)
 
 
 def test_sums_in_bfloat16_take_gradients_in_float32() -> None:
     config = config_of(mesh__stage=2, pipeline__microbatches=2, precision__gradients="bfloat16")
-    plan, model = plan_of(config), Model(config.model)
+    plan = plan_of(config)
+    model = Model(config.model)
     traced = step.make_train_step(model, config, plan).trace(*step.step_shapes(model, config, plan))
-    assert {leaf.dtype for leaf in jax.tree.leaves(traced.out_info[0].params)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(traced.out_info[0].params)} == {
+        jnp.dtype("float32")
+    }
 
 
 # Notes.
@@ -487,15 +742,26 @@ def notes_of(config: Config) -> list[str]:
 
 def test_the_log_has_the_schedule_in_figures() -> None:
     (line,) = notes_of(config_of(mesh__stage=4, pipeline__microbatches=16))
-    assert line == "pipeline: 1f1b, 4 stages, 16 microbatches: 38 ticks, idle 16 %, a stage keeps 7 inputs at most"
+    assert line == (
+        "pipeline: 1f1b, 4 stages, 16 microbatches: 38 ticks, idle 16 %, a stage keeps 7 "
+        "inputs at most"
+    )
     assert notes_of(config_of()) == []
 
 
 def test_a_long_bubble_is_explained() -> None:
     _, said = notes_of(config_of(mesh__stage=4, pipeline__microbatches=4))
-    assert said.startswith("a pipeline of 4 with 4 microbatches idles 43 %; with 16 it would 16 %: try")
+    assert said.startswith(
+        "a pipeline of 4 with 4 microbatches idles 43 %; with 16 it would 16 %: try"
+    )
     assert said.endswith("or mesh.fsdp in place of mesh.stage if the model fits so")
     uneven = notes_of(config_of(mesh__stage=4, model__layers=6))
-    assert "virtual stages have 1, 2, 2, 1 layers: each tick lasts as long as the largest, 2, on all of them" in uneven
+    assert (
+        "virtual stages have 1, 2, 2, 1 layers: each tick lasts as long as the largest, 2, on "
+        "all of them" in uneven
+    )
     twice = notes_of(config_of(mesh__stage=2, train__accumulation=2))
-    assert "the pipeline fills and drains 2 times a step: train.accumulation 1 and pipeline.microbatches=16" in twice[1]
+    assert (
+        "the pipeline fills and drains 2 times a step: train.accumulation 1 and "
+        "pipeline.microbatches=16" in twice[1]
+    )

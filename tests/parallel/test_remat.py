@@ -25,18 +25,30 @@ POLICIES = [name for name in PRESETS if name != "none"]
 
 
 def kept_by(config: Config) -> tuple[list[Any], list[Any]]:
-    """What one block's forward leaves for its backward: abstract arrays on the device, and in host memory."""
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes()["blocks"])
-    x = jax.ShapeDtypeStruct((2, config.data.seq_len, config.model.embed), jnp.float32)
+    """What one block's forward leaves for its backward: abstract arrays on the device, and in host
+    memory.
+    """
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
+    layer = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes()["blocks"]
+    )
+    x = jax.ShapeDtypeStruct(
+        (2, config.data.seq_len, config.model.embed),
+        jnp.float32,
+    )
     positions = jnp.arange(config.data.seq_len)[None].repeat(2, 0)
 
     def leaves(layer: Any, x: Any) -> list[Any]:
-        run = remat(lambda layer, x: model.layer(layer, (x,), [Places(positions)], plan, None)[0][0], plan)
+        run = remat(
+            lambda layer, x: model.layer(layer, (x,), [Places(positions)], plan, None)[0][0], plan
+        )
         return jax.tree.leaves(jax.vjp(run, layer, x)[1])
 
     shapes = choose_residuals(leaves, layer, x).shapes
-    host = [shape for shape in shapes if getattr(shape, "memory_space", None) == jax.memory.Space.Host]
+    host = [
+        shape for shape in shapes if getattr(shape, "memory_space", None) == jax.memory.Space.Host
+    ]
     return [shape for shape in shapes if shape not in host], host
 
 
@@ -57,9 +69,19 @@ def test_a_block_keeps_what_its_policy_names(family, policy):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_what_is_offloaded_is_in_host_memory_and_nowhere_else(family):
-    names = {"memory.keep.block_input": "offload", "memory.keep.attention_out": "offload", "memory.keep.up": "save"}
+    names = {
+        "memory.keep.block_input": "offload",
+        "memory.keep.attention_out": "offload",
+        "memory.keep.up": "save",
+    }
     config = override(config_of(family, "full"), {"train.batch": 2} | names)
-    listed = {one.name: one.bytes for one in activations(config, make_plan(config, jax.devices()[:1]))}
+    listed = {
+        one.name: one.bytes
+        for one in activations(
+            config,
+            make_plan(config, jax.devices()[:1]),
+        )
+    }
     on_device, host = kept_by(config)
     assert size_of(host) == listed["block_input"] + listed["attention_out"]
     assert size_of(on_device) == listed["up"]
@@ -75,7 +97,11 @@ def test_policies_differ_and_name_what_there_is():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gpt2", {"memory.keep.gate": "save"}, "gpt2 .* has no activation of that name: it has block_input"),
+        (
+            "gpt2",
+            {"memory.keep.gate": "save"},
+            "gpt2 .* has no activation of that name: it has block_input",
+        ),
         ("llama", {"memory.keep.expert_out": "offload"}, "has no activation of that name"),
         ("llama", {"memory.keep.block_input": "recompute"}, "save or offload it"),
     ],

@@ -1,7 +1,8 @@
 """Column and row linears in every form: the answer, and exactly the hops that the ring needs.
 
-Tolerance: sums of at most a few hundred float32 terms of size one, in another order: 1e-5 of the largest entry, as in
-test_parallel. In bfloat16 a sum is rounded once a hop, at most eight times by half an ulp (2^-9): 2^-6 of it.
+Tolerance: sums of at most a few hundred float32 terms of size one, in another order: 1e-5 of the
+largest entry, as in test_parallel. In bfloat16 a sum is rounded once a hop, at most eight times by
+half an ulp (2^-9): 2^-6 of it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,20 @@ from jaxpar.rehearse.requested_collectives import requested_collectives
 pytestmark = pytest.mark.quick
 
 FORMS = ("ring", "bidirectional")
-B, D, H, K, h = 4, 12, 8, 8, 3
+B = 4
+D = 12
+H = 8
+K = 8
+h = 3
 
 
 def plan_on(overlap: Overlap, rules: ShardingRules | None = None, **mesh: int) -> Plan:
     spec = MeshSpec(**mesh)
-    return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), rules or ShardingRules(), overlap=overlap)
+    return Plan(
+        make_mesh(spec, jax.devices()[: devices_needed(spec)]),
+        rules or ShardingRules(),
+        overlap=overlap,
+    )
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
@@ -41,11 +50,30 @@ def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def pair(plan: Plan, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+def pair(
+    plan: Plan,
+    x: jax.Array,
+    *weights: jax.Array,
+) -> tuple[jax.Array, ...]:
     """A column linear of three weights, and a row linear of what it gives."""
     q, k, up, out = weights
-    ys = Ops(plan).column_linear(x, (q, k, up), (("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)))
-    return (*ys, Ops(plan).row_linear(jnp.tanh(ys[0]) * ys[1], out, ("heads", "head_dim")))
+    ys = Ops(plan).column_linear(
+        x,
+        (q, k, up),
+        (
+            ("heads", "head_dim"),
+            ("kv_heads", "head_dim"),
+            ("mlp",),
+        ),
+    )
+    return (
+        *ys,
+        Ops(plan).row_linear(
+            jnp.tanh(ys[0]) * ys[1],
+            out,
+            ("heads", "head_dim"),
+        ),
+    )
 
 
 def values_and_gradients(plan: Plan, args: list[jax.Array]) -> Any:
@@ -58,16 +86,29 @@ def values_and_gradients(plan: Plan, args: list[jax.Array]) -> Any:
 
 @functools.cache
 def expected(rows: int, compute: str = "float32") -> Any:
-    return values_and_gradients(Plan(make_mesh(MeshSpec(), jax.devices()[:1]), compute=compute), given(rows))  # pyright: ignore[reportArgumentType]
+    return values_and_gradients(
+        Plan(make_mesh(MeshSpec(), jax.devices()[:1]), compute=compute), given(rows)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def given(rows: int) -> list[jax.Array]:
-    return arrays((B, rows, D), (D, H, h), (D, K, h), (D, 40), (H, h, D))
+    return arrays(
+        (B, rows, D),
+        (D, H, h),
+        (D, K, h),
+        (D, 40),
+        (H, h, D),
+    )
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    for a, b in zip(
+        jax.tree.leaves(found),
+        jax.tree.leaves(wanted),
+        strict=True,
+    ):
+        a = np.asarray(a, np.float32)
+        b = np.asarray(b, np.float32)
         assert a.shape == b.shape
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
@@ -89,22 +130,48 @@ def test_rings_give_the_answer_of_one_device(form, rows, mesh):
     assert_close(found, expected(rows), 1e-5)
 
 
-@pytest.mark.parametrize("overlap", [Overlap("ring", "xla"), Overlap("xla", "bidirectional")], ids=str)
+@pytest.mark.parametrize(
+    "overlap", [Overlap("ring", "xla"), Overlap("xla", "bidirectional")], ids=str
+)
 def test_gathers_and_scatters_may_differ(overlap):
-    assert_close(values_and_gradients(plan_on(overlap, fsdp=2, tensor=4), given(24)), expected(24), 1e-5)
+    assert_close(
+        values_and_gradients(plan_on(overlap, fsdp=2, tensor=4), given(24)), expected(24), 1e-5
+    )
 
 
 def test_each_site_may_have_a_form_of_its_own():
-    """Of the four linears only the one after the MLP scatters in a ring: so many hops forward, none back."""
-    plan = plan_on(Overlap("xla", "ring", heads_scatter="xla", mlp_gather="bidirectional"), tensor=4)
-    assert [plan.overlap.form(move, site) for site in ("heads", "mlp", "vocab") for move in ("gather", "scatter")] == [
-        "xla", "xla", "bidirectional", "ring", "xla", "ring"
-    ]  # fmt: skip
-    x, up, down, q = arrays((B, 24, D), (D, 40), (40, D), (D, H, h))
-    for out, args, hops in ((("mlp",), (up, down), 3 + 2 * 3), (("heads", "head_dim"), (q, jnp.moveaxis(q, 0, 2)), 0)):
+    """Of the four linears only the one after the MLP scatters in a ring: so many hops forward, none
+    back.
+    """
+    plan = plan_on(
+        Overlap("xla", "ring", heads_scatter="xla", mlp_gather="bidirectional"), tensor=4
+    )
+    assert [
+        plan.overlap.form(move, site)
+        for site in ("heads", "mlp", "vocab")
+        for move in ("gather", "scatter")
+    ] == ["xla", "xla", "bidirectional", "ring", "xla", "ring"]
+    x, up, down, q = arrays(
+        (B, 24, D),
+        (D, 40),
+        (40, D),
+        (D, H, h),
+    )
+    for out, args, hops in (
+        (("mlp",), (up, down), 3 + 2 * 3),
+        (
+            ("heads", "head_dim"),
+            (q, jnp.moveaxis(q, 0, 2)),
+            0,
+        ),
+    ):
 
         def both(x, w, back, out=out):
-            return Ops(plan).row_linear(Ops(plan).column_linear(x, (w,), (out,))[0], back, out)
+            return Ops(plan).row_linear(
+                Ops(plan).column_linear(x, (w,), (out,))[0],
+                back,
+                out,
+            )
 
         kinds, _ = sent(plan, both, x, *args)
         assert kinds["ppermute"] == hops
@@ -114,15 +181,30 @@ def test_each_site_may_have_a_form_of_its_own():
 def test_a_form_that_nobody_chose_is_refused():
     x, up = arrays((B, 24, D), (D, 40))
     with pytest.raises(UserError, match=r"overlap\.gather is auto.* try overlap\.gather=xla"):
-        Ops(plan_on(Overlap("auto"), tensor=2)).column_linear(x, (up,), (("mlp",),))
+        Ops(plan_on(Overlap("auto"), tensor=2)).column_linear(
+            x,
+            (up,),
+            (("mlp",),),
+        )
 
 
 def through_column(plan: Plan, axis: Any) -> Any:
-    """Value and gradients of a product of two outputs of a column linear, the second's heads along `axis`."""
+    """Value and gradients of a product of two outputs of a column linear, the second's heads along
+    `axis`.
+    """
 
     def loss(args: list[jax.Array]) -> jax.Array:
-        q, k = Ops(plan).column_linear(args[0], args[1:], (("heads", "head_dim"), (axis, "head_dim")))
-        return jnp.sum(jnp.sin(q) * jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
+        q, k = Ops(plan).column_linear(
+            args[0], args[1:], (("heads", "head_dim"), (axis, "head_dim"))
+        )
+        return jnp.sum(
+            jnp.sin(q)
+            * jnp.repeat(
+                k,
+                q.shape[2] // k.shape[2],
+                axis=2,
+            )
+        )
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -131,15 +213,22 @@ ONE = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
 
 
 def test_outputs_that_are_not_split_have_no_sum_to_scatter():
-    plan, args = plan_on(Overlap("bidirectional", "bidirectional"), tensor=8), given(24)[:3]
+    plan = plan_on(Overlap("bidirectional", "bidirectional"), tensor=8)
+    args = given(24)[:3]
     assert_close(through_column(plan, None)(args), through_column(ONE, None)(args), 1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_kv_heads_that_are_copied_take_the_same_ring(form):
-    args = arrays((B, 24, D), (D, H, h), (D, 2, h))
+    args = arrays(
+        (B, 24, D),
+        (D, H, h),
+        (D, 2, h),
+    )
     plan = plan_on(Overlap(form, form), ShardingRules(kv_heads=()), tensor=8)
-    assert_close(through_column(plan, "kv_heads")(args), through_column(ONE, "kv_heads")(args), 1e-5)
+    assert_close(
+        through_column(plan, "kv_heads")(args), through_column(ONE, "kv_heads")(args), 1e-5
+    )
     kinds = Counter[str]()
     for row in requested_collectives(through_column(plan, "kv_heads").trace(args).jaxpr, plan.mesh):
         kinds[row.kind] += row.count
@@ -157,14 +246,25 @@ def test_a_residual_stream_that_is_whole_needs_no_ring():
 def test_bfloat16_is_rounded_once_a_hop(form):
     plan = plan_on(Overlap(form, form), tensor=8)
     plan = Plan(plan.mesh, compute="bfloat16", overlap=plan.overlap)
-    found, wanted = (values_and_gradients(p, given(24))[0][1] for p in (plan, Plan(plan.mesh, compute="bfloat16")))
+    found, wanted = (
+        values_and_gradients(p, given(24))[0][1]
+        for p in (plan, Plan(plan.mesh, compute="bfloat16"))
+    )
     assert_close(found, wanted, 2**-6)
 
 
 def test_logits_take_a_ring_too():
-    plan, one = plan_on(Overlap("ring", "ring"), tensor=4), Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    plan = plan_on(Overlap("ring", "ring"), tensor=4)
+    one = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
     x, table = arrays((B, 12, D), (56, D))
-    assert_close(jax.jit(lambda x, w: Ops(plan).logits(x, w, 50))(x, table), Ops(one).logits(x, table, 50), 1e-5)
+    assert_close(
+        jax.jit(lambda x, w: Ops(plan).logits(x, w, 50))(
+            x,
+            table,
+        ),
+        Ops(one).logits(x, table, 50),
+        1e-5,
+    )
 
 
 # What gives way is said.
@@ -176,17 +276,42 @@ def test_logits_take_a_ring_too():
         (Overlap("ring", "bidirectional"), {}, {"tensor": 4}, []),
         (Overlap(), {}, {"data": 2}, []),
         (Overlap("ring", "ring"), {}, {"fsdp": 2}, ["overlap.gather and overlap.scatter: no ring"]),
-        (Overlap("xla", "ring"), {"mlp": ("context", "tensor")}, {"context": 2, "tensor": 2},
-         ["overlap.scatter: sums over context x tensor (rules.mlp) take a collective, the ring is tensor"]),
-        (Overlap("ring", "ring"), {"kv_heads": ()}, {"tensor": 8}, []),
-        (Overlap("xla", "ring"), {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)}, {"tensor": 4},
-         ["overlap.scatter: no ring at attention, whose sequence is split over tensor (rules.attention_seq)"]),
-        (Overlap("ring", "xla"), {"residual_seq": ("expert", "tensor"), "attention_seq": ("expert",)},
-         {"expert": 2, "tensor": 4},
-         ["overlap.gather: the ring is tensor at attention, whose sequence is split over expert"]),
+        (
+            Overlap("xla", "ring"),
+            {"mlp": ("context", "tensor")},
+            {"context": 2, "tensor": 2},
+            [
+                "overlap.scatter: sums over context x tensor (rules.mlp) take a collective, the "
+                "ring is tensor"
+            ],
+        ),
+        (
+            Overlap("ring", "ring"),
+            {"kv_heads": ()},
+            {"tensor": 8},
+            [],
+        ),
+        (
+            Overlap("xla", "ring"),
+            {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
+            {"tensor": 4},
+            [
+                "overlap.scatter: no ring at attention, whose sequence is split over tensor "
+                "(rules.attention_seq)"
+            ],
+        ),
+        (
+            Overlap("ring", "xla"),
+            {"residual_seq": ("expert", "tensor"), "attention_seq": ("expert",)},
+            {"expert": 2, "tensor": 4},
+            [
+                "overlap.gather: the ring is tensor at attention, whose sequence is split over "
+                "expert"
+            ],
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_ring_that_gives_way_says_so(overlap, rules, mesh, notes):
     found = overlap_notes(plan_on(overlap, ShardingRules(**rules), **mesh))
     assert len(found) == len(notes)
@@ -199,13 +324,24 @@ def test_a_ring_that_gives_way_says_so(overlap, rules, mesh, notes):
 def hops_of(plan: Plan, args: list[jax.Array]) -> int:
     """The ppermutes that the traced function asks for."""
     traced = jax.jit(lambda args: values_and_gradients(plan, args)).trace(args)
-    return sum(row.count for row in requested_collectives(traced.jaxpr, plan.mesh) if row.kind == "ppermute")
+    return sum(
+        row.count
+        for row in requested_collectives(traced.jaxpr, plan.mesh)
+        if row.kind == "ppermute"
+    )
 
 
-def sent(plan: Plan, function: Any, *args: Any) -> tuple[Counter[str], int]:
-    """Collectives of the compiled program by kind, and the bytes of its ppermutes, of one device."""
+def sent(
+    plan: Plan,
+    function: Any,
+    *args: Any,
+) -> tuple[Counter[str], int]:
+    """Collectives of the compiled program by kind, and the bytes of its ppermutes, of one
+    device.
+    """
     program = read_program(jax.jit(function).lower(*args).compile().as_text())
-    kinds, size = Counter[str](), 0
+    kinds = Counter[str]()
+    size = 0
     for task, times in walk(program.nodes):
         if task.collective:
             kinds[task.collective.kind] += times
@@ -216,11 +352,15 @@ def sent(plan: Plan, function: Any, *args: Any) -> tuple[Counter[str], int]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_the_compiled_program_has_the_hops_and_nothing_else(tensor, form):
-    """A chunk of the residual stream makes `tensor - 1` hops at each of the four moves of a pair of linears; in the
-    backward the input is gathered once more, for the weight gradients."""
+    """A chunk of the residual stream makes `tensor - 1` hops at each of the four moves of a pair of
+    linears; in the backward the input is gathered once more, for the weight gradients."""
     rows = 3 * tensor
     plan = plan_on(Overlap(form, form), tensor=tensor)
-    x, up, down = arrays((B, rows, D), (D, 40), (40, D))
+    x, up, down = arrays(
+        (B, rows, D),
+        (D, 40),
+        (40, D),
+    )
     lanes = 2 if form == "bidirectional" else 1
     chunk = B * (rows // tensor) * D * 4
 
@@ -231,7 +371,8 @@ def test_the_compiled_program_has_the_hops_and_nothing_else(tensor, form):
         return Ops(plan).row_linear(y, down, ("mlp",))
 
     y = jax.jit(gather)(x, up)
-    hops, size = tensor - 1, (tensor - 1) * chunk
+    hops = tensor - 1
+    size = (tensor - 1) * chunk
     for function, args in ((gather, (x, up)), (scatter, (y, down))):
         kinds, bytes_sent = sent(plan, function, *args)
         assert kinds == {"ppermute": lanes * hops}
@@ -239,13 +380,16 @@ def test_the_compiled_program_has_the_hops_and_nothing_else(tensor, form):
     # The backward alone: its residuals are the arguments.
     for function, args, moves in ((gather, (x, up), 2), (scatter, (y, down), 1)):
         out = jax.jit(function)(*args)
-        kinds, bytes_sent = sent(plan, lambda dy, *args, f=function: jax.vjp(f, *args)[1](dy), out, *args)
+        kinds, bytes_sent = sent(
+            plan, lambda dy, *args, f=function: jax.vjp(f, *args)[1](dy), out, *args
+        )
         assert kinds == {"ppermute": lanes * hops * moves}
         assert bytes_sent == size * moves
 
 
 def test_the_plan_asks_for_what_is_sent():
-    plan, args = plan_on(Overlap("ring", "ring"), tensor=4), given(24)
+    plan = plan_on(Overlap("ring", "ring"), tensor=4)
+    args = given(24)
     text = jax.jit(lambda args: values_and_gradients(plan, args)).lower(args).compile().as_text()
     assert hops_of(plan, args) == len(re.findall(r"= \S+ collective-permute\(", text)) == 12
 
@@ -253,4 +397,6 @@ def test_the_plan_asks_for_what_is_sent():
 def test_a_form_that_there_is_not_is_refused():
     x, weight = arrays((B, 8, D), (D, H, h))
     with pytest.raises(UserError, match=r"no form 'rnig' \(did you mean 'ring'\?\) of a gather"):
-        Ops(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(x, (weight,), (("heads", "head_dim"),))  # pyright: ignore[reportArgumentType]
+        Ops(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(
+            x, (weight,), (("heads", "head_dim"),)
+        )  # pyright: ignore[reportArgumentType]

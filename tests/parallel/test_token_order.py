@@ -15,17 +15,29 @@ from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_ord
 pytestmark = pytest.mark.quick
 
 
-def plan_on(overlap: Overlap | None = None, strategy: str = "ring", **mesh: int) -> Plan:
+def plan_on(
+    overlap: Overlap | None = None,
+    strategy: str = "ring",
+    **mesh: int,
+) -> Plan:
     spec = MeshSpec(**mesh)
     devices = jax.devices()[: devices_needed(spec)]
     return Plan(make_mesh(spec, devices), overlap=overlap or Overlap(), context=Context(strategy))  # pyright: ignore[reportArgumentType]
 
 
 def test_everything_of_a_batch_moves_together_and_comes_back():
-    tokens, labels = jnp.arange(48).reshape(2, 24), jnp.arange(48).reshape(2, 24) + 1
+    tokens = jnp.arange(48).reshape(2, 24)
+    labels = jnp.arange(48).reshape(2, 24) + 1
     ordered = in_order({"tokens": tokens, "labels": labels}, plan_on(context=2))
-    assert ordered["positions"][0].tolist() == [*range(6), *range(18, 24), *range(6, 12), *range(12, 18)]
-    np.testing.assert_array_equal(ordered["tokens"], ordered["positions"] + jnp.asarray([[0], [24]]))
+    assert ordered["positions"][0].tolist() == [
+        *range(6),
+        *range(18, 24),
+        *range(6, 12),
+        *range(12, 18),
+    ]
+    np.testing.assert_array_equal(
+        ordered["tokens"], ordered["positions"] + jnp.asarray([[0], [24]])
+    )
     np.testing.assert_array_equal(ordered["labels"], ordered["tokens"] + 1)
     back = in_natural_order(ordered["tokens"][..., None], plan_on(context=2))
     np.testing.assert_array_equal(back[..., 0], tokens)
@@ -42,11 +54,15 @@ def test_positions_that_are_given_are_kept():
 
 def test_a_sequence_that_is_not_cut_evenly_is_refused():
     with pytest.raises(UserError, match=r"data\.seq_len=6 is not cut into 4 equal chunks"):
-        in_order({"tokens": jnp.zeros((1, 6), int)}, plan_on(context=2))
+        in_order(
+            {"tokens": jnp.zeros((1, 6), int)},
+            plan_on(context=2),
+        )
 
 
 def test_each_device_halves_its_own_sequences():
-    plan, x = plan_on(Overlap(domino="on"), data=4, tensor=2), jnp.arange(8 * 6).reshape(8, 6)
+    plan = plan_on(Overlap(domino="on"), data=4, tensor=2)
+    x = jnp.arange(8 * 6).reshape(8, 6)
     x = jax.device_put(x, plan.sharding(TOKENS))
     first, second = halves(x, TOKENS, plan)
     assert first[:, 0].tolist() == [0, 12, 24, 36], "the first of each device's two"
@@ -56,6 +72,7 @@ def test_each_device_halves_its_own_sequences():
 
 
 def test_without_domino_there_is_one_part_the_batch_itself():
-    plan, x = plan_on(data=4), jnp.zeros((8, 6))
+    plan = plan_on(data=4)
+    x = jnp.zeros((8, 6))
     assert halves(x, TOKENS, plan)[0] is x
     assert whole_batch((x,), TOKENS, plan) is x

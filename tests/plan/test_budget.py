@@ -1,4 +1,6 @@
-"""A budget solved: what it leads to fits the compiled program, and is the best under the cost model."""
+"""A budget solved: what it leads to fits the compiled program, and is the best under the cost
+model.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from jaxpar.train.plans import make_plan
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("14GiB", 14 * 2**30), ("900 MiB", 900 * 2**20), ("80GB", 80 * 10**9), ("1.5G", 3 * 2**29), ("2000", 2000)],
+    [
+        ("14GiB", 14 * 2**30),
+        ("900 MiB", 900 * 2**20),
+        ("80GB", 80 * 10**9),
+        ("1.5G", 3 * 2**29),
+        ("2000", 2000),
+    ],
 )
 def test_sizes(text, size):
     assert budget_bytes(text, Hardware(), jax.devices()[0]) == size
@@ -54,7 +62,9 @@ def test_a_budget_is_met_and_spent():
     assert roomy.memory.budget == "" and roomy.memory.policy == "full"
     assert set(vars(roomy.memory.keep).values()) <= {"save", "policy", "recompute"}
     assert roomy.memory.keep.up == roomy.memory.keep.attention_out == "save"
-    least = compiled_bytes(override(config, {"memory.policy": "full", "memory.budget": ""}), devices, "cpu")[0]
+    least = compiled_bytes(
+        override(config, {"memory.policy": "full", "memory.budget": ""}), devices, "cpu"
+    )[0]
     budget = (least + max(one.compiled for one in tried)) // 2  # of the least and of everything
     tight = override(config, {"memory.budget": str(budget)})
     found, tried = solve_budget(tight, devices, "cpu", Hardware(), said.append)
@@ -62,7 +72,9 @@ def test_a_budget_is_met_and_spent():
     assert last.compiled <= budget
     assert len(tried) <= 3 and said[-1].startswith("memory.budget ")
     assert "recompute" in said[-1]
-    assert [line[:24] for line in said if line.startswith("compiling")][-1] == f"compiling {len(tried)} of at most 3"
+    assert [line[:24] for line in said if line.startswith("compiling")][
+        -1
+    ] == f"compiling {len(tried)} of at most 3"
 
 
 def test_a_budget_below_the_least_says_what_it_would_take():
@@ -83,15 +95,24 @@ def test_a_budget_below_the_least_says_what_it_would_take():
 
 
 def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler takes 3 MiB more than was thought: the next solution knows, and the last one fits."""
+    """The compiler takes 3 MiB more than was thought: the next solution knows, and the last one
+    fits.
+    """
     config = override(config_of("llama"), {"memory.budget": "12MiB", "model.layers": 8})
     real: list[int] = []
 
-    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
+    def compiled(
+        config: Config,
+        devices: Any,
+        platform: str,
+    ) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
         kept = sum(one.kept_bytes for one in activations(config, plan) if one.action == "save")
         real.append(
-            subject.state_bytes(config, plan, platform).device + kept + subject.work_bytes(config, plan) + 3 * 2**20
+            subject.state_bytes(config, plan, platform).device
+            + kept
+            + subject.work_bytes(config, plan)
+            + 3 * 2**20
         )
         return real[-1], "", None
 
@@ -106,37 +127,61 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
-    """40 bytes out and back over 10 bytes/s are 8 s; of 3 s of waiting one is for streamed state."""
+    """40 bytes out and back over 10 bytes/s are 8 s; of 3 s of waiting one is for streamed
+    state.
+    """
 
     def tried(host: int, *played: float) -> Any:
         timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
-        return Tried(Config(), Solution(0, host, 0.0, ()), 0, 0, 1.0, timeline)
+        return Tried(
+            Config(),
+            Solution(0, host, 0.0, ()),
+            0,
+            0,
+            1.0,
+            timeline,
+        )
 
     costs = ActionCosts(1.0, 2.0, 10.0, 0.5)
     assert subject._exposed_share(tried(40, 9.0, 3.0), costs) == 0.25
     assert subject._exposed_share(tried(40, 9.0, 99.0), costs) == 1.0
-    assert subject._exposed_share(tried(0, 9.0, 0.0), costs) == subject._exposed_share(tried(40), costs) == 0.5
+    assert (
+        subject._exposed_share(tried(0, 9.0, 0.0), costs)
+        == subject._exposed_share(tried(40), costs)
+        == 0.5
+    )
     assert _is_slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
     assert not _is_slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
     assert not _is_slower(tried(40), tried(0)), "devices at hand: nothing was played"
 
 
 def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloading is the faster by the first guess, 30 % of it waited for; the rehearsal shows all of it waited for, by
-    which making again is faster; without a rehearsal the guess stays."""
+    """Offloading is the faster by the first guess, 30 % of it waited for; the rehearsal shows all
+    of it waited for, by which making again is faster; without a rehearsal the guess stays."""
     base = override(config_of("llama"), {"model.layers": 8, "memory.may": ()})
-    devices, flops = jax.devices()[:1], 1e9
-    # Of a matmul's result, making it again takes 1.2 times its bytes over the link, and 2 times is there and back.
+    devices = jax.devices()[:1]
+    flops = 1e9
+    # Of a matmul's result, making it again takes 1.2 times its bytes over the link, and 2 times is
+    # there and back.
     link = 1.2**2 * flops / base.model.embed
-    hardware = Hardware(peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link)
+    hardware = Hardware(
+        peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link
+    )
     monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
     monkeypatch.setattr(subject, "_AWAY", 1.0)  # the guess as it is
 
     def moved(config: Config) -> int:
-        return sum(one.bytes * one.blocks for one in activations(config, make_plan(config, devices))
-                   if one.action == "offload")  # fmt: skip
+        return sum(
+            one.bytes * one.blocks
+            for one in activations(config, make_plan(config, devices))
+            if one.action == "offload"
+        )
 
-    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
+    def compiled(
+        config: Config,
+        devices: Any,
+        platform: str,
+    ) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
         kept = sum(one.kept_bytes for one in activations(config, plan) if one.action == "save")
         state = subject.state_bytes(config, plan, platform).device
@@ -158,29 +203,56 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     assert moved(found) == 0
 
 
-def test_a_loss_that_holds_less_is_weighed_before_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a plan works with the loss, less of it makes room; what one compilation shows corrects every search."""
-    config = override(config_of("llama", fsdp=2), {"model.vocab_size": 1 << 17, "data.seq_len": 64,
-                                                   "model.max_seq_len": 64, "train.batch": 64})  # fmt: skip
+def test_a_loss_that_holds_less_is_weighed_before_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a plan works with the loss, less of it makes room; what one compilation shows corrects
+    every search.
+    """
+    config = override(
+        config_of("llama", fsdp=2),
+        {
+            "model.vocab_size": 1 << 17,
+            "data.seq_len": 64,
+            "model.max_seq_len": 64,
+            "train.batch": 64,
+        },
+    )
     devices = jax.devices()[:2]
     monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
     searched = subject.searches(config, devices, "cuda", Hardware())
     assert {one.outer.loss_mib for one in searched} > {0}
-    whole, less = (next(one for one in searched if one.outer == outer)
-                   for outer in (subject.Outer(), subject.Outer(loss_mib=64)))  # fmt: skip
+    whole, less = (
+        next(one for one in searched if one.outer == outer)
+        for outer in (subject.Outer(), subject.Outer(loss_mib=64))
+    )
     assert less.work < whole.work and less.config.memory.loss_mib == 64
-    assert less.rank(less.least) > less.seconds(less.least), "what goes to host memory is taken to be slower"
+    assert less.rank(less.least) > less.seconds(less.least), (
+        "what goes to host memory is taken to be slower"
+    )
     (here,) = {one.solve(1 << 40, away=False) for one in (less,)}
     assert here is not None and here.host == 0 and less.rank(here) == less.seconds(here)
     before = less.work
-    less.learn(Tried(config, here, predicted=100, compiled=130, moved=0.0), whole)
+    less.learn(
+        Tried(config, here, predicted=100, compiled=130, moved=0.0),
+        whole,
+    )
     assert less.work == before + 30
 
 
 def test_a_tpu_allocates_the_peak_of_what_is_alive() -> None:
-    """`temp_size_in_bytes` is more: see docs/memory.md. Gaps add 5 %; without a figure, or elsewhere, it counts."""
-    sizes = {"argument": 100, "temp": 900, "output": 100, "alias": 100, "generated_code": 10, "host_argument": 0,
-             "host_temp": 0}  # fmt: skip
+    """`temp_size_in_bytes` is more: see docs/memory.md. Gaps add 5 %; without a figure, or
+    elsewhere, it counts.
+    """
+    sizes = {
+        "argument": 100,
+        "temp": 900,
+        "output": 100,
+        "alias": 100,
+        "generated_code": 10,
+        "host_argument": 0,
+        "host_temp": 0,
+    }
     stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
     assert allocated_bytes(stats, "tpu") == 1010
     stats.peak_memory_in_bytes = 600
@@ -189,9 +261,17 @@ def test_a_tpu_allocates_the_peak_of_what_is_alive() -> None:
 
 # Over many models, meshes and budgets, by the real compiler for H100.
 
-SIZES = {"model.vocab_size": 4096, "model.layers": 8, "model.embed": 512, "model.heads": 4, "model.head_dim": 128,
-         "model.mlp": 1536, "model.max_seq_len": 2048, "data.seq_len": 1024,
-         "precision.compute": "bfloat16"}  # fmt: skip
+SIZES = {
+    "model.vocab_size": 4096,
+    "model.layers": 8,
+    "model.embed": 512,
+    "model.heads": 4,
+    "model.head_dim": 128,
+    "model.mlp": 1536,
+    "model.max_seq_len": 2048,
+    "data.seq_len": 1024,
+    "precision.compute": "bfloat16",
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model.family": "gpt2"},
     "llama": {"model.family": "llama", "model.kv_heads": 2, "model.tied_head": False},
@@ -209,33 +289,42 @@ SHARES = (0.25, 0.5, 0.8)
 
 def best_of_all(items: list[Item], search: MemorySearch, room: int) -> float:
     """The least seconds of every assignment that fits, tried one by one."""
-    device, host, again = np.zeros(1), np.zeros(1), np.zeros(1)
+    device = np.zeros(1)
+    host = np.zeros(1)
+    again = np.zeros(1)
     for item in items:
         device, host, again = (
-            (total[:, None] + np.array([getattr(option, field) for option in item.options])[None]).ravel()
+            (
+                total[:, None] + np.array([getattr(option, field) for option in item.options])[None]
+            ).ravel()
             for total, field in ((device, "device"), (host, "host"), (again, "seconds"))
         )
-    costs, fits = search.costs, device <= room
+    costs = search.costs
+    fits = device <= room
     each = host[fits] / costs.link
-    too_long = np.maximum(each - costs.forward, 0) + np.maximum(each - costs.backward - again[fits], 0)
+    too_long = np.maximum(each - costs.forward, 0) + np.maximum(
+        each - costs.backward - again[fits], 0
+    )
     waits = np.maximum(too_long, 2 * costs.exposed * each)
     return float(np.min(costs.forward + costs.backward + again[fits] + waits))
 
 
 def checked(model: str, mesh: str, share: float) -> list[str]:
-    """A row of the table: a budget, what the compiler says of the winner, how far the predictions were off (of all, and
-    of the activations), and its time beside the best of all assignments."""
+    """A row of the table: a budget, what the compiler says of the winner, how far the predictions
+    were off (of all, and of the activations), and its time beside the best of all assignments."""
     sizes = MESHES[mesh]
     target = load_target(f"h100x{sizes.get('mesh.fsdp', 1) * sizes.get('mesh.tensor', 1)}")
     devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
     search = MemorySearch(base, subject.Outer(), devices, "cuda", target.hardware)
-    everything = search.state.device + search.work + sum(item.options[0].device for item in search.items)
+    everything = (
+        search.state.device + search.work + sum(item.options[0].device for item in search.items)
+    )
     least = compiled_bytes(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
     budget = int(least + share * (everything - least))
     found, tried = solve_budget(
         override(base, {"memory.budget": str(budget)}), devices, "cuda", target.hardware
-    )  # fmt: skip
+    )
     (last,) = [one for one in tried if one.config == found]
     compiled = compile_step(found, target)
     kept = sum(one.kept_bytes for one in activations(found, compiled.plan) if one.action == "save")
@@ -249,10 +338,15 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     assert abs(last.predicted / last.compiled - 1) <= 0.1
     assert abs(kept / stacks - 1) <= 0.05
     return [
-        f"{model}, {mesh}", f"{budget / 2**20:.0f}", f"{last.compiled / 2**20:.0f}",
-        f"{100 * (last.predicted / last.compiled - 1):+.1f} %", f"{kept / 2**20:.0f}",
-        f"{100 * (kept / stacks - 1):+.1f} %", f"{ours / best:.3f}", str(len(tried)),
-    ]  # fmt: skip
+        f"{model}, {mesh}",
+        f"{budget / 2**20:.0f}",
+        f"{last.compiled / 2**20:.0f}",
+        f"{100 * (last.predicted / last.compiled - 1):+.1f} %",
+        f"{kept / 2**20:.0f}",
+        f"{100 * (kept / stacks - 1):+.1f} %",
+        f"{ours / best:.3f}",
+        str(len(tried)),
+    ]
 
 
 @pytest.mark.slow

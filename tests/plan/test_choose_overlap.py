@@ -18,13 +18,24 @@ from jaxpar.train.plans import make_plan
 
 
 def config_of(overlap: Overlap, **changes: Any) -> Config:
-    sizes = {"model.layers": 2, "model.embed": 32, "model.mlp": 64, "data.seq_len": 32, "train.batch": 8}
+    sizes = {
+        "model.layers": 2,
+        "model.embed": 32,
+        "model.mlp": 64,
+        "data.seq_len": 32,
+        "train.batch": 8,
+    }
     mesh = {"mesh.data": 2, "mesh.tensor": 4}
     return dataclasses.replace(override(Config(), sizes | mesh | changes), overlap=overlap)
 
 
-def priced(monkeypatch: pytest.MonkeyPatch, gains: dict[tuple[str, str], float]) -> list[Overlap]:
-    """Trials that cost ten seconds, less what each site's form gains; returns the forms in the order of the trials."""
+def priced(
+    monkeypatch: pytest.MonkeyPatch,
+    gains: dict[tuple[str, str], float],
+) -> list[Overlap]:
+    """Trials that cost ten seconds, less what each site's form gains; returns the forms in the
+    order of the trials.
+    """
     tried: list[Overlap] = []
 
     def trial(config: Config, plan: Any, target: Any) -> float:
@@ -37,21 +48,38 @@ def priced(monkeypatch: pytest.MonkeyPatch, gains: dict[tuple[str, str], float])
 
 
 def test_each_site_takes_its_fastest_form(monkeypatch):
-    gains = {("mlp_scatter", "bidirectional"): 2.0, ("mlp_scatter", "ring"): 1.0, ("heads_gather", "ring"): -1.0,
-             ("heads_scatter", "ring"): 0.5, ("domino", "on"): -0.1}  # fmt: skip
-    tried, said = priced(monkeypatch, gains), list[str]()
+    gains = {
+        ("mlp_scatter", "bidirectional"): 2.0,
+        ("mlp_scatter", "ring"): 1.0,
+        ("heads_gather", "ring"): -1.0,
+        ("heads_scatter", "ring"): 0.5,
+        ("domino", "on"): -0.1,
+    }
+    tried = priced(monkeypatch, gains)
+    said = list[str]()
     config = config_of(Overlap("auto", "auto", domino="auto"))
     found = choose_overlap(config, say=said.append).overlap
     assert found == Overlap("xla", "xla", heads_scatter="ring", mlp_scatter="bidirectional")
-    assert len(tried) == len(set(tried)) == 1 + 2 * len(SITES) + 2, "each site twice, and Domino with and without rings"
+    assert len(tried) == len(set(tried)) == 1 + 2 * len(SITES) + 2, (
+        "each site twice, and Domino with and without rings"
+    )
     assert said[0] == "overlap auto: xla: 10000.00 ms a block"
     assert said[-1] == "overlap auto: mlp_scatter bidirectional, heads_scatter ring, else xla"
 
 
 def test_what_is_not_open_is_left_alone(monkeypatch):
-    tried = priced(monkeypatch, {("mlp_gather", "ring"): 5.0, ("mlp_scatter", "ring"): 1.0, ("domino", "on"): 5.0})
+    tried = priced(
+        monkeypatch,
+        {
+            ("mlp_gather", "ring"): 5.0,
+            ("mlp_scatter", "ring"): 1.0,
+            ("domino", "on"): 5.0,
+        },
+    )
     asked = Overlap("bidirectional", "auto", heads_scatter="ring")
-    assert choose_overlap(config_of(asked)).overlap == dataclasses.replace(asked, scatter="xla", mlp_scatter="ring")
+    assert choose_overlap(config_of(asked)).overlap == dataclasses.replace(
+        asked, scatter="xla", mlp_scatter="ring"
+    )
     assert len(tried) == 3, "one site is open, and Domino is off"
     closed = config_of(Overlap("ring"))
     assert choose_overlap(closed) is closed
@@ -82,5 +110,7 @@ def test_blocks_are_played_for_a_target():
     plan = make_plan(config, target.devices())
     found = time_forms(config, plan, target)
     tried = ["", "mlp_scatter ring, ", "mlp_scatter bidirectional, "]
-    assert [words(overlap) for overlap in found] == [f"{site}heads_scatter xla, else xla" for site in tried]
+    assert [words(overlap) for overlap in found] == [
+        f"{site}heads_scatter xla, else xla" for site in tried
+    ]
     assert min(found.values()) > 0

@@ -13,7 +13,16 @@ from traced_steps import config_of, staged
 
 from jaxpar.base.config import override
 from jaxpar.base.hardware import Hardware
-from jaxpar.plan.choose_remat import ActionCosts, Item, Option, Solution, costs_of, frontier, items_of, solve
+from jaxpar.plan.choose_remat import (
+    ActionCosts,
+    Item,
+    Option,
+    Solution,
+    costs_of,
+    frontier,
+    items_of,
+    solve,
+)
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
@@ -21,8 +30,18 @@ from jaxpar.train.plans import make_plan
 pytestmark = pytest.mark.quick
 
 options = st.tuples(
-    st.sampled_from(["save", "offload", "recompute"]), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)
-).map(lambda row: Option(row[0], row[1], row[2], float(row[3])))
+    st.sampled_from(["save", "offload", "recompute"]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 9),
+).map(
+    lambda row: Option(
+        row[0],
+        row[1],
+        row[2],
+        float(row[3]),
+    )
+)
 items = st.lists(st.lists(options, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5).map(
     lambda rows: [Item((f"a{n}",), row) for n, row in enumerate(rows)]
 )
@@ -32,28 +51,37 @@ def every(found: list[Item]) -> list[Solution]:
     """All assignments, one by one."""
     return [
         Solution(
-            sum(c.device for c in row), sum(c.host for c in row), sum(c.seconds for c in row),
+            sum(c.device for c in row),
+            sum(c.host for c in row),
+            sum(c.seconds for c in row),
             tuple(c.action for c in row),
         )
         for row in itertools.product(*(item.options for item in found))
-    ]  # fmt: skip
+    ]
 
 
-@given(items, st.integers(0, 45), st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 10), st.floats(0, 1))
+@given(
+    items, st.integers(0, 45), st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 10), st.floats(0, 1)
+)
 def test_the_best_is_that_of_trying_all(found, room, forward, backward, link, exposed):
     costs = ActionCosts(forward, backward, link, exposed)
-    best, fits = solve(found, costs, room), [one for one in every(found) if one.device <= room]
+    best = solve(found, costs, room)
+    fits = [one for one in every(found) if one.device <= room]
     assert (best is None) == (not fits)
     if best is not None:
         assert best.device <= room
-        assert costs.seconds(best.host, best.again) == min(costs.seconds(one.host, one.again) for one in fits)
+        assert costs.seconds(best.host, best.again) == min(
+            costs.seconds(one.host, one.again) for one in fits
+        )
 
 
 @given(items)
 def test_nothing_on_the_frontier_is_beaten(found):
     left = frontier(found)
     for one in every(found):
-        assert any(a.device <= one.device and a.host <= one.host and a.again <= one.again for a in left)
+        assert any(
+            a.device <= one.device and a.host <= one.host and a.again <= one.again for a in left
+        )
 
 
 def test_transfers_hide_behind_compute_and_no_further():
@@ -68,11 +96,23 @@ def test_transfers_hide_behind_compute_and_no_further():
 
 
 def test_what_is_made_again_costs_its_matmul():
-    """LLaMA's up projection on fsdp=4 x tensor=2: B=16, S=64, D=64, F=256, two layers; and what it gathers again."""
-    config = override(config_of("llama", fsdp=4, tensor=2), {"precision.compute": "bfloat16", "train.batch": 64})
+    """LLaMA's up projection on fsdp=4 x tensor=2: B=16, S=64, D=64, F=256, two layers; and what it
+    gathers again.
+    """
+    config = override(
+        config_of("llama", fsdp=4, tensor=2), {"precision.compute": "bfloat16", "train.batch": 64}
+    )
     plan = make_plan(config, jax.devices())
     peak = Hardware(hbm_bandwidth=1e30, host_link_bandwidth=1.0)
-    found = {item.names[0]: item for item in items_of(config, plan, peak, offload=True)}
+    found = {
+        item.names[0]: item
+        for item in items_of(
+            config,
+            plan,
+            peak,
+            offload=True,
+        )
+    }
     up = {option.action: option for option in found["up"].options}
     size = 64 * 64 * 256 * 2 // 8
     assert up["save"] == Option("save", 2 * size, 0, 0.0)
@@ -89,14 +129,25 @@ def test_what_is_made_again_costs_its_matmul():
     [
         config_of("gpt2", data=2, context=2),
         staged(config_of("llama", stage=2, fsdp=2), "1f1b", 4),
-        override(config_of("llama", expert=2, tensor=2), {"model.experts": 4, "model.experts_per_token": 2}),
+        override(
+            config_of("llama", expert=2, tensor=2),
+            {"model.experts": 4, "model.experts_per_token": 2},
+        ),
     ],
     ids=["gpt2", "stages", "experts"],
 )
 def test_every_activation_of_a_plan_is_decided(config: Any) -> None:
     sizes = vars(config.mesh)
-    count = sizes["data"] * sizes["context"] * sizes["stage"] * sizes["fsdp"] * sizes["expert"] * sizes["tensor"]
-    plan, hardware = make_plan(config, jax.devices()[:count]), load_target("v5p-8").hardware
+    count = (
+        sizes["data"]
+        * sizes["context"]
+        * sizes["stage"]
+        * sizes["fsdp"]
+        * sizes["expert"]
+        * sizes["tensor"]
+    )
+    plan = make_plan(config, jax.devices()[:count])
+    hardware = load_target("v5p-8").hardware
     found = items_of(config, plan, hardware, offload=False)
     assert sorted(name for item in found for name in item.names) == sorted(
         one.name for one in activations(config, plan)

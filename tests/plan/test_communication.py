@@ -1,4 +1,6 @@
-"""What a plan sends, read from its traced step: beside sums made by hand, and what making an activation again adds."""
+"""What a plan sends, read from its traced step: beside sums made by hand, and what making an
+activation again adds.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,40 @@ from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.base.plan import Overlap
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.plan.communication import StepCollective, bytes_by_collective, recompute_bytes, step_collectives
+from jaxpar.plan.communication import (
+    StepCollective,
+    bytes_by_collective,
+    recompute_bytes,
+    step_collectives,
+)
 from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
 
 FSDP_TENSOR = config_of("llama", "full", fsdp=4, tensor=2)
-ZERO1 = dataclasses.replace(config_of("llama", data=8), rules=ShardingRules(embed=(), state_embed=("data",)))
+ZERO1 = dataclasses.replace(
+    config_of("llama", data=8),
+    rules=ShardingRules(
+        embed=(),
+        state_embed=("data",),
+    ),
+)
 STREAM = 16 * 64 * 64 * 4
 """Bytes of a residual stream: 16 sequences of 64 tokens, D=64, float32."""
 
 
 def in_step(config: Config) -> tuple[StepCollective, ...]:
-    return step_collectives(config, make_plan(config, jax.devices()[: devices_needed(config.mesh)]))
+    return step_collectives(
+        config,
+        make_plan(config, jax.devices()[: devices_needed(config.mesh)]),
+    )
 
 
 def sent_by(config: Config, *scopes: str) -> dict[Any, float]:
     """What is sent in these scopes of the model, and in those below them."""
     return bytes_by_collective(
-        one for one in in_step(config) if f"{one.scope}/".startswith(tuple(f"{scope}/" for scope in scopes))
+        one
+        for one in in_step(config)
+        if f"{one.scope}/".startswith(tuple(f"{scope}/" for scope in scopes))
     )
 
 
@@ -40,21 +58,25 @@ def over(kind: str, *axes: str) -> tuple[str, tuple[str, ...]]:
     return kind, axes
 
 
-# By hand. The model has 2 layers, 4 heads of 32, D=64, 256 mlp, V=512; LLaMA 2 kv heads. B=16, S=64.
+# By hand. The model has 2 layers, 4 heads of 32, D=64, 256 mlp, V=512; LLaMA 2 kv heads. B=16,
+# S=64.
 
 
 def test_fsdp_and_tensor():
     """LLaMA, remat full, in float32."""
-    block = 2 * 64 * (2 * 128 + 2 * 64 + 3 * 256) // 2  # entries of both blocks' matrices, along tensor=2
+    # entries of both blocks' matrices, along tensor=2
+    block = 2 * 64 * (2 * 128 + 2 * 64 + 3 * 256) // 2
     table = 512 * 64 // 2
     stream = STREAM / 4  # of one of fsdp=4, gathered
     assert bytes_by_collective(in_step(FSDP_TENSOR)) == {
         # Blocks for forward and backward; the embedding and the head once.
         over("all-gather", "fsdp"): (2 * block + 2 * table) * 4 * 3 / 4,
         over("reduce-scatter", "fsdp"): (block + 2 * table) * 4 * 3 / 4,
-        # A layer: two inputs forward, twice two in the backward. Then the loss's input, the lookup's gradient.
+        # A layer: two inputs forward, twice two in the backward. Then the loss's input, the
+        # lookup's gradient.
         over("all-gather", "tensor"): (2 * 6 + 2) * stream / 2,
-        # A layer: two outputs, one of them once more, two gradients. Then the rows looked up, the loss's gradient.
+        # A layer: two outputs, one of them once more, two gradients. Then the rows looked up, the
+        # loss's gradient.
         over("reduce-scatter", "tensor"): (2 * 5 + 2) * stream / 2,
         over("all-reduce", "tensor"): 3 * 4 * (4 * 64) * 2 / 2,  # three scores of each token
         over("all-reduce", "fsdp"): 2 * 4 * 2 * 3 / 4,  # the sums of loss and tokens
@@ -62,13 +84,22 @@ def test_fsdp_and_tensor():
 
 
 def test_each_has_its_place_and_its_phase():
-    """A block's attention, its rows: two matmuls' moves of the stream, in each direction once, the sum once more."""
-    found = [one for one in in_step(FSDP_TENSOR) if one.scope == "block/attention" and "tensor" in one.axes]
+    """A block's attention, its rows: two matmuls' moves of the stream, in each direction once, the
+    sum once more.
+    """
+    found = [
+        one
+        for one in in_step(FSDP_TENSOR)
+        if one.scope == "block/attention" and "tensor" in one.axes
+    ]
     assert [(one.phase, one.kind, one.count) for one in found] == [
-        ("forward", "all-gather", 2), ("forward", "reduce-scatter", 2),
-        ("recomputed", "all-gather", 2), ("recomputed", "reduce-scatter", 2),
-        ("backward", "all-gather", 2), ("backward", "reduce-scatter", 2),
-    ]  # fmt: skip
+        ("forward", "all-gather", 2),
+        ("forward", "reduce-scatter", 2),
+        ("recomputed", "all-gather", 2),
+        ("recomputed", "reduce-scatter", 2),
+        ("backward", "all-gather", 2),
+        ("backward", "reduce-scatter", 2),
+    ]
     first = found[0]
     assert (first.devices, first.bytes) == (2, STREAM // 4)
     assert (first.sent_bytes, first.step_bytes) == (STREAM / 4 / 2, 2 * STREAM / 4 / 2)
@@ -85,8 +116,11 @@ def entries(config: Config) -> int:
 
 
 def test_zero1():
-    """Gradients of all matrices are scattered, every parameter is gathered, which is what an all-reduce sends."""
-    count, vectors = entries(ZERO1), 5 * ZERO1.model.embed
+    """Gradients of all matrices are scattered, every parameter is gathered, which is what an
+    all-reduce sends.
+    """
+    count = entries(ZERO1)
+    vectors = 5 * ZERO1.model.embed
     assert bytes_by_collective(in_step(ZERO1)) == {
         over("reduce-scatter", "data"): (count - vectors) * 4 * 7 / 8,
         over("all-gather", "data"): count * 4 * 7 / 8,
@@ -95,8 +129,12 @@ def test_zero1():
 
 
 def test_zero1_of_parameters_in_bfloat16():
-    """What is gathered after the update is as wide as it is stored: matrices two bytes, vectors four."""
-    config = override(ZERO1, {f"precision.{name}": "bfloat16" for name in ("compute", "params", "gradients")})
+    """What is gathered after the update is as wide as it is stored: matrices two bytes, vectors
+    four.
+    """
+    config = override(
+        ZERO1, {f"precision.{name}": "bfloat16" for name in ("compute", "params", "gradients")}
+    )
     vectors = 5 * config.model.embed
     gathered = ((entries(config) - vectors) * 2 + vectors * 4) * 7 / 8
     assert sent_by(config, "update") == {over("all-gather", "data"): gathered}
@@ -106,21 +144,29 @@ def test_zero1_of_parameters_in_bfloat16():
 def test_gradients_are_summed_over_data_after_the_last_microbatch():
     config = config_of("gpt2", accumulation=4, data=4)
     (accumulated,) = sent_by(config, "accumulate").items()
-    assert accumulated == (over("all-reduce", "data"), (entries(config) + 2) * 4 * 2 * 3 / 4)
+    assert accumulated == (
+        over("all-reduce", "data"),
+        (entries(config) + 2) * 4 * 2 * 3 / 4,
+    )
     assert bytes_by_collective(in_step(config)) == dict([accumulated])
 
 
 def test_rings_send_what_collectives_send():
-    """A ring takes as many bytes along as the gather or scatter it stands for, of any size of chunk."""
+    """A ring takes as many bytes along as the gather or scatter it stands for, of any size of
+    chunk.
+    """
     plain = config_of("gpt2", fsdp=2, tensor=4)
     rings = dataclasses.replace(plain, overlap=Overlap("ring", "bidirectional"))
-    whole, ring = bytes_by_collective(in_step(plain)), bytes_by_collective(in_step(rings))
+    whole = bytes_by_collective(in_step(plain))
+    ring = bytes_by_collective(in_step(rings))
     assert sum(ring.values()) == sum(whole.values())
     assert ring[over("ppermute", "tensor")] > 0
 
 
 def test_keys_and_values_of_a_split_sequence():
-    """Forward and backward send k and v on to 3 others, the backward their gradients in float32 too."""
+    """Forward and backward send k and v on to 3 others, the backward their gradients in float32
+    too.
+    """
     config = config_of("llama", context=4, fsdp=2)
     keys = 2 * (16 // 2) * (64 // 4) * 2 * 32 * 4  # a device's k and v: 2 heads of 32
     moves = {one: size / keys for one, size in sent_by(config, "block/attention/core").items()}
@@ -129,32 +175,50 @@ def test_keys_and_values_of_a_split_sequence():
 
 
 def test_ulysses_swaps_the_sequence_for_heads():
-    """q, k, v there and the output back; in the backward these, two gradients and the log-sum-exp; and three back."""
+    """q, k, v there and the output back; in the backward these, two gradients and the log-sum-exp;
+    and three back.
+    """
     config = override(config_of("gpt2", context=4), {"context.strategy": "ulysses"})
     one = 16 * (64 // 4) * 4 * 32 * 4  # q, of a device's tokens: 4 heads of 32
     swapped = 2 * (3 + 1 + 3 + 1 + 3) * one + 2 * one / 32
-    assert sent_by(config, "block/attention/core") == {over("all-to-all", "context"): swapped * 3 / 4}
+    assert sent_by(config, "block/attention/core") == {
+        over("all-to-all", "context"): swapped * 3 / 4
+    }
 
 
 def test_rows_for_experts_and_back():
-    """4 experts, 2 a token, on 2 devices: each has room for all rows of both. There and back, forward and backward."""
-    config = override(config_of("llama", expert=2), {"model.experts": 4, "model.experts_per_token": 2})
+    """4 experts, 2 a token, on 2 devices: each has room for all rows of both. There and back,
+    forward and backward.
+    """
+    config = override(
+        config_of("llama", expert=2), {"model.experts": 4, "model.experts_per_token": 2}
+    )
     rows = 2 * (16 // 2 * 64) * 2 * 64 * 4  # 2 devices' tokens, 2 choices of each, D=64
     moves = sent_by(config, "block/mlp/dispatch", "block/mlp/combine")
     assert moves == {over("all-to-all", "expert"): 2 * 4 * rows / 2}
 
 
 def test_stages():
-    """LLaMA in 2 stages of 2 layers, 1F1B of 4 microbatches: 5 ticks forward and 5 backward, 10 runs of a layer. A
-    stage keeps its input; a microbatch is B=4."""
+    """LLaMA in 2 stages of 2 layers, 1F1B of 4 microbatches: 5 ticks forward and 5 backward, 10
+    runs of a layer. A stage keeps its input; a microbatch is B=4."""
     block = 64 * (2 * 128 + 2 * 64 + 3 * 256) // 2  # entries of a block's matrices, along tensor=2
     table = 512 * 64 // 2
     stream = 4 // 2 * 64 * 64 * 4  # bytes of the residual stream of one of fsdp=2, gathered
-    assert bytes_by_collective(in_step(staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), "1f1b", 4))) == {
-        # Blocks forward, again before the backward, and in it; the lookup in 5 ticks, the loss in 4.
+    assert bytes_by_collective(
+        in_step(
+            staged(
+                config_of("llama", "full", stage=2, fsdp=2, tensor=2),
+                "1f1b",
+                4,
+            )
+        )
+    ) == {
+        # Blocks forward, again before the backward, and in it; the lookup in 5 ticks, the loss in
+        # 4.
         over("all-gather", "fsdp"): (10 * 3 * block + (5 + 4) * table) * 4 / 2,
         over("reduce-scatter", "fsdp"): (10 * block + (5 + 4) * table) * 4 / 2,
-        # A layer: two inputs forward, two again, twice two in the backward. A stage has half of the tokens of a loss.
+        # A layer: two inputs forward, two again, twice two in the backward. A stage has half of the
+        # tokens of a loss.
         over("all-gather", "tensor"): (10 * (2 + 2 + 4) + 5 + 4 / 2) * stream / 2,
         # Two outputs, two again, one of them once more, two gradients.
         over("reduce-scatter", "tensor"): (10 * (2 + 2 + 3) + 5 + 4 / 2) * stream / 2,
@@ -163,7 +227,8 @@ def test_stages():
         over("ppermute", "stage"): (5 + 5) * stream / 2,
         over("reduce-scatter", "stage"): 4 * stream / 2 / 2,
         over("all-gather", "stage"): 4 * stream / 2 / 2,
-        over("all-reduce", "stage"): 2 * 4 + (2 * table / 2 + 64 / 2) * 4,  # two sums; two tables, the last norm
+        # two sums; two tables, the last norm
+        over("all-reduce", "stage"): 2 * 4 + (2 * table / 2 + 64 / 2) * 4,
     }
 
 
@@ -172,9 +237,16 @@ def test_one_device_sends_nothing():
 
 
 def test_a_large_model_has_as_many_rows_as_a_small_one():
-    large = override(dataclasses.replace(load_config("gpt2_1558m"), mesh=MeshSpec(fsdp=8)), {"memory.policy": "full"})
-    small = override(config_of("gpt2", "full", fsdp=8), {"model.vocab_size": 8192, "memory.loss_mib": 1})
-    assert len(in_step(override(large, {"memory.loss_mib": 1, "train.accumulation": 1}))) == len(in_step(small))
+    large = override(
+        dataclasses.replace(load_config("gpt2_1558m"), mesh=MeshSpec(fsdp=8)),
+        {"memory.policy": "full"},
+    )
+    small = override(
+        config_of("gpt2", "full", fsdp=8), {"model.vocab_size": 8192, "memory.loss_mib": 1}
+    )
+    assert len(in_step(override(large, {"memory.loss_mib": 1, "train.accumulation": 1}))) == len(
+        in_step(small)
+    )
 
 
 # What is made again.
@@ -182,17 +254,25 @@ def test_a_large_model_has_as_many_rows_as_a_small_one():
 PLANS = {
     "llama, fsdp x tensor": config_of("llama", fsdp=4, tensor=2),
     "gpt2, tensor, Domino, bfloat16": dataclasses.replace(
-        config_of("gpt2", compute="bfloat16", data=2, tensor=2), overlap=Overlap("xla", "ring", domino="on")
+        config_of("gpt2", compute="bfloat16", data=2, tensor=2),
+        overlap=Overlap("xla", "ring", domino="on"),
     ),
     "llama, ring attention": config_of("llama", context=4, fsdp=2),
     "gpt2, Ulysses": override(config_of("gpt2", context=4), {"context.strategy": "ulysses"}),
-    "experts": override(config_of("llama", expert=2, tensor=2), {"model.experts": 4, "model.experts_per_token": 2}),
+    "experts": override(
+        config_of("llama", expert=2, tensor=2), {"model.experts": 4, "model.experts_per_token": 2}
+    ),
 }
 
 
-FAST, SLOW = ("llama, fsdp x tensor", "experts"), ("llama, ring attention",)
-TIERS = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long)
-         for name in PLANS]  # fmt: skip
+FAST = ("llama, fsdp x tensor", "experts")
+SLOW = ("llama, ring attention",)
+TIERS = [
+    pytest.param(
+        name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long
+    )
+    for name in PLANS
+]
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -200,7 +280,8 @@ def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     """Beside whole steps that keep everything, and everything but one activation."""
     config = override(PLANS[name], {"memory.policy": "full"})
     plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
-    found, names = recompute_bytes(config, plan), [one.name for one in activations(config, plan)]
+    found = recompute_bytes(config, plan)
+    names = [one.name for one in activations(config, plan)]
     everything = dict.fromkeys(vars(Keep()), "save")
 
     def whole(**keep: Any) -> float:
@@ -211,4 +292,6 @@ def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     assert any(found.values()), "else the test says nothing"
     for one in names:
         if one != "block_input" and (found[one] or one in ("q", "mlp_hidden")):
-            assert config.model.layers * found[one] == pytest.approx(whole(**{one: "recompute"}) - least)
+            assert config.model.layers * found[one] == pytest.approx(
+                whole(**{one: "recompute"}) - least
+            )

@@ -1,4 +1,6 @@
-"""Where the bytes are: parts that add up to what the compiled program has, and help when they are too many."""
+"""Where the bytes are: parts that add up to what the compiled program has, and help when they are
+too many.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,17 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 FSDP = config_of("llama", "dots", fsdp=2)
-ALONE = override(load_config("tiny"), {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "model.layers": 1,
-                                       "data.seq_len": 32, "train.batch": 2})  # fmt: skip
+ALONE = override(
+    load_config("tiny"),
+    {
+        "mesh.data": 1,
+        "mesh.fsdp": 1,
+        "mesh.tensor": 1,
+        "model.layers": 1,
+        "data.seq_len": 32,
+        "train.batch": 2,
+    },
+)
 
 
 def plan_for(config: Config) -> Any:
@@ -35,23 +46,34 @@ def plan_for(config: Config) -> Any:
 
 def test_the_state_is_what_the_compiled_step_is_given():
     config = override(FSDP, {"precision.moments": "bfloat16", "precision.params": "bfloat16"})
-    plan, model = plan_for(config), Model(config.model)
+    plan = plan_for(config)
+    model = Model(config.model)
     parts = {part.name: part for part in memory_account(config, plan, "cpu")}
-    stats = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan)).compile().memory_analysis()
+    stats = (
+        make_train_step(model, config, plan)
+        .lower(*step_shapes(model, config, plan))
+        .compile()
+        .memory_analysis()
+    )
     given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
-    assert CompiledBytes.of(stats, "cpu").arguments == pytest.approx(given, abs=64)  # the step's own counter
+    # the step's own counter
+    assert CompiledBytes.of(stats, "cpu").arguments == pytest.approx(given, abs=64)
     ratio = parts["optimizer"].device / parts["parameters"].device
-    assert 2.9 < ratio < 3.1  # a first moment of two bytes and a second of four, for a parameter of two
+    # a first moment of two bytes and a second of four, for a parameter of two
+    assert 2.9 < ratio < 3.1
 
 
 def test_what_a_machine_has_no_room_for_is_refused_before_it_is_made():
-    """Both simulated devices share its memory, and what a step works with comes on top of what is counted."""
+    """Both simulated devices share its memory, and what a step works with comes on top of what is
+    counted.
+    """
     parts = {part.name: part.device for part in memory_account(FSDP, plan_for(FSDP), "cpu")}
     counted = 2 * sum(size for name, size in parts.items() if name not in ("work", "no name"))
     require_memory(FSDP, plan_for(FSDP), counted)
     require_memory(FSDP, plan_for(FSDP), 0)  # not known
     with pytest.raises(
-        UserError, match=r"a step needs .* of this machine's memory, which has .*: parameters, gradients"
+        UserError,
+        match=r"a step needs .* of this machine's memory, which has .*: parameters, gradients",
     ):
         require_memory(FSDP, plan_for(FSDP), counted - 1)
     wide = override(FSDP, {"train.batch": 2**14})
@@ -60,26 +82,47 @@ def test_what_a_machine_has_no_room_for_is_refused_before_it_is_made():
 
 
 def test_what_is_offloaded_is_on_the_host():
-    state = {"memory.optimizer": "offload", "memory.parameters": "offload", "memory.keep.block_input": "offload"}
+    state = {
+        "memory.optimizer": "offload",
+        "memory.parameters": "offload",
+        "memory.keep.block_input": "offload",
+    }
     config = override(FSDP, state)
     parts = {part.name: part for part in memory_account(config, plan_for(config), "tpu")}
     plain = {part.name: part for part in memory_account(FSDP, plan_for(FSDP), "tpu")}
     for name in ("parameters", "optimizer", "gradients", "block_input"):
         assert parts[name].host > 0
         assert parts[name].device + parts[name].host == plain[name].device
-    assert not any(part.host for part in memory_account(config, plan_for(config), "cpu")), "the device's own memory"
+    assert not any(part.host for part in memory_account(config, plan_for(config), "cpu")), (
+        "the device's own memory"
+    )
 
 
 def test_accumulated_gradients_are_there_twice():
     config = override(
-        FSDP, {"train.accumulation": 2, "precision.params": "bfloat16", "precision.gradients": "bfloat16"}
+        FSDP,
+        {
+            "train.accumulation": 2,
+            "precision.params": "bfloat16",
+            "precision.gradients": "bfloat16",
+        },
     )
-    parts = {part.name: part.device for part in memory_account(config, plan_for(config), "tpu")}
+    parts = {
+        part.name: part.device
+        for part in memory_account(
+            config,
+            plan_for(config),
+            "tpu",
+        )
+    }
     assert parts["gradients"] == pytest.approx(2 * parts["parameters"], rel=0.05)  # but for vectors
 
 
 def test_the_table():
-    parts = [MemoryPart("parameters", "float32", 3 * 2**30), MemoryPart("gate", "gate of the MLP", 2**30, 2**29)]
+    parts = [
+        MemoryPart("parameters", "float32", 3 * 2**30),
+        MemoryPart("gate", "gate of the MLP", 2**30, 2**29),
+    ]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(memory_table(parts, 6 * 2**30))
     lines = [line.split() for line in console.export_text().splitlines()]
@@ -90,7 +133,12 @@ def test_the_table():
 def test_a_run_writes_its_report(tmp_path: Path):
     train(override(ALONE, {"train.stop_at": 1, "train.eval_batches": 1}), tmp_path / "run")
     found = json.loads((tmp_path / "run" / "memory.json").read_text())
-    assert {part["name"] for part in found["predicted"]} >= {"parameters", "optimizer", "gradients", "work"}
+    assert {part["name"] for part in found["predicted"]} >= {
+        "parameters",
+        "optimizer",
+        "gradients",
+        "work",
+    }
     assert found["compiled"]["arguments"] > 0
 
 
@@ -98,18 +146,28 @@ def test_out_of_memory_ends_with_what_finds_a_step_that_fits():
     plan = plan_for(FSDP)
     parts = memory_account(FSDP, plan, "tpu")
     said = out_of_memory("RESOURCE_EXHAUSTED: no", parts, FSDP, plan, 40 * 2**30)
-    assert "out of memory: a step was predicted to take" in said and "a device has 40.00 GiB" in said
+    assert (
+        "out of memory: a step was predicted to take" in said and "a device has 40.00 GiB" in said
+    )
     assert "try memory.budget=auto, which" in said and "RESOURCE_EXHAUSTED: no" in said
     assert "try memory.budget=14GiB, which" in out_of_memory("no", parts, FSDP, plan, 0)
     budgeted = override(FSDP, {"memory.budget": "20GiB"})
-    assert "try a smaller memory.budget, which" in out_of_memory("no", parts, budgeted, plan, 40 * 2**30)
+    assert "try a smaller memory.budget, which" in out_of_memory(
+        "no", parts, budgeted, plan, 40 * 2**30
+    )
 
 
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        ("Out of memory allocating 123 bytes.", "^out of memory: .* predicted .* what a device has is not known; try"),
-        ("Used 18.71M of 16.00M vmem.\n XLA label: k.1 = x", "^the compiler refuses this step: the kernel k.1 asks"),
+        (
+            "Out of memory allocating 123 bytes.",
+            "^out of memory: .* predicted .* what a device has is not known; try",
+        ),
+        (
+            "Used 18.71M of 16.00M vmem.\n XLA label: k.1 = x",
+            "^the compiler refuses this step: the kernel k.1 asks",
+        ),
     ],
     ids=["of the device", "of a kernel"],
 )

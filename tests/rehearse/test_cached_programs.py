@@ -14,16 +14,23 @@ from jaxpar import rehearse
 
 @needs_libtpu
 @pytest.mark.slow
-def test_a_function_is_rehearsed_again_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_rehearsed_again_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JAX writes programs of absent devices to its cache, and warns that it cannot read them."""
     settings = {
-        "jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path),
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }  # fmt: skip
+    }
     before = {name: jax.config.values[name] for name in settings}
     target = jaxpar.load_target("v5e-8")
     layout = jaxpar.Layout(jaxpar.make_mesh(data=8, devices=target.devices()))
-    x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=layout.sharding(("batch", None)))
+    x = jax.ShapeDtypeStruct(
+        (8, 128),
+        jnp.float32,
+        sharding=layout.sharding(("batch", None)),
+    )
     try:
         for name, value in settings.items():
             jax.config.update(name, value)

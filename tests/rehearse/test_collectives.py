@@ -1,4 +1,6 @@
-"""Over which mesh axes a collective runs, and whether the plan asked for it: by hand, and in programs XLA made."""
+"""Over which mesh axes a collective runs, and whether the plan asked for it: by hand, and in
+programs XLA made.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def groups_along(*axes: str) -> tuple[tuple[int, ...], ...]:
     """Groups of devices that differ along these axes of MESH."""
     order = [axis for axis in MESH if axis not in axes] + list(axes)
     size = int(np.prod([MESH[axis] for axis in axes]))
-    turned = GRID.transpose([list(MESH).index(axis) for axis in order]).reshape(-1, size)
+    turned = GRID.transpose([list(MESH).index(axis) for axis in order]).reshape(
+        -1,
+        size,
+    )
     return tuple(tuple(int(device) for device in row) for row in turned)
 
 
@@ -45,11 +50,19 @@ def collective(kind: CollectiveKind, axes: tuple[str, ...], size: int) -> Collec
 
 
 def row(found: Collective, scope: str = "block/mlp", count: int = 1) -> TaskTime:
-    task = Task("x", found.kind, "collective", Place(scope, "models/llama.py:1", "forward"), collective=found)
+    task = Task(
+        "x",
+        found.kind,
+        "collective",
+        Place(scope, "models/llama.py:1", "forward"),
+        collective=found,
+    )
     return TaskTime(task, Cost(1e-3, ()), count, 0.0)
 
 
-def asks(kind: CollectiveKind, axes: str, size: int, count: int = 1, scope: str = "jvp(block)/mlp") -> Requested:
+def asks(
+    kind: CollectiveKind, axes: str, size: int, count: int = 1, scope: str = "jvp(block)/mlp"
+) -> Requested:
     return Requested(kind, frozenset(axes.split()), size, count, scope, "float32")
 
 
@@ -63,9 +76,16 @@ def answer(plan: list[Requested], *rows: TaskTime) -> str:
 
 @pytest.mark.parametrize(
     "axes",
-    [("data",), ("fsdp",), ("tensor",), ("data", "fsdp"), ("fsdp", "tensor"), ("data", "tensor"),
-     ("data", "fsdp", "tensor")],
-)  # fmt: skip
+    [
+        ("data",),
+        ("fsdp",),
+        ("tensor",),
+        ("data", "fsdp"),
+        ("fsdp", "tensor"),
+        ("data", "tensor"),
+        ("data", "fsdp", "tensor"),
+    ],
+)
 def test_the_axes_of_groups(axes):
     assert axes_of(collective("all-reduce", axes, 4), MESH) == axes
 
@@ -89,10 +109,14 @@ def test_the_axes_of_a_ring_are_those_along_which_it_steps():
 
 
 def test_axes_of_one_device_are_never_among_them():
-    assert axes_of(Collective("all-gather", ((0, 1), (2, 3)), 4, "f32"), {"a": 1, "b": 2, "c": 1, "d": 2}) == ("d",)
+    assert axes_of(
+        Collective("all-gather", ((0, 1), (2, 3)), 4, "f32"), {"a": 1, "b": 2, "c": 1, "d": 2}
+    ) == ("d",)
 
 
-@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"])
+@pytest.mark.parametrize(
+    "kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]
+)
 def test_bytes_sent_are_those_of_the_reader(kind):
     found = collective(kind, ("fsdp",), 1200)
     assert sent_bytes(asks(kind, "fsdp", 1200), MESH) == found.sent_bytes
@@ -116,25 +140,40 @@ def test_scopes_are_those_of_the_reader():
 
 
 def test_as_written():
-    found = answer([asks("all-gather", "fsdp", MIB)], row(collective("all-gather", ("fsdp",), MIB)))
+    found = answer(
+        [asks("all-gather", "fsdp", MIB)],
+        row(collective("all-gather", ("fsdp",), MIB)),
+    )
     assert found == ""
 
 
 def test_merged_in_its_scope():
-    plan = [asks("reduce-scatter", "fsdp", 2 * MIB), asks("reduce-scatter", "fsdp", 3 * MIB)]
+    plan = [
+        asks("reduce-scatter", "fsdp", 2 * MIB),
+        asks("reduce-scatter", "fsdp", 3 * MIB),
+    ]
     found = answer(plan, row(collective("reduce-scatter", ("fsdp",), 5 * MIB)))
     assert found == ""
 
 
 def test_merged_over_scopes():
-    plan = [asks("all-reduce", "data", 2 * MIB), asks("all-reduce", "data", 3 * MIB, scope="loss")]
+    plan = [
+        asks("all-reduce", "data", 2 * MIB),
+        asks("all-reduce", "data", 3 * MIB, scope="loss"),
+    ]
     for scope in ("block/mlp", "", "update"):
-        found = answer(plan, row(collective("all-reduce", ("data",), 5 * MIB), scope))
+        found = answer(
+            plan,
+            row(collective("all-reduce", ("data",), 5 * MIB), scope),
+        )
         assert found == ""
 
 
 def test_moved_to_another_scope():
-    plan = [asks("all-gather", "fsdp", 2 * MIB), asks("all-gather", "fsdp", 3 * MIB, scope="loss")]
+    plan = [
+        asks("all-gather", "fsdp", 2 * MIB),
+        asks("all-gather", "fsdp", 3 * MIB, scope="loss"),
+    ]
     assert answer(plan, row(collective("all-gather", ("fsdp",), 3 * MIB), "head")) == ""
 
 
@@ -147,30 +186,59 @@ def test_a_little_more_than_asked_for_is_padding():
 def test_more_than_asked_for_in_a_scope_that_asks_is_not_planned():
     """A small sum in the loss does not excuse one of all its scores."""
     plan = [asks("all-reduce", "tensor", 4096, scope="jvp(loss)")]
-    small, large = (row(collective("all-reduce", ("tensor",), size), "loss") for size in (4096, 64 * MIB))
+    small, large = (
+        row(collective("all-reduce", ("tensor",), size), "loss") for size in (4096, 64 * MIB)
+    )
     assert answer(plan, small, large) == ""
-    assert answer(plan, large, small) == "the plan has a smaller all-reduce over tensor here, not this one"
+    assert (
+        answer(plan, large, small)
+        == "the plan has a smaller all-reduce over tensor here, not this one"
+    )
 
 
 def test_more_often_than_asked_for_is_planned_by_its_size_only():
     plan = [asks("all-gather", "fsdp", 2 * MIB, count=4)]
     assert answer(plan, row(collective("all-gather", ("fsdp",), 2 * MIB), count=8)) == ""
-    assert answer(plan, row(collective("all-gather", ("fsdp",), 4 * MIB), count=8))
+    assert answer(
+        plan,
+        row(collective("all-gather", ("fsdp",), 4 * MIB), count=8),
+    )
 
 
 def test_over_other_axes_is_not_planned():
-    found = answer([asks("all-gather", "fsdp", MIB)], row(collective("all-gather", ("fsdp", "tensor"), MIB)))
+    found = answer(
+        [asks("all-gather", "fsdp", MIB)],
+        row(
+            collective(
+                "all-gather",
+                ("fsdp", "tensor"),
+                MIB,
+            )
+        ),
+    )
     assert found == "the plan has no all-gather over fsdp x tensor here"
 
 
 def test_of_another_kind_is_not_planned():
-    found = answer([asks("all-gather", "tensor", 8 * MIB)], row(collective("all-to-all", ("tensor",), 8 * MIB)))
+    found = answer(
+        [asks("all-gather", "tensor", 8 * MIB)],
+        row(
+            collective(
+                "all-to-all",
+                ("tensor",),
+                8 * MIB,
+            )
+        ),
+    )
     assert found == "the plan has no all-to-all over tensor here"
 
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("data", "fsdp")])
 def test_summed_whole_where_the_plan_scatters(axes):
-    plan = [asks("reduce-scatter", "fsdp", 8 * MIB), asks("all-reduce", "data", 2 * MIB)]
+    plan = [
+        asks("reduce-scatter", "fsdp", 8 * MIB),
+        asks("all-reduce", "data", 2 * MIB),
+    ]
     found = answer(plan, row(collective("all-reduce", axes, 8 * MIB)))
     assert found == "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes"
 
@@ -217,27 +285,47 @@ def test_an_mlp_of_this_library_sends_what_it_asks_for(plan):
     for row in rows:
         assert row["axes"] == (["data"] if row["kind"] == "all-reduce" else ["fsdp"])
         sent[row["kind"]] += row["bytes"] * row["count"]
-    # Two weights, gathered once for both directions; their gradients scattered, and a quarter of each summed over data.
-    assert sent == {"all-gather": 2 * BYTES, "reduce-scatter": 2 * BYTES, "all-reduce": 2 * BYTES / 4}
+    # Two weights, gathered once for both directions; their gradients scattered, and a quarter of
+    # each summed over data.
+    assert sent == {
+        "all-gather": 2 * BYTES,
+        "reduce-scatter": 2 * BYTES,
+        "all-reduce": 2 * BYTES / 4,
+    }
     assert {row["scope"] for row in rows} == {"block/mlp"}
 
 
 def test_an_mlp_left_to_xla_sums_a_weight_gradient_whole(plan):
-    (_, asked), (tasks, own) = tasks_of(library, plan), tasks_of(plain, plan)
+    (_, asked), (tasks, own) = (
+        tasks_of(library, plan),
+        tasks_of(
+            plain,
+            plan,
+        ),
+    )
     assert own == [], "no op of it asks for anything"
     rows = collective_rows(tasks, asked, dict(plan.mesh.shape))
     (found,) = [row for row in rows if not row["planned"]]
     assert (found["kind"], found["axes"], found["bytes"]) == ("all-reduce", ["fsdp"], BYTES)
     assert (found["scope"], found["phase"], found["source"].partition(":")[0]) == (
-        "block/mlp", "backward", "tests/rehearsed_mlp.py"
-    )  # fmt: skip
-    assert found["reason"] == "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes"
+        "block/mlp",
+        "backward",
+        "tests/rehearsed_mlp.py",
+    )
+    assert (
+        found["reason"]
+        == "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes"
+    )
 
 
 def test_a_pipeline_sends_what_it_asks_for(monkeypatch):
     """In every scope, small ones too but for norms and biases; as often as there are ticks."""
     monkeypatch.setattr(subject, "SMALL", 7 * 2**10)
-    config = staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), "1f1b", 4)
+    config = staged(
+        config_of("llama", "full", stage=2, fsdp=2, tensor=2),
+        "1f1b",
+        4,
+    )
     step, asked, mesh = traced(config, jax.devices())
     program = read_program(step.lower().compile(compiler_options=FAST["cpu"]).as_text())
     tasks = [TaskTime(task, Cost(0.0, ()), count, 0.0) for task, count in walk(program.nodes)]
@@ -250,6 +338,8 @@ def test_a_pipeline_sends_what_it_asks_for(monkeypatch):
     ticks = 4 + 2 - 1
     assert stages.pop(("send", "ppermute")) == 2 * ticks
     assert stages.pop(("share", "reduce-scatter")) == stages.pop(("share", "all-gather")) == 4
-    assert {kind for _, kind in stages} == {"all-reduce"}, "of the ends' gradients, in one or in several"
+    assert {kind for _, kind in stages} == {"all-reduce"}, (
+        "of the ends' gradients, in one or in several"
+    )
     phases = {row["phase"] for row in rows if row["scope"].startswith("block/")}
     assert phases == {"forward", "recomputed", "backward"}

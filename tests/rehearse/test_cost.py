@@ -1,4 +1,6 @@
-"""What a task costs: the compiler's cycles first, else the roofline; links, host and DMA engines on their own lanes."""
+"""What a task costs: the compiler's cycles first, else the roofline; links, host and DMA engines on
+their own lanes.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ pytestmark = pytest.mark.quick
 
 TPU = load_target("v5p-64").hardware
 GPU = Hardware(
-    hbm_bandwidth=2e12, host_link_bandwidth=5e10, host_link_latency=1e-5, launch_overhead=1e-6,
+    hbm_bandwidth=2e12,
+    host_link_bandwidth=5e10,
+    host_link_latency=1e-5,
+    launch_overhead=1e-6,
     peak_flops=PeakFlops(float32=4e14, bfloat16=1e15, float8=2e15, int8=2e15),
-)  # fmt: skip
+)
 GATHER = Task(
-    "ag", "all-gather", "collective", bytes=1 << 20, collective=Collective("all-gather", ((0, 1),), 1 << 20, "bf16")
+    "ag",
+    "all-gather",
+    "collective",
+    bytes=1 << 20,
+    collective=Collective("all-gather", ((0, 1),), 1 << 20, "bf16"),
 )
 
 
@@ -62,26 +71,46 @@ def test_the_compilers_cycles_come_first():
     ],
 )
 def test_hfu_is_of_the_peak_of_most_flops(dtypes: tuple[str, ...], hardware: Hardware, main: str):
-    rows = [TaskTime(dot(dtype=dtype, flops=1e12 / (place + 1)), Cost(1.0, ()), 1, 0.0)
-            for place, dtype in enumerate(dtypes)]  # fmt: skip
+    rows = [
+        TaskTime(
+            dot(dtype=dtype, flops=1e12 / (place + 1)),
+            Cost(1.0, ()),
+            1,
+            0.0,
+        )
+        for place, dtype in enumerate(dtypes)
+    ]
     assert _main_dtype(rows, hardware.peak_flops) == main
 
 
 @pytest.mark.parametrize(
     ("dtype", "peak"),
-    [("bf16", 1e15), ("f16", 1e15), ("f32", 4e14), ("f8e4m3fn", 2e15), ("s8", 2e15)],
+    [
+        ("bf16", 1e15),
+        ("f16", 1e15),
+        ("f32", 4e14),
+        ("f8e4m3fn", 2e15),
+        ("s8", 2e15),
+    ],
 )
 def test_arithmetic_at_the_peak_of_its_dtype(dtype, peak):
-    assert cost(dot(dtype=dtype)) == Cost(pytest.approx(1e12 / peak + 1e-6), ("compute",), launch=1e-6)
+    assert cost(dot(dtype=dtype)) == Cost(
+        pytest.approx(1e12 / peak + 1e-6), ("compute",), launch=1e-6
+    )
 
 
 def test_traffic_where_it_takes_longer():
-    assert cost(dot(flops=1e9, bytes=10**9)) == Cost(pytest.approx(5e-4 + 1e-6), ("compute",), launch=1e-6)
+    assert cost(dot(flops=1e9, bytes=10**9)) == Cost(
+        pytest.approx(5e-4 + 1e-6), ("compute",), launch=1e-6
+    )
 
 
 def test_a_tpu_kernel_without_cycles_is_an_estimate():
     kernel = Task("attention", "custom-call", "kernel", flops=918e9, dtype="bf16")
-    found, _ = costs(Loop("layers", 10, (dot(cycles=1_750_000), kernel)), hardware=TPU)
+    found, _ = costs(
+        Loop("layers", 10, (dot(cycles=1_750_000), kernel)),
+        hardware=TPU,
+    )
     assert [found[0, i].seconds for i in (0, 1)] == [pytest.approx(0.001), pytest.approx(0.002)]
 
 
@@ -90,12 +119,31 @@ def test_float32_without_a_figure_is_multiplied_in_bfloat16():
 
 
 def test_collectives_are_priced_by_the_network_and_block_compute_unless_asynchronous():
-    assert cost(GATHER) == Cost(pytest.approx((1 << 20) / 1e11), ("compute", "ici:x"))
-    started = Task("ag", "all-gather-start", "collective", collective=GATHER.collective, asynchronous=True, cycles=7)
-    assert cost(started, TPU) == Cost(pytest.approx((1 << 20) / 1e11), ("ici:x",))
+    assert cost(GATHER) == Cost(
+        pytest.approx((1 << 20) / 1e11),
+        ("compute", "ici:x"),
+    )
+    started = Task(
+        "ag",
+        "all-gather-start",
+        "collective",
+        collective=GATHER.collective,
+        asynchronous=True,
+        cycles=7,
+    )
+    assert cost(started, TPU) == Cost(
+        pytest.approx((1 << 20) / 1e11),
+        ("ici:x",),
+    )
 
 
-@pytest.mark.parametrize(("asynchronous", "lanes"), [(True, ("host",)), (False, ("compute", "host"))])
+@pytest.mark.parametrize(
+    ("asynchronous", "lanes"),
+    [
+        (True, ("host",)),
+        (False, ("compute", "host")),
+    ],
+)
 def test_host_copies_take_the_host_link(asynchronous, lanes):
     task = Task("offload", "copy", "host_copy", bytes=5 * 10**9, asynchronous=asynchronous)
     assert cost(task) == Cost(pytest.approx(0.1 + 1e-5), lanes)
@@ -104,17 +152,27 @@ def test_host_copies_take_the_host_link(asynchronous, lanes):
 def test_copies_beside_compute_have_a_lane_of_their_own():
     copy = Task("prefetch", "copy-start", "copy", bytes=2 * 10**9, asynchronous=True)
     assert cost(copy) == Cost(pytest.approx(1e-3), ("dma",))
-    assert cost(Task("apart", "async-start", "fusion", bytes=2 * 10**9, asynchronous=True)).lanes == ("side",)
+    assert cost(
+        Task("apart", "async-start", "fusion", bytes=2 * 10**9, asynchronous=True)
+    ).lanes == ("side",)
 
 
 def test_what_had_to_be_assumed_is_said_once_with_its_count():
-    found, notes = costs(dot(dtype="f64"), dot(dtype="f64"), Task("call", "custom-call", "kernel"))
+    found, notes = costs(
+        dot(dtype="f64"),
+        dot(dtype="f64"),
+        Task("call", "custom-call", "kernel"),
+    )
     assert notes == (
         "no peak for f64: its arithmetic is taken to cost nothing (2 x)",
         "custom-call says nothing of its work: taken to cost a launch",
     )
-    assert [found[i,].seconds - 1e-6 for i in range(3)] == pytest.approx([1e6 / 2e12, 1e6 / 2e12, 0.0])
-    nothing_known, notes = costs(dot(), Task("out", "copy", "host_copy", bytes=8), hardware=Hardware())
+    assert [found[i,].seconds - 1e-6 for i in range(3)] == pytest.approx(
+        [1e6 / 2e12, 1e6 / 2e12, 0.0]
+    )
+    nothing_known, notes = costs(
+        dot(), Task("out", "copy", "host_copy", bytes=8), hardware=Hardware()
+    )
     assert len(notes) == 3
     assert sum(item.seconds for item in nothing_known.values()) == 0.0
 

@@ -12,9 +12,14 @@ from jaxpar.rehearse.timeline import Event, replay
 pytestmark = pytest.mark.quick
 
 GATHER = Task(
-    "ag", "all-gather", "collective", Place("block/mlp", "models/llama.py:97", "forward"), bytes=9,
-    collective=Collective("all-gather", ((0, 1),), 1024, "bf16"), asynchronous=True,
-)  # fmt: skip
+    "ag",
+    "all-gather",
+    "collective",
+    Place("block/mlp", "models/llama.py:97", "forward"),
+    bytes=9,
+    collective=Collective("all-gather", ((0, 1),), 1024, "bf16"),
+    asynchronous=True,
+)
 
 
 def dot() -> Task:
@@ -22,14 +27,27 @@ def dot() -> Task:
 
 
 DOT = dot()
-OUTER = Loop("while.1", 3, (GATHER, dot(), Loop("while.2", 2, (dot(),)), Wait("done", 0)), place=Place("layers"))
+OUTER = Loop(
+    "while.1",
+    3,
+    (
+        GATHER,
+        dot(),
+        Loop("while.2", 2, (dot(),)),
+        Wait("done", 0),
+    ),
+    place=Place("layers"),
+)
 PROGRAM = Program("step", (DOT, OUTER, dot()))
 
 
 def drawn(program: Program, drawn_trips: int) -> TimelineColumns:
     """Every task a microsecond, the gather on a link."""
     lanes = {"ag": ("ici:x",)}
-    costs = {path: Cost(1e-6, lanes.get(task.name, ("compute",))) for path, task, _ in walk_paths(program.nodes)}
+    costs = {
+        path: Cost(1e-6, lanes.get(task.name, ("compute",)))
+        for path, task, _ in walk_paths(program.nodes)
+    }
     return timeline_of(replay(program, costs, drawn_trips).events)
 
 
@@ -51,13 +69,19 @@ def test_events_are_in_microseconds_one_for_every_execution():
 
 
 def test_a_bar_for_many_trips_says_how_many():
-    program = Program("step", (Loop("while.1", 30, (DOT,), place=Place("layers")),))
+    program = Program(
+        "step",
+        (Loop("while.1", 30, (DOT,), place=Place("layers")),),
+    )
     found = drawn(program, 2)
     assert found["events"][-1][1:] == [2, 28, 1, 28]
     assert (found["names"][1], found["kinds"][1]) == ("while.1", "loop")
 
 
 def test_lanes_are_ordered_compute_links_local_host():
-    events = [Event(lane, 0, 1e-6, DOT) for lane in ("host", "dma", "ici:y", "dcn", "side", "compute", "ici:x")]
+    events = [
+        Event(lane, 0, 1e-6, DOT)
+        for lane in ("host", "dma", "ici:y", "dcn", "side", "compute", "ici:x")
+    ]
     found = timeline_of(events)
     assert found["lanes"] == ["compute", "dcn", "ici:x", "ici:y", "dma", "side", "host"]

@@ -1,4 +1,6 @@
-"""The network model: closed forms on rings, lines, boxes and switches, contention, and figures others have measured."""
+"""The network model: closed forms on rings, lines, boxes and switches, contention, and figures
+others have measured.
+"""
 
 import itertools
 import math
@@ -19,18 +21,40 @@ GIB = 2**30
 def torus(target: Target, slices: int | None = None) -> tuple[Position, ...]:
     """Every seat of a target, slices outermost, then axes in order, cores last."""
     hardware = target.hardware
-    sides = (range(slices or target.slices), *map(range, hardware.ici.shape), range(hardware.devices_per_chip))
+    sides = (
+        range(slices or target.slices),
+        *map(range, hardware.ici.shape),
+        range(hardware.devices_per_chip),
+    )
     return tuple(Position(seat[0], seat[1:-1], seat[-1]) for seat in itertools.product(*sides))
 
 
-def groups(shape: tuple[int, ...], *axes: int) -> tuple[tuple[int, ...], ...]:
+def groups(
+    shape: tuple[int, ...],
+    *axes: int,
+) -> tuple[tuple[int, ...], ...]:
     """Replica groups along these axes of a mesh whose positions are numbered in row-major order."""
-    ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), axes, range(-len(axes), 0))
-    return tuple(map(tuple, ids.reshape(-1, math.prod(shape[axis] for axis in axes)).tolist()))
+    ids = np.moveaxis(
+        np.arange(math.prod(shape)).reshape(shape),
+        axes,
+        range(-len(axes), 0),
+    )
+    return tuple(
+        map(
+            tuple,
+            ids.reshape(-1, math.prod(shape[axis] for axis in axes)).tolist(),
+        )
+    )
 
 
-def shift(shape: tuple[int, ...], axis: int, by: int = 1) -> tuple[tuple[int, int], ...]:
-    """(source, target) pairs that move everything `by` places along an axis, the end to the start."""
+def shift(
+    shape: tuple[int, ...],
+    axis: int,
+    by: int = 1,
+) -> tuple[tuple[int, int], ...]:
+    """(source, target) pairs that move everything `by` places along an axis, the end to the
+    start.
+    """
     rows = groups(shape, axis)
     return tuple((row[i], row[(i + by) % len(row)]) for row in rows for i in range(len(row)))
 
@@ -57,7 +81,11 @@ NODES = (8, 8)  # of h100x64: nodes x GPUs
         ((2,), 180 * 4 / 3, {"ici:z+", "ici:z-"}),
         ((0,), 180 * 4 / 3, {"ici:x+", "ici:x-"}),
         ((0, 1), 360 * 16 / 15, {"ici:x+", "ici:x-", "ici:y+", "ici:y-"}),
-        ((0, 1, 2), 540 * 64 / 63, {f"ici:{axis}{way}" for axis in "xyz" for way in "+-"}),
+        (
+            (0, 1, 2),
+            540 * 64 / 63,
+            {f"ici:{axis}{way}" for axis in "xyz" for way in "+-"},
+        ),
     ],
 )
 def test_an_all_gather_over_whole_rings_of_a_cube(axes, expected, lanes):
@@ -73,14 +101,17 @@ def test_the_book_has_v_over_180_gb_a_second_for_a_long_ring_of_v5p():
 
 
 def test_a_line_has_half_the_bandwidth_of_a_ring():
-    line, ring = groups((4, 8), 0), groups((16, 16), 0)
+    line = groups((4, 8), 0)
+    ring = groups((16, 16), 0)
     assert rate(take("v6e-32", "all-gather", line)) == pytest.approx(90 * 4 / 3)
     assert rate(take("v6e-256", "all-gather", ring)) == pytest.approx(180 * 16 / 15)
 
 
 def test_an_all_reduce_is_two_all_gathers_and_a_reduce_scatter_one():
     members = groups(CUBE, 2)
-    gather, scatter, reduce = (take("v5p-64", kind, members) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+    gather, scatter, reduce = (
+        take("v5p-64", kind, members) for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    )
     assert scatter == gather
     assert reduce.seconds - reduce.latency == pytest.approx(2 * (gather.seconds - gather.latency))
 
@@ -107,7 +138,9 @@ def test_strided_groups_share_the_links_between_them():
     ring = np.arange(16).reshape(8, 2).T  # 0 2 4 ..., 1 3 5 ... along an axis of 16
     both = tuple(tuple(int(place) for place in row) for row in ring)
     places = tuple(Position(0, (0, y)) for y in range(16))
-    one, two = (take("v6e-256", "all-gather", members, places=places) for members in (both[:1], both))
+    one, two = (
+        take("v6e-256", "all-gather", members, places=places) for members in (both[:1], both)
+    )
     assert rate(one) == pytest.approx(180 * 8 / 7)
     assert rate(two) == pytest.approx(90 * 8 / 7)
 
@@ -121,16 +154,29 @@ def test_a_part_of_a_ring_is_a_line():
 def test_opposite_places_of_a_ring_use_both_ways_round():
     members = ((0, 2), (1, 3))
     places = tuple(Position(0, (0, 0, z)) for z in range(4))
-    one, two = (take("v5p-64", "all-gather", chosen, places=places) for chosen in (members[:1], members))
+    one, two = (
+        take("v5p-64", "all-gather", chosen, places=places) for chosen in (members[:1], members)
+    )
     assert rate(one) == pytest.approx(180 * 2)
     assert rate(two) == pytest.approx(90 * 2)
     assert set(two.resources) == {"ici:z+", "ici:z-"}
 
 
 def test_a_group_that_is_no_box_runs_a_ring_in_its_own_order():
-    corners = (Position(0, (0, 0)), Position(0, (0, 1)), Position(0, (1, 3)), Position(0, (1, 2)))
-    found = take("v5e-8", "all-gather", ((0, 1, 2, 3),), places=corners)
-    # Two of the four steps are three hops, and both ways cross the middle link: all of the data in each direction.
+    corners = (
+        Position(0, (0, 0)),
+        Position(0, (0, 1)),
+        Position(0, (1, 3)),
+        Position(0, (1, 2)),
+    )
+    found = take(
+        "v5e-8",
+        "all-gather",
+        ((0, 1, 2, 3),),
+        places=corners,
+    )
+    # Two of the four steps are three hops, and both ways cross the middle link: all of the data in
+    # each direction.
     assert rate(found) == pytest.approx(45 * 4 / 3)
 
 
@@ -148,8 +194,13 @@ def test_the_two_devices_of_a_chip_have_a_link_of_their_own():
 
 
 def test_a_group_of_whole_chips_gathers_over_the_torus_once_for_both():
-    found = take("tpu7x-64", "all-gather", groups((4, 4, 4, 2), 2, 3))
-    over_torus, in_chip = GIB * 3 / 4 / 180e9, GIB / 2 / 540e9
+    found = take(
+        "tpu7x-64",
+        "all-gather",
+        groups((4, 4, 4, 2), 2, 3),
+    )
+    over_torus = GIB * 3 / 4 / 180e9
+    in_chip = GIB / 2 / 540e9
     assert found.seconds - found.latency == pytest.approx(over_torus + in_chip)
     assert found.resources == ("chip", "ici:z+", "ici:z-")
 
@@ -158,7 +209,8 @@ def test_a_group_of_whole_chips_gathers_over_the_torus_once_for_both():
 
 
 def test_an_all_to_all_on_a_ring_costs_a_quarter_of_an_all_gather():
-    # Of the same global array, which is 16 times what a device holds ("How to Scale Your Model", part 3).
+    # Of the same global array, which is 16 times what a device holds ("How to Scale Your Model",
+    # part 3).
     members = groups((16, 16), 1)
     gather = take("v6e-256", "all-gather", members, 16 * GIB)
     exchange = take("v6e-256", "all-to-all", members)
@@ -167,7 +219,8 @@ def test_an_all_to_all_on_a_ring_costs_a_quarter_of_an_all_gather():
 
 
 def test_an_all_to_all_over_a_box_is_as_slow_as_its_longest_axis():
-    line, plane = groups(CUBE, 2), groups(CUBE, 1, 2)
+    line = groups(CUBE, 2)
+    plane = groups(CUBE, 1, 2)
     assert rate(take("v5p-64", "all-to-all", plane)) == rate(take("v5p-64", "all-to-all", line))
 
 
@@ -221,7 +274,9 @@ def test_slices_exchange_over_the_data_centre_network():
 def test_a_group_inside_and_across_slices_sends_only_its_part_across():
     found = take("v5p-64x4", "all-gather", groups((4, 4, 16), 0, 1))
     # 4 chips along x in each of 4 slices.
-    assert found.seconds - found.latency == pytest.approx(GIB * 3 / 4 / 180e9 + GIB * 3 / 4 / 4 / 6.25e9)
+    assert found.seconds - found.latency == pytest.approx(
+        GIB * 3 / 4 / 180e9 + GIB * 3 / 4 / 4 / 6.25e9
+    )
     assert found.resources == ("ici:x+", "ici:x-", "dcn")
 
 
@@ -241,7 +296,8 @@ def test_an_all_gather_in_a_node():
 
 
 def test_across_nodes_every_gpu_brings_its_nic():
-    # 8 NICs of 50 GB/s a node carry 7/8 of the data; in the node NVLink carries 63/64 of it, which takes longer.
+    # 8 NICs of 50 GB/s a node carry 7/8 of the data; in the node NVLink carries 63/64 of it, which
+    # takes longer.
     whole = take("h100x64", "all-gather", groups(NODES, 0, 1))
     assert rate(whole) == pytest.approx(min(370.8 * 64 / 63, 400 * 8 / 7))
     assert whole.resources == ("nvlink", "dcn")
@@ -289,10 +345,17 @@ def test_a_chip_without_figures_says_so():
     target = replace(load_target("h100x8"), hardware=Hardware(chip="new"))
     places = tuple(Position(0, (index,)) for index in range(8))
     with pytest.raises(UserError, match=r"target h100x8 \(new\) has no figure for .* nvlink"):
-        collective_time(Collective("all-reduce", (tuple(range(8)),), 1, "f32"), places, target)
+        collective_time(
+            Collective("all-reduce", (tuple(range(8)),), 1, "f32"),
+            places,
+            target,
+        )
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all", "ppermute"])
 def test_a_group_of_thousands_is_no_trouble(kind):
-    members = shift((6144,), 0) if kind == "ppermute" else (tuple(range(6144)),)
+    if kind == "ppermute":
+        members = shift((6144,), 0)
+    else:
+        members = (tuple(range(6144)),)
     assert take("v5p-6144", kind, members).seconds > 0

@@ -36,7 +36,10 @@ def assert_well_formed(found: list[LintFinding]) -> None:
 
 
 def is_in_the_mlp(finding: LintFinding) -> bool:
-    return (finding["scope"], finding["source"].partition(":")[0]) == ("block/mlp", "tests/rehearsed_mlp.py")
+    return (finding["scope"], finding["source"].partition(":")[0]) == (
+        "block/mlp",
+        "tests/rehearsed_mlp.py",
+    )
 
 
 # What `--fail-on` reads.
@@ -45,7 +48,10 @@ def is_in_the_mlp(finding: LintFinding) -> bool:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("large-copy, unplaned-collective", r"unknown condition \(did you mean 'unplanned-collective'\?\)"),
+        (
+            "large-copy, unplaned-collective",
+            r"unknown condition \(did you mean 'unplanned-collective'\?\)",
+        ),
         ("xyzzy", r"unknown condition: it may be does-not-fit, unplanned-collective, "),
         ("memory+5%", r"--fail-on memory\+5%: unknown condition"),
     ],
@@ -58,12 +64,21 @@ def test_what_is_wrong_with_a_condition_is_said(text, message):
 
 def test_a_step_that_does_not_fit():
     memory: Memory = {
-        "hbm_bytes": 2**30, "usable_bytes": 2**30, "total": 3 * 2**30, "fits": False, "categories": {}, "host": {},
+        "hbm_bytes": 2**30,
+        "usable_bytes": 2**30,
+        "total": 3 * 2**30,
+        "fits": False,
+        "categories": {},
+        "host": {},
         "advice": [],
-    }  # fmt: skip
+    }
     (found,) = lint.does_not_fit(memory)
     assert_well_formed([found])
-    assert (found["severity"], found["message"], found["bytes"]) == ("error", "more than 1.00 GiB of HBM", 2 * 2**30)
+    assert (found["severity"], found["message"], found["bytes"]) == (
+        "error",
+        "more than 1.00 GiB of HBM",
+        2 * 2**30,
+    )
     assert lint.does_not_fit({**memory, "fits": True}) == []
 
 
@@ -102,7 +117,9 @@ def test_the_librarys_own_collectives_are_no_finding(plan):
 
 # Parameters.
 
-MODEL = ModelConfig("gpt2", vocab_size=4096, layers=1, embed=256, heads=4, mlp=1024, max_seq_len=2048)
+MODEL = ModelConfig(
+    "gpt2", vocab_size=4096, layers=1, embed=256, heads=4, mlp=1024, max_seq_len=2048
+)
 
 
 def replicated(plan: Plan, model: ModelConfig = MODEL) -> list[LintFinding]:
@@ -129,8 +146,12 @@ def test_a_parameter_that_no_rule_splits(plan_of):
 
 def test_parameters_in_bfloat16_may_be_whole_too(plan_of):
     """A table of positions of 2 MiB in float32 has one of 1 MiB."""
-    plan, subject = plan_of(tensor=4), Model(MODEL)
-    shapes = jax.tree.map(lambda leaf: leaf.update(dtype="bfloat16"), subject.shapes())
+    plan = plan_of(tensor=4)
+    subject = Model(MODEL)
+    shapes = jax.tree.map(
+        lambda leaf: leaf.update(dtype="bfloat16"),
+        subject.shapes(),
+    )
     (found,) = lint.replicated_parameters(placements(shapes, subject.axes, plan), plan)
     assert (found["scope"], found["bytes"]) == ("embed.positions", 2 * 2048 * 256)
     assert "1.00 MiB" in found["message"]
@@ -144,7 +165,9 @@ def test_a_rule_taken_away_shows(plan_of):
 
 
 def test_vectors_and_small_matrices_may_be_whole(plan_of):
-    vectors = ModelConfig("gpt2", vocab_size=256, layers=2000, embed=256, heads=4, mlp=256, max_seq_len=16)
+    vectors = ModelConfig(
+        "gpt2", vocab_size=256, layers=2000, embed=256, heads=4, mlp=256, max_seq_len=16
+    )
     assert replicated(plan_of(tensor=4), vectors) == []
 
 
@@ -152,12 +175,18 @@ def test_on_a_stage_a_parameter_may_be_whole_too(plan_of):
     """The stages have layers of their own, and nothing else is split over them."""
     model = dataclasses.replace(MODEL, layers=4)
     assert replicated(plan_of(stage=4, fsdp=2), model) == []
-    assert replicated(plan_of(stage=8), dataclasses.replace(model, layers=8)) == [], "a plan of copies"
+    assert replicated(plan_of(stage=8), dataclasses.replace(model, layers=8)) == [], (
+        "a plan of copies"
+    )
     plan = plan_of(stage=4, tensor=2)
-    without = {finding["scope"]: finding for finding in replicated(Plan(plan.mesh, ShardingRules(mlp=())), model)}
+    without = {
+        finding["scope"]: finding
+        for finding in replicated(Plan(plan.mesh, ShardingRules(mlp=())), model)
+    }
     assert without.keys() == {"blocks.up", "blocks.down", "embed.positions"}
     assert without["blocks.up"]["message"] == (
-        "blocks.up [4, 256, 1024] (layers, embed, mlp) is whole on every device of a stage, 1.00 MiB: "
+        "blocks.up [4, 256, 1024] (layers, embed, mlp) is whole on every device of a stage, "
+        "1.00 MiB: "
         "no rule splits any of its dims over tensor"
     )
     assert " of a stage" not in without["embed.positions"]["message"]
@@ -171,17 +200,27 @@ def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
     (found,) = lint.whole_residual_stream(Plan(mesh, ShardingRules(residual_seq=())))
     assert_well_formed([found])
     assert (found["rule"], found["severity"]) == ("replicated-activation", "warning")
-    assert found["message"] == "the residual stream is whole over tensor=4: add it to rules.residual_seq"
+    assert (
+        found["message"]
+        == "the residual stream is whole over tensor=4: add it to rules.residual_seq"
+    )
     assert lint.whole_residual_stream(Plan(mesh)) == []
 
 
 def test_stages_split_no_activation(plan_of):
     """A microbatch is on one of them at a time."""
-    mesh, four = plan_of(stage=2, fsdp=4).mesh, Pipeline(microbatches=4)
+    mesh = plan_of(stage=2, fsdp=4).mesh
+    four = Pipeline(microbatches=4)
     assert lint.whole_residual_stream(Plan(mesh, pipeline=four)) == []
-    elsewhere = Plan(mesh, ShardingRules(stage=("fsdp",), batch=("data",)), pipeline=four)
+    elsewhere = Plan(
+        mesh,
+        ShardingRules(stage=("fsdp",), batch=("data",)),
+        pipeline=four,
+    )
     (found,) = lint.whole_residual_stream(elsewhere)
-    assert found["message"].startswith("the residual stream is whole over stage=2"), "no stage here, but by its name"
+    assert found["message"].startswith("the residual stream is whole over stage=2"), (
+        "no stage here, but by its name"
+    )
 
 
 # Copies.
@@ -198,7 +237,9 @@ def test_a_transposed_copy_is_named(plan):
     """How the copies are shared out among fusions differs between versions of XLA:CPU."""
 
     def forward(form: Callable[..., Any]) -> list[LintFinding]:
-        return [finding for finding in copies(form, plan) if "of the forward pass" in finding["message"]]
+        return [
+            finding for finding in copies(form, plan) if "of the forward pass" in finding["message"]
+        ]
 
     found = forward(turned)
     assert found and all(map(is_in_the_mlp, found))
@@ -210,7 +251,15 @@ def test_a_transposed_copy_is_named(plan):
 
 def copied(seconds: float, asynchronous: bool = False) -> TaskTime:
     place = Place("update", "jaxpar/train/step.py:1", "update")
-    task = Task("copy.7", "copy", "copy", place, bytes=100, shape="bf16[2,128]{1,0}", asynchronous=asynchronous)
+    task = Task(
+        "copy.7",
+        "copy",
+        "copy",
+        place,
+        bytes=100,
+        shape="bf16[2,128]{1,0}",
+        asynchronous=asynchronous,
+    )
     return TaskTime(task, Cost(seconds / 3, ("compute",)), 3, 0.0)
 
 
@@ -218,7 +267,10 @@ def test_copies_of_a_line_count_together_and_only_a_share_of_the_step():
     (found,) = lint.large_copies([copied(0.003), copied(0.002)], 1.0)
     assert (found["seconds"], found["bytes"]) == (0.005, 600)
     assert found["message"] == (
-        "copies of the update pass take 0.5 % of the step, most of it copy.7, bf16[2,128]{1,0}, 3 times"
+        "copies of the update pass take 0.5 % of the step, most of it copy.7, bf16[2,128]{1,0}, "
+        "3 times"
     )
     assert lint.large_copies([copied(0.003), copied(0.001)], 1.0) == []
-    assert lint.large_copies([copied(0.5, asynchronous=True)], 1.0) == [], "beside compute it costs nothing"
+    assert lint.large_copies([copied(0.5, asynchronous=True)], 1.0) == [], (
+        "beside compute it costs nothing"
+    )

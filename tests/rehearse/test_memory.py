@@ -1,4 +1,6 @@
-"""Device memory by category: the compiler's own account of real steps, and arrays that a loop fills."""
+"""Device memory by category: the compiler's own account of real steps, and arrays that a loop
+fills.
+"""
 
 from __future__ import annotations
 
@@ -24,45 +26,69 @@ from jaxpar.train.memory import activations, local_bytes, unnamed_bytes
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
-LAYERS, BATCH, SEQ, EMBED = 3, 16, 32, 64
+LAYERS = 3
+BATCH = 16
+SEQ = 32
+EMBED = 64
 
 
 def config_of(remat: str, **mesh: int) -> Config:
     model = ModelConfig(
-        "llama", vocab_size=256, layers=LAYERS, embed=EMBED, heads=4, mlp=192, max_seq_len=SEQ, tied_head=False
+        "llama",
+        vocab_size=256,
+        layers=LAYERS,
+        embed=EMBED,
+        heads=4,
+        mlp=192,
+        max_seq_len=SEQ,
+        tied_head=False,
     )
     return Config(
-        model=model, data=DataConfig(seq_len=SEQ), train=TrainConfig(batch=BATCH), mesh=MeshSpec(**mesh),
+        model=model,
+        data=DataConfig(seq_len=SEQ),
+        train=TrainConfig(batch=BATCH),
+        mesh=MeshSpec(**mesh),
         memory=MemoryConfig(policy=remat),  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
+    )
 
 
 @functools.cache
 def compiled(config: Config) -> tuple[Any, Module, Any, Any, Plan]:
     """The compiler's account, the program, state and batch, the plan."""
-    plan, model = make_plan(config, jax.devices()[: devices_needed(config.mesh)]), Model(config.model)
+    plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
+    model = Model(config.model)
     state, batch = step_shapes(model, config, plan)
     lowered = make_train_step(model, config, plan).trace(state, batch).lower()
     step = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
     return step.memory_analysis(), parse(step.as_text()), state, batch, plan
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=["one device", "fsdp x tensor"])
+@pytest.mark.parametrize(
+    "mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=["one device", "fsdp x tensor"]
+)
 def test_a_step_that_keeps_one_array_a_layer(mesh):
     stats, module, state, batch, plan = compiled(config_of("full", **mesh))
     arguments = {
-        "parameters": local_bytes(state.params), "optimizer": local_bytes(state.opt_state), "batch": local_bytes(batch),
-    }  # fmt: skip
-    found = account(stats, "cpu", arguments, 2**30, saved_bytes(module, LAYERS), arguments["parameters"])
+        "parameters": local_bytes(state.params),
+        "optimizer": local_bytes(state.opt_state),
+        "batch": local_bytes(batch),
+    }
+    found = account(
+        stats, "cpu", arguments, 2**30, saved_bytes(module, LAYERS), arguments["parameters"]
+    )
     parts = found["categories"]
     assert sum(parts.values()) == found["total"] and found["fits"] and found["host"] == {}
     assert found["total"] >= stats.argument_size_in_bytes + stats.temp_size_in_bytes
     assert min(parts.values()) >= 0
     # The block's input of each layer, in float32, split over the batch and the sequence.
-    assert parts["activations"] == 4 * LAYERS * BATCH * SEQ * EMBED // plan.size("batch") // plan.size("residual_seq")
+    assert parts["activations"] == 4 * LAYERS * BATCH * SEQ * EMBED // plan.size(
+        "batch"
+    ) // plan.size("residual_seq")
     assert parts["batch"] == 2 * 4 * BATCH * SEQ // plan.size("batch")
     assert parts["gradients"] == parts["parameters"]
-    assert 2 * parts["parameters"] < parts["optimizer"] < 2.01 * parts["parameters"], "two moments and a counter"
+    assert 2 * parts["parameters"] < parts["optimizer"] < 2.01 * parts["parameters"], (
+        "two moments and a counter"
+    )
     assert parts["padding"] < 64, "the number of the step; XLA:CPU pads nothing"
 
 
@@ -74,7 +100,10 @@ def test_recomputation_keeps_less():
     assert kept["none"] > 4 * kept["full"] > 0
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("llama", {}), ("gpt2", {"fsdp": 2, "tensor": 2})])
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("llama", {}), ("gpt2", {"fsdp": 2, "tensor": 2})],
+)
 def test_what_is_kept_without_a_name_is_known(family: str, mesh: dict[str, int]) -> None:
     """XLA keeps some arrays once that autodiff keeps twice, in another dtype: within 5 %."""
     config = override(config_of("none", **mesh), {"model.family": family})
@@ -86,8 +115,16 @@ def test_what_is_kept_without_a_name_is_known(family: str, mesh: dict[str, int])
 
 def test_local_bytes_are_a_devices_part(plan_of: Callable[..., Plan]):
     plan = plan_of(fsdp=4, tensor=2)
-    split = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=plan.sharding(("embed", "mlp")))
-    whole = jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=plan.sharding((None,)))
+    split = jax.ShapeDtypeStruct(
+        (8, 6),
+        jnp.float32,
+        sharding=plan.sharding(("embed", "mlp")),
+    )
+    whole = jax.ShapeDtypeStruct(
+        (8,),
+        jnp.bfloat16,
+        sharding=plan.sharding((None,)),
+    )
     assert local_bytes({"a": split, "b": [whole]}) == 4 * 2 * 3 + 2 * 8
 
 
@@ -128,37 +165,67 @@ ENTRY %main (a: f32[3,4]) -> f32[3,8] {
 
 
 def loop(path: str) -> Module:
-    return parse(TEXT.replace("REST", f'condition=%cond, body=%body, metadata={{op_name="jit(step)/{path}/while"}}'))
+    return parse(
+        TEXT.replace(
+            "REST", f'condition=%cond, body=%body, metadata={{op_name="jit(step)/{path}/while"}}'
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    ("path", "size"), [("jvp()", 3 * 8 * 4), ("jvp(loss)", 0), ("transpose(jvp())", 0), ("update", 0)]
+    ("path", "size"),
+    [
+        ("jvp()", 3 * 8 * 4),
+        ("jvp(loss)", 0),
+        ("transpose(jvp())", 0),
+        ("update", 0),
+    ],
 )
 def test_what_a_forward_loop_fills_is_kept(path, size):
-    """Not what it is given (`a`) or reads alone (`table`), stays on the chip (`near`), has another length (`other`)."""
+    """Not what it is given (`a`) or reads alone (`table`), stays on the chip (`near`), has another
+    length (`other`).
+    """
     assert saved_bytes(loop(path), 3) == size
 
 
 def test_an_account_of_given_figures():
     stats = SimpleNamespace(
-        argument_size_in_bytes=1000, temp_size_in_bytes=500, output_size_in_bytes=1040, alias_size_in_bytes=1000,
-        generated_code_size_in_bytes=30, host_argument_size_in_bytes=0, host_temp_size_in_bytes=70,
-    )  # fmt: skip
+        argument_size_in_bytes=1000,
+        temp_size_in_bytes=500,
+        output_size_in_bytes=1040,
+        alias_size_in_bytes=1000,
+        generated_code_size_in_bytes=30,
+        host_argument_size_in_bytes=0,
+        host_temp_size_in_bytes=70,
+    )
     arguments = {"parameters": 240, "optimizer": 480, "batch": 20}
     found = account(stats, "cuda", arguments, 1500, activations=96, gradients=240)
     assert found["categories"] == {
-        "parameters": 240, "optimizer": 480, "batch": 20, "activations": 96, "gradients": 240,
-        "temporaries": 500 - 96 - 240 + 40, "program": 30, "padding": 260,
-    }  # fmt: skip
+        "parameters": 240,
+        "optimizer": 480,
+        "batch": 20,
+        "activations": 96,
+        "gradients": 240,
+        "temporaries": 500 - 96 - 240 + 40,
+        "program": 30,
+        "padding": 260,
+    }
     assert found["total"] == 1000 + 500 + 40 + 30 == sum(found["categories"].values())
     assert (found["fits"], found["host"]) == (False, {"temporaries": 70})
     assert account(stats, "cuda", arguments, 1745)["fits"], "1570 bytes within nine tenths"
     assert account(stats, "cuda", arguments, 0)["fits"], "no figure: nothing to be said against it"
     assert account(stats, "cuda", arguments, 0)["categories"] == {
-        "parameters": 240, "optimizer": 480, "batch": 20, "temporaries": 540, "program": 30, "padding": 260,
-    }, "what is not known is not among them"  # fmt: skip
+        "parameters": 240,
+        "optimizer": 480,
+        "batch": 20,
+        "temporaries": 540,
+        "program": 30,
+        "padding": 260,
+    }, "what is not known is not among them"
     unused = account(stats, "cuda", arguments | {"unused": 1000}, 0)["categories"]
-    assert unused == {"temporaries": 540, "program": 30, "arguments": 1000}, "an argument that the program leaves out"
+    assert unused == {"temporaries": 540, "program": 30, "arguments": 1000}, (
+        "an argument that the program leaves out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,21 +239,37 @@ def test_an_account_of_given_figures():
         ("cuda", 1745, True),
     ],
 )
-def test_what_has_to_fit_is_the_peak_where_the_compiler_lays_that_out(platform: str, has: int, fits: bool) -> None:
-    """On a TPU `temp_size_in_bytes` is more than what is laid out; on a GPU it is one block, allocated whole."""
+def test_what_has_to_fit_is_the_peak_where_the_compiler_lays_that_out(
+    platform: str, has: int, fits: bool
+) -> None:
+    """On a TPU `temp_size_in_bytes` is more than what is laid out; on a GPU it is one block,
+    allocated whole.
+    """
     stats = SimpleNamespace(
-        argument_size_in_bytes=1000, temp_size_in_bytes=500, output_size_in_bytes=1040, alias_size_in_bytes=1000,
-        generated_code_size_in_bytes=30, host_argument_size_in_bytes=0, host_temp_size_in_bytes=0,
+        argument_size_in_bytes=1000,
+        temp_size_in_bytes=500,
+        output_size_in_bytes=1040,
+        alias_size_in_bytes=1000,
+        generated_code_size_in_bytes=30,
+        host_argument_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
         peak_memory_in_bytes=1270,
-    )  # fmt: skip
+    )
     found = account(stats, platform, {"parameters": 1000}, has, activations=96, gradients=400)
     assert found["fits"] == fits
-    assert found["total"] == sum(found["categories"].values()) == (1300 if platform == "tpu" else 1570)
-    assert min(found["categories"].values()) >= 0, "activations and gradients are parts of what is there at the peak"
+    assert (
+        found["total"] == sum(found["categories"].values()) == (1300 if platform == "tpu" else 1570)
+    )
+    assert min(found["categories"].values()) >= 0, (
+        "activations and gradients are parts of what is there at the peak"
+    )
     assert found.get("basis")
     for finding in lint.does_not_fit(found):
         assert finding["bytes"] == found["total"] - found["usable_bytes"]
     assert found["usable_bytes"] == (int(0.9 * has) if platform == "cuda" else has)
-    pool = "does not fit: 1 B too much: 1.53 KiB of 1.70 KiB a device, of which JAX's pool may take 1.53 KiB"
+    pool = (
+        "does not fit: 1 B too much: 1.53 KiB of 1.70 KiB a device, of which JAX's pool may "
+        "take 1.53 KiB"
+    )
     assert (memory_verdict(found) == pool) == (has == 1744)
     assert bool(lint.does_not_fit(found)) != fits

@@ -1,4 +1,6 @@
-"""`rehearse` from config to report, for absent chips and, quickly, by the compiler of the CPU (the command: cli)."""
+"""`rehearse` from config to report, for absent chips and, quickly, by the compiler of the CPU (the
+command: cli).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import traced_steps
 from report_types import assert_the_trace_is_the_step, problems
 from tiers import needs_cuda, needs_libtpu
 
-from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig
+from jaxpar.base.config import (
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
@@ -24,22 +33,37 @@ from jaxpar.rehearse.of_config import CompiledStep, compile_step, rehearse
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target, load_target
 
-BATCH, SEQ, EMBED, LAYERS = 16, 128, 128, 2
+BATCH = 16
+SEQ = 128
+EMBED = 128
+LAYERS = 2
 
 
 def config_of(family: str = "llama", **mesh: int) -> Config:
     model = ModelConfig(
-        family, vocab_size=500, vocab_multiple=128, layers=LAYERS, embed=EMBED, heads=4, mlp=384, max_seq_len=SEQ,
+        family,
+        vocab_size=500,
+        vocab_multiple=128,
+        layers=LAYERS,
+        embed=EMBED,
+        heads=4,
+        mlp=384,
+        max_seq_len=SEQ,
         tied_head=family == "gpt2",
-    )  # fmt: skip
+    )
     return Config(
-        model=model, data=DataConfig(seq_len=SEQ), train=TrainConfig(batch=BATCH), mesh=MeshSpec(**mesh),
-        memory=MemoryConfig(policy="full"), precision=PrecisionConfig(compute="bfloat16"),
-    )  # fmt: skip
+        model=model,
+        data=DataConfig(seq_len=SEQ),
+        train=TrainConfig(batch=BATCH),
+        mesh=MeshSpec(**mesh),
+        memory=MemoryConfig(policy="full"),
+        precision=PrecisionConfig(compute="bfloat16"),
+    )
 
 
 CONFIG = config_of(fsdp=4, tensor=2)
-IN_FLOAT32 = dataclasses.replace(CONFIG, precision=PrecisionConfig(compute="float32"))  # as XLA:CPU sends all of it
+# as XLA:CPU sends all of it
+IN_FLOAT32 = dataclasses.replace(CONFIG, precision=PrecisionConfig(compute="float32"))
 
 
 class Simulated(Target):
@@ -57,11 +81,15 @@ def compiled(config: Config, target: str | Target) -> CompiledStep:
     return compile_step(config, load_target(target) if isinstance(target, str) else target)
 
 
-def report_of(config: Config, target: str | Target, monkeypatch: pytest.MonkeyPatch, **figures: Any) -> Rehearsal:
+def report_of(
+    config: Config, target: str | Target, monkeypatch: pytest.MonkeyPatch, **figures: Any
+) -> Rehearsal:
     """A report of a step that is compiled once; `figures` of the hardware replaced."""
     found = compiled(config, target)
     target_ = found.compiled.target
-    target_ = dataclasses.replace(target_, hardware=dataclasses.replace(target_.hardware, **figures))
+    target_ = dataclasses.replace(
+        target_, hardware=dataclasses.replace(target_.hardware, **figures)
+    )
     found = found._replace(compiled=found.compiled._replace(target=target_))
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
     return rehearse(config, target_, "mini", "jaxpar rehearse mini")
@@ -72,7 +100,11 @@ def report_of(config: Config, target: str | Target, monkeypatch: pytest.MonkeyPa
 
 def unattributed(report: Rehearsal) -> float:
     """Share of the step in lines that have neither scope nor source."""
-    seconds = [row["compute"] + row["exposed"] for row in report["lines"] if not row["scope"] and not row["source"]]
+    seconds = [
+        row["compute"] + row["exposed"]
+        for row in report["lines"]
+        if not row["scope"] and not row["source"]
+    ]
     return sum(seconds) / report["time"]["step"]
 
 
@@ -86,27 +118,41 @@ def assert_consistent(report: Rehearsal, config: Config, devices: int) -> None:
     assert min(memory["categories"].values()) >= 0
     assert unattributed(report) <= 0.02
     assert report["batch"] == {
-        "sequences": BATCH, "seq_len": SEQ, "tokens": BATCH * SEQ, "accumulation": config.train.accumulation,
-    }  # fmt: skip
+        "sequences": BATCH,
+        "seq_len": SEQ,
+        "tokens": BATCH * SEQ,
+        "accumulation": config.train.accumulation,
+    }
     assert report["target"]["chips"] == devices
     json.dumps(report, allow_nan=False)
 
 
 def assert_times_add_up(report: Rehearsal, config: Config) -> None:
     time = report["time"]
-    parts = [time["compute"], time["exposed_communication"], time["host_stall"], time["copy_stall"], time["idle"]]
+    parts = [
+        time["compute"],
+        time["exposed_communication"],
+        time["host_stall"],
+        time["copy_stall"],
+        time["idle"],
+    ]
     assert time["step"] == pytest.approx(sum(parts), rel=1e-9)
     assert min(parts) >= 0
     assert time["tokens_per_second"] == pytest.approx(BATCH * SEQ / time["step"])
     assert sum(row["exposed"] for row in report["collectives"]) == pytest.approx(
         time["exposed_communication"], rel=1e-6
     )
-    assert sum(row["compute"] for row in report["lines"]) == pytest.approx(time["compute"] + time["idle"], rel=1e-6)
+    assert sum(row["compute"] for row in report["lines"]) == pytest.approx(
+        time["compute"] + time["idle"], rel=1e-6
+    )
 
 
 def assert_utilisation_adds_up(report: Rehearsal, config: Config) -> None:
-    """MFU is of the model's FLOPs as PaLM counts them, HFU of those in the program: recomputation and padding too."""
-    time, target = report["time"], report["target"]
+    """MFU is of the model's FLOPs as PaLM counts them, HFU of those in the program: recomputation
+    and padding too.
+    """
+    time = report["time"]
+    target = report["target"]
     peak = target["peak_flops"]
     assert peak and time["mfu"] and time["hfu"]
     flops = Model(config.model).flops_per_token(SEQ) * BATCH * SEQ / target["chips"]
@@ -129,10 +175,17 @@ def test_a_report_for_absent_tpus(family, monkeypatch):
     assert_utilisation_adds_up(report, config)
     assert_all_planned(report)
     assert report["time"]["estimated_without_cycles"] < 0.05
-    assert {row["phase"] for row in report["lines"]} >= {"forward", "recomputed", "backward", "update"}
+    assert {row["phase"] for row in report["lines"]} >= {
+        "forward",
+        "recomputed",
+        "backward",
+        "update",
+    }
     assert (report["config"], report["command"], report["mesh"]) == (
-        "mini", "jaxpar rehearse mini", {"fsdp": 4, "tensor": 2}
-    )  # fmt: skip
+        "mini",
+        "jaxpar rehearse mini",
+        {"fsdp": 4, "tensor": 2},
+    )
     assert report["memory"]["fits"] and report["memory"]["advice"] == []
     assert report["versions"]["libtpu"]
     timeline = report.get("timeline")
@@ -157,7 +210,11 @@ def test_a_report_of_what_the_cpus_compiler_makes(monkeypatch):
     assert_utilisation_adds_up(report, IN_FLOAT32)
     assert_all_planned(report)
     assert report["memory"]["fits"]
-    gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["axes"] == ["fsdp"]]
+    gathers = [
+        row
+        for row in report["collectives"]
+        if row["kind"] == "all-gather" and row["axes"] == ["fsdp"]
+    ]
     assert 4 * EMBED * EMBED // 2 in {row["bytes"] for row in gathers}
 
 
@@ -174,10 +231,26 @@ def test_the_command_from_config_to_json(tmp_path, capsys, monkeypatch):
     found = compiled(IN_FLOAT32, SIMULATED)
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
     monkeypatch.setattr("jaxpar.cli.rehearse.load_target", lambda _: SIMULATED)
-    assert main(["rehearse", str(name), "--target", "any", "--json", "-", "--fail-on", "unplanned-collective"]) == 0
+    assert (
+        main(
+            [
+                "rehearse",
+                str(name),
+                "--target",
+                "any",
+                "--json",
+                "-",
+                "--fail-on",
+                "unplanned-collective",
+            ]
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert list(problems(report)) == []
-    assert report["config"] == "mini" and {row["rule"] for row in report["findings"]} <= {"large-copy"}
+    assert report["config"] == "mini" and {row["rule"] for row in report["findings"]} <= {
+        "large-copy"
+    }
 
 
 # What the compiler refuses.
@@ -194,7 +267,9 @@ def test_a_compiler_that_gives_up_for_another_reason_is_quoted(monkeypatch):
             raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nmore of it")
 
     monkeypatch.setattr(subject, "make_train_step", lambda *_: Refusing())
-    with pytest.raises(UserError, match=r"^the compiler for simulated refuses this step: INTERNAL: Mosaic failed$"):
+    with pytest.raises(
+        UserError, match=r"^the compiler for simulated refuses this step: INTERNAL: Mosaic failed$"
+    ):
         compile_step(CONFIG, SIMULATED)
 
 
@@ -207,17 +282,25 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
 
 @needs_libtpu
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_helps(capsys):
-    line = refused(capsys, "llama3_70b --target v5e-8 --mesh.fsdp 8 --mesh.tensor 1 --train.batch 8")
+    line = refused(
+        capsys, "llama3_70b --target v5e-8 --mesh.fsdp 8 --mesh.tensor 1 --train.batch 8"
+    )
     assert line.startswith("this step does not fit v5e-8: it needs 1")
     assert "GiB more than its 15.75 GiB; " in line
-    assert "; try memory.budget=auto, " in line and "mesh.fsdp=16; parameters, optimizer and gradients are 1.0" in line
+    assert (
+        "; try memory.budget=auto, " in line
+        and "mesh.fsdp=16; parameters, optimizer and gradients are 1.0" in line
+    )
 
 
 @needs_libtpu
 def test_no_copy_of_all_parameters_in_bfloat16_is_kept_on_a_tpu() -> None:
-    """What a compiler option turns off: the loop over layers reading a bfloat16 copy of all of them, made before it."""
+    """What a compiler option turns off: the loop over layers reading a bfloat16 copy of all of
+    them, made before it.
+    """
     config = traced_steps.config_of("llama", "full", compute="bfloat16", fsdp=4)
     text = compile_step(config, load_target("v5e-4")).compiled.text
-    shard = f"{config.model.layers},{config.model.embed // 4},{config.model.mlp}"  # of gate and up, on one device
+    # of gate and up, on one device
+    shard = f"{config.model.layers},{config.model.embed // 4},{config.model.mlp}"
     assert f"f32[{shard}]" in text
     assert f"bf16[{shard}]" not in text

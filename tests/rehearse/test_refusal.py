@@ -19,14 +19,17 @@ pytestmark = pytest.mark.quick
 
 GIB = 2**30
 EARLY = (
-    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (23.50G) exceeds "
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+    "temporaries (23.50G) exceeds "
     "available HBM (15.75G)."
 )
 LATE = (
-    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 16.25G of 15.75G "
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+    "hbm. Used 16.25G of 15.75G "
     "hbm. Exceeded hbm capacity by 512.00M.\n\nTotal hbm usage >= 16.50G"
 )
-# Splash with tiles too large for heads of 256 in float32, compiled for v5e and for v4; operands and layouts left out.
+# Splash with tiles too large for heads of 256 in float32, compiled for v5e and for v4; operands and
+# layouts left out.
 KERNEL = """RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:
 Ran out of memory in memory space vmem while allocating on stack for %splash_mha_fwd_residuals.1 = \
 (f32[2048,128]{1,0}, f32[2,8192,256]{2,1,0:T(8,128)S(1)}) custom-call(%fusion), \
@@ -62,7 +65,10 @@ def test_what_compilers_say():
 
 
 def test_a_refusal_says_by_how_much_and_what_to_try():
-    over = "this step does not fit v5e-8: it needs 23.50 GiB a device, 7.75 GiB more than its 15.75 GiB"
+    over = (
+        "this step does not fit v5e-8: it needs 23.50 GiB a device, 7.75 GiB more than its "
+        "15.75 GiB"
+    )
     assert refusal(EARLY, "v5e-8") == over
     assert refusal(EARLY, "v5e-8", "try less") == f"{over}; try less"
 
@@ -70,12 +76,20 @@ def test_a_refusal_says_by_how_much_and_what_to_try():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mesh.fsdp": 8}, "try memory.budget=auto, memory.policy=full, mesh.fsdp=16, train.accumulation=4; "),
-        ({"mesh.fsdp": 8, "memory.policy": "full", "train.batch": 16}, "try memory.budget=auto, mesh.fsdp=16; "),
-        ({"mesh.fsdp": 4, "mesh.stage": 2, "pipeline.microbatches": 2},
-         "try pipeline.stash=stage, memory.policy=full, mesh.fsdp=8, pipeline.microbatches=4; "),
+        (
+            {"mesh.fsdp": 8},
+            "try memory.budget=auto, memory.policy=full, mesh.fsdp=16, train.accumulation=4; ",
+        ),
+        (
+            {"mesh.fsdp": 8, "memory.policy": "full", "train.batch": 16},
+            "try memory.budget=auto, mesh.fsdp=16; ",
+        ),
+        (
+            {"mesh.fsdp": 4, "mesh.stage": 2, "pipeline.microbatches": 2},
+            "try pipeline.stash=stage, memory.policy=full, mesh.fsdp=8, pipeline.microbatches=4; ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_worth_a_try(changes, said):
     config = override(Config(), {"train.batch": 32, "train.accumulation": 2} | changes)
     found = advice(config, make_plan(config, jax.devices()), "tpu")
@@ -88,28 +102,48 @@ def test_another_refusal_is_passed_on_in_a_line():
     assert len(refusal("x" * 5000, "v5e-8")) < 400
 
 
-@pytest.mark.parametrize(("message", "needs"), [(KERNEL, "21.83M"), (KERNEL_V4, "18.71M")], ids=["v5e", "v4"])
+@pytest.mark.parametrize(
+    ("message", "needs"), [(KERNEL, "21.83M"), (KERNEL_V4, "18.71M")], ids=["v5e", "v4"]
+)
 def test_a_kernel_that_is_too_large_is_named_with_what_it_may_have(message: str, needs: str):
     said = refusal(message, "v5e-8")
     assert said == (
-        f"the compiler for v5e-8 refuses this step: the kernel splash_mha_fwd_residuals.1 asks for {needs} of vmem and "
+        "the compiler for v5e-8 refuses this step: the kernel splash_mha_fwd_residuals.1 asks "
+        f"for {needs} of vmem and "
         "may have 16.00M; for attention, kernels.attention=chunked needs none"
     )
     assert not kernel_memory_message(EARLY) and not kernel_memory_message(LATE)
 
 
 def test_a_heading_is_passed_on_with_what_it_announces():
-    assert compiler_message("INTERNAL: E9: New:\n\n  no such layout\nmore") == "INTERNAL: E9: New: no such layout"
+    assert (
+        compiler_message("INTERNAL: E9: New:\n\n  no such layout\nmore")
+        == "INTERNAL: E9: New: no such layout"
+    )
     assert compiler_message("") == ""
 
 
-@pytest.mark.parametrize(("message", "kind"), [(EARLY, DoesNotFit), (LATE, DoesNotFit), (KERNEL, UserError)])
-def test_a_refusal_for_the_devices_memory_is_told_from_others(message: str, kind: type, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (EARLY, DoesNotFit),
+        (LATE, DoesNotFit),
+        (KERNEL, UserError),
+    ],
+)
+def test_a_refusal_for_the_devices_memory_is_told_from_others(
+    message: str, kind: type, monkeypatch
+) -> None:
     def refuses(*_: object) -> None:
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(_step, "lower_for", refuses)
     target = load_target("v5e-8")
     with pytest.raises(UserError) as caught:
-        _step.compile_for(jax.jit(lambda x: x), (), make_mesh(data=8), target)
+        _step.compile_for(
+            jax.jit(lambda x: x),
+            (),
+            make_mesh(data=8),
+            target,
+        )
     assert type(caught.value) is kind

@@ -42,7 +42,11 @@ def test_the_timeline_may_be_left_out_and_new_keys_pass(report):
         (("mesh", "fsdp"), 1.5, "mesh.fsdp: expected int, found 1.5"),
         (("lines", 1), [], "lines[1]: expected a table, found []"),
         (("lines",), {}, "lines: expected list, found {}"),
-        (("findings", 0, "severity"), "bad", "findings[0].severity: expected one of error, warning, found 'bad'"),
+        (
+            ("findings", 0, "severity"),
+            "bad",
+            "findings[0].severity: expected one of error, warning, found 'bad'",
+        ),
         (("collectives", 0, "axes"), [3], "collectives[0].axes[0]: expected str, found 3"),
         (("timeline", "lanes"), None, "timeline.lanes: expected list, found None"),
     ],
@@ -71,5 +75,8 @@ def test_the_docs_explain_every_key():
 def tables_of(kind) -> list:
     """A TypedDict and all those that stand in it."""
     found = [kind] if is_typeddict(kind) else []
-    inner = list(get_type_hints(kind).values()) if found else get_args(kind)
+    if found:
+        inner = list(get_type_hints(kind).values())
+    else:
+        inner = get_args(kind)
     return found + [table for hint in inner for table in tables_of(hint)]

@@ -1,4 +1,6 @@
-"""Targets: names and their sizes, devices for every kind of chip from the real compilers, and where those sit."""
+"""Targets: names and their sizes, devices for every kind of chip from the real compilers, and where
+those sit.
+"""
 
 import dataclasses
 import math
@@ -83,37 +85,66 @@ def test_only_whole_cubes_and_whole_pods_close_into_rings(name, wraps):
 
 
 def test_a_target_spans_the_mesh_of_the_preset_of_its_size():
-    for preset, name in {"v5e_8": "v5e-8", "v5p_64": "v5p-64", "v6e_256": "v6e-256", "h100_64": "h100x64"}.items():
-        target, (spec, chip) = load_target(name), load_mesh_preset(preset)
+    for preset, name in {
+        "v5e_8": "v5e-8",
+        "v5p_64": "v5p-64",
+        "v6e_256": "v6e-256",
+        "h100_64": "h100x64",
+    }.items():
+        target = load_target(name)
+        (spec, chip) = load_mesh_preset(preset)
         assert target.hardware.chips == devices_needed(spec)
         assert target.hardware.chip == chip.chip
 
 
-@pytest.mark.parametrize(("name", "cores"), [("v4-64", "v4-128"), ("v5p-64", "v5p-128"), ("tpu7x-64", "tpu7x-128")])
+@pytest.mark.parametrize(
+    ("name", "cores"),
+    [
+        ("v4-64", "v4-128"),
+        ("v5p-64", "v5p-128"),
+        ("tpu7x-64", "tpu7x-128"),
+    ],
+)
 def test_a_note_says_that_the_vendor_counts_cores(name, cores):
-    assert load_target(name).note.startswith(f"64 chips; Google Cloud counts TensorCores and calls this {cores}")
+    assert load_target(name).note.startswith(
+        f"64 chips; Google Cloud counts TensorCores and calls this {cores}"
+    )
 
 
 def test_no_note_where_the_vendor_counts_chips_too():
-    assert load_target("v5e-64").note == load_target("v6e-64").note == load_target("h100x64").note == ""
+    assert (
+        load_target("v5e-64").note
+        == load_target("v6e-64").note
+        == load_target("h100x64").note
+        == ""
+    )
 
 
 def test_every_chip_is_a_target():
     for chip in presets(CHIPS):
-        assert load_target(f"{chip}-4" if chip.startswith(("v", "tpu")) else f"{chip}x8").chip == chip
+        assert (
+            load_target(f"{chip}-4" if chip.startswith(("v", "tpu")) else f"{chip}x8").chip == chip
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5p64", r"no target 'v5p64' \(did you mean 'v5p-64'\?\): chips are a100, .*, as in v5p-64"),
+        (
+            "v5p64",
+            r"no target 'v5p64' \(did you mean 'v5p-64'\?\): chips are a100, .*, as in v5p-64",
+        ),
         ("v5litepod-8", "did you mean 'v5e-8'"),
         ("tpu7-64", "did you mean 'tpu7x-64'"),
         ("h100", "did you mean 'h100x"),
         ("cpu-8", "no target 'cpu-8'"),
         ("", "no target ''"),
         ("h100-8", "no target 'h100-8': write h100x64 for 64 GPUs, 8 to a node"),
-        ("v5px64", "no target 'v5px64': write v5p-64 for 64 chips, v5p-64x4 for four slices of them, v5p:4x4x4"),
+        (
+            "v5px64",
+            "no target 'v5px64': write v5p-64 for 64 chips, v5p-64x4 for four slices of them, "
+            "v5p:4x4x4",
+        ),
         ("v5e-64x2x2", "v5e:8x8 for a shape"),
         ("v5p-63", "no v5p slice has 63 chips, the nearest are v5p-32 and v5p-64"),
         ("v5p-0", "no target 'v5p-0'"),
@@ -140,7 +171,11 @@ def test_mistakes_name_what_exists(name, message):
     ("installed", "name", "message"),
     [
         ({}, "v5p-64", r"target v5p-64 needs libtpu, the TPU compiler: pip install 'jax\[tpu\]=="),
-        ({}, "h100x8", "needs jax's CUDA plugin.*: pip install jax-cuda12-plugin==.* jax-cuda12-pjrt=="),
+        (
+            {},
+            "h100x8",
+            "needs jax's CUDA plugin.*: pip install jax-cuda12-plugin==.* jax-cuda12-pjrt==",
+        ),
         (
             {"jax-cuda12-plugin": "0.9.9"},
             "h100x8",
@@ -150,7 +185,9 @@ def test_mistakes_name_what_exists(name, message):
 )
 def test_a_missing_compiler_is_named_with_its_install(installed, name, message, monkeypatch):
     monkeypatch.setattr(
-        targets, "versions", lambda names: {name: installed[name] for name in names if name in installed}
+        targets,
+        "versions",
+        lambda names: {name: installed[name] for name in names if name in installed},
     )
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(UserError, match=message):
@@ -164,7 +201,9 @@ def test_a_compiler_that_does_not_start_is_an_error_of_one_line(monkeypatch):
 
     monkeypatch.setattr(targets, "_missing", lambda platform: "")
     monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
-    with pytest.raises(UserError, match=r"compiler for v5p-64 does not start \(INVALID_ARGUMENT: no such thing\)"):
+    with pytest.raises(
+        UserError, match=r"compiler for v5p-64 does not start \(INVALID_ARGUMENT: no such thing\)"
+    ):
         load_target("v5p-64").devices()
 
 
@@ -197,7 +236,9 @@ def assert_places_fill_the_target(name: str, spec: MeshSpec) -> None:
     assert {seat.slice for seat in seats} == set(range(target.slices))
     shape = target.hardware.ici.shape
     assert {len(seat.coords) for seat in seats} == {len(shape)}
-    assert tuple(max(side) + 1 for side in zip(*(seat.coords for seat in seats), strict=True)) == shape
+    assert (
+        tuple(max(side) + 1 for side in zip(*(seat.coords for seat in seats), strict=True)) == shape
+    )
     assert {seat.core for seat in seats} == set(range(target.hardware.devices_per_chip))
 
 
@@ -209,7 +250,10 @@ def test_tpus_that_are_not_here(name, capfd):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long))
+@pytest.mark.parametrize(
+    "name",
+    some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long),
+)
 def test_gpus_that_are_not_here(name):
     assert_places_fill_the_target(name, GPU_SPECS[name])
 
@@ -217,7 +261,10 @@ def test_gpus_that_are_not_here(name):
 @needs_cuda
 def test_nodes_are_the_outer_blocks_of_a_mesh():
     target = load_target("h100x16")
-    mesh = make_mesh(MeshSpec(fsdp=8, dcn=DcnSpec(data=2)), target.devices())
+    mesh = make_mesh(
+        MeshSpec(fsdp=8, dcn=DcnSpec(data=2)),
+        target.devices(),
+    )
     assert [seat.slice for seat in places(mesh.devices.flat, target)] == [0] * 8 + [1] * 8
 
 
@@ -235,19 +282,29 @@ def test_tensor_parallelism_gets_a_ring_of_the_torus():
 @needs_libtpu
 def test_a_mesh_axis_may_be_split_over_physical_ones_inside_slices():
     target = load_target("v5p-64x4")
-    mesh = make_mesh(MeshSpec(fsdp=8, tensor=8, dcn=DcnSpec(data=4)), target.devices())
+    mesh = make_mesh(
+        MeshSpec(fsdp=8, tensor=8, dcn=DcnSpec(data=4)),
+        target.devices(),
+    )
     assert mesh.devices.shape == (1, 4, 8, 1, 1, 8)
 
 
 @needs_cuda
 def test_gpus_are_compiled_for_after_jax_has_started_without_its_plugin():
-    """A user's script asks for `jax.devices()` first, and says nothing of platforms: JAX then leaves the plugin out."""
+    """A user's script asks for `jax.devices()` first, and says nothing of platforms: JAX then
+    leaves the plugin out.
+    """
     script = (
-        "import jax; before = jax.devices(); import jaxpar; print(len(jaxpar.load_target('h100x8').devices()));"
+        "import jax; before = jax.devices(); import jaxpar; "
+        "print(len(jaxpar.load_target('h100x8').devices()));"
         "assert jax.devices() == before; print(float(jax.numpy.ones(3).sum()))"
     )
-    untold = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))}
-    done = subprocess.run([sys.executable, "-c", script], env=untold, capture_output=True, text=True, check=False)
+    untold = {
+        key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=untold, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["8", "3.0"], done.stderr
 
 
@@ -257,13 +314,25 @@ def assert_compiles(name: str, spec: MeshSpec) -> None:
     mesh = make_mesh(spec, target.devices())
 
     def array(rows: int, columns: int, *names) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16, sharding=NamedSharding(mesh, P(*names)))
+        return jax.ShapeDtypeStruct(
+            (rows, columns), jnp.bfloat16, sharding=NamedSharding(mesh, P(*names))
+        )
 
     def loss(weight_DF, x_BD):
         return jnp.mean(jnp.square(jax.nn.gelu(x_BD @ weight_DF)).astype(jnp.float32))
 
-    args = array(512, 2048, "fsdp", "tensor"), array(4096, 512, ("data", "fsdp"), None)
-    compiled = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=(target.platform,)).compile()
+    args = (
+        array(512, 2048, "fsdp", "tensor"),
+        array(
+            4096,
+            512,
+            ("data", "fsdp"),
+            None,
+        ),
+    )
+    compiled = (
+        jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=(target.platform,)).compile()
+    )
     text = compiled.as_text()
     assert "is_scheduled=true" in text
     assert ("estimated_cycles" in text) == (target.platform == "tpu")
@@ -272,14 +341,18 @@ def assert_compiles(name: str, spec: MeshSpec) -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "v5p-64" else pytest.mark.long) for name in TPU_SPECS]
+    "name",
+    [pytest.param(name, marks=() if name == "v5p-64" else pytest.mark.long) for name in TPU_SPECS],
 )
 def test_a_sharded_program_compiles_for_every_tpu(name):
     assert_compiles(name, TPU_SPECS[name])
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long))
+@pytest.mark.parametrize(
+    "name",
+    some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long),
+)
 def test_a_sharded_program_compiles_for_every_gpu(name):
     assert_compiles(name, GPU_SPECS[name])
 
@@ -287,25 +360,41 @@ def test_a_sharded_program_compiles_for_every_gpu(name):
 @needs_cuda
 @pytest.mark.slow
 def test_a_t4_multiplies_bfloat16_in_float32_and_attends_without_a_kernel(caplog):
-    """It is older than Triton's and cuDNN's kernels, and than bfloat16: what docs/targets.md says of it."""
+    """It is older than Triton's and cuDNN's kernels, and than bfloat16: what docs/targets.md says
+    of it.
+    """
     (device,) = load_target("t4x1").devices()
     assert not has_bfloat16(device) and has_bfloat16(load_target("l4x1").devices()[0])
     layout = Layout(make_mesh(MeshSpec(), [device]), ShardingRules(), compute="bfloat16")
     with caplog.at_level("INFO"):
-        name, why = choose_attention(Split(layout, "ring", "auto", 0.0), Causal(), 256, 64)
+        name, why = choose_attention(
+            Split(layout, "ring", "auto", 0.0),
+            Causal(),
+            256,
+            64,
+        )
     assert name == "chunked"
-    assert why == "cudnn: compute capability 7.5 is below 8.0; pallas_gpu: compute capability 7.5 is below 8.0"
+    assert why == (
+        "cudnn: compute capability 7.5 is below 8.0; pallas_gpu: compute capability 7.5 is "
+        "below 8.0"
+    )
     where = NamedSharding(layout.mesh, P())
     heads = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16, sharding=where)
 
     def attend(q, k, v):
         return attention(q, k, v, Causal(), layout=layout).sum()
 
-    lowered = jax.jit(jax.grad(attend)).trace(heads, heads, heads).lower(lowering_platforms=("cuda",))
-    products = re.findall(r"custom-call\((.*?)\), custom_call_target=.__cublas", text := lowered.compile().as_text())
+    lowered = (
+        jax.jit(jax.grad(attend)).trace(heads, heads, heads).lower(lowering_platforms=("cuda",))
+    )
+    products = re.findall(
+        r"custom-call\((.*?)\), custom_call_target=.__cublas", text := lowered.compile().as_text()
+    )
     types = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", text))
     assert products, "nothing is multiplied"
-    assert {types[name.strip(" %")] for operands in products for name in operands.split(",")} == {"f32"}
+    assert {types[name.strip(" %")] for operands in products for name in operands.split(",")} == {
+        "f32"
+    }
 
 
 @needs_libtpu
@@ -322,13 +411,21 @@ def test_the_environment_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
-        ("v5p-64", MeshSpec(fsdp=16, tensor=8), r"needs 128 devices, v5p-64 has 64 \(4x4x4\): try mesh.fsdp=8"),
+        (
+            "v5p-64",
+            MeshSpec(fsdp=16, tensor=8),
+            r"needs 128 devices, v5p-64 has 64 \(4x4x4\): try mesh.fsdp=8",
+        ),
         (
             "tpu7x-64",
             MeshSpec(fsdp=16, tensor=4),
             r"needs 64 devices, tpu7x-64 has 128 \(64 chips\): try mesh.fsdp=32",
         ),
-        ("v5p-64x4", MeshSpec(fsdp=64, tensor=4), "v5p-64x4 is 4 slices, and the mesh has no axis across them: try"),
+        (
+            "v5p-64x4",
+            MeshSpec(fsdp=64, tensor=4),
+            "v5p-64x4 is 4 slices, and the mesh has no axis across them: try",
+        ),
         (
             "v5p-64x4",
             MeshSpec(fsdp=64, dcn=DcnSpec(data=2)),
@@ -339,7 +436,11 @@ def test_the_environment_is_left_as_it_was():
             MeshSpec(fsdp=32, dcn=DcnSpec(data=2)),
             "v5p-64 is one slice, and .*leave out the mesh.dcn sizes",
         ),
-        ("h100x64", MeshSpec(fsdp=8, dcn=DcnSpec(data=4)), "h100x64 is 8 nodes, and the mesh spans 4 of them"),
+        (
+            "h100x64",
+            MeshSpec(fsdp=8, dcn=DcnSpec(data=4)),
+            "h100x64 is 8 nodes, and the mesh spans 4 of them",
+        ),
         ("h100x64", MeshSpec(fsdp=8), "h100x64 has 64"),
     ],
 )
@@ -354,7 +455,10 @@ def test_a_mesh_that_does_not_fit(name, spec, message):
         ("h100x64", MeshSpec(fsdp=64)),
         ("h100x64", MeshSpec(fsdp=8, dcn=DcnSpec(data=8))),
         ("v5p-64", MeshSpec(fsdp=-1, tensor=4)),
-        ("v5p-64x4", MeshSpec(data=2, fsdp=32, dcn=DcnSpec(data=2, fsdp=2))),
+        (
+            "v5p-64x4",
+            MeshSpec(data=2, fsdp=32, dcn=DcnSpec(data=2, fsdp=2)),
+        ),
     ],
 )
 def test_a_mesh_that_fits(name, spec):

@@ -26,9 +26,13 @@ def test_every_event_has_the_keys_that_viewers_ask_for(report):
         assert isinstance(event["name"], str) and isinstance(event["args"], dict)
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0
-    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    names = [
+        event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"
+    ]
     assert names == report["timeline"]["lanes"]
-    (process,) = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    (process,) = [
+        event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"
+    ]
     assert process == "llama3_8b on a device of v5p-64"
 
 
@@ -37,11 +41,16 @@ def test_bars_of_a_lane_do_not_overlap_and_the_last_ends_with_the_step(report):
 
 
 def test_a_bar_says_what_it_is(report):
-    gather = next(event for event in chrome_trace(report)["traceEvents"] if event.get("cat") == "all-gather")
+    gather = next(
+        event for event in chrome_trace(report)["traceEvents"] if event.get("cat") == "all-gather"
+    )
     assert gather["name"] == "all-gather.11"
     assert gather["args"] == {
-        "scope": "block/mlp/up", "line": "models/llama.py:97", "phase": "forward", "bytes": 436_207_616,
-    }  # fmt: skip
+        "scope": "block/mlp/up",
+        "line": "models/llama.py:97",
+        "phase": "forward",
+        "bytes": 436_207_616,
+    }
     report["timeline"]["events"][0][4] = 28
     assert chrome_trace(report)["traceEvents"][13]["args"]["stands for so many more trips"] == 28
 

@@ -11,11 +11,22 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import placements
-from jaxpar.show.figures import loss_figure, memory_figure, mesh_figure, ring_figure, save_figure, sweep_figure
+from jaxpar.show.figures import (
+    loss_figure,
+    memory_figure,
+    mesh_figure,
+    ring_figure,
+    save_figure,
+    sweep_figure,
+)
 
 pytestmark = pytest.mark.quick
 
-ROWS = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5, "val_loss": 2.75}, {"step": 3, "val_loss": 2.0}]
+ROWS = [
+    {"step": 1, "loss": 3.0},
+    {"step": 2, "loss": 2.5, "val_loss": 2.75},
+    {"step": 3, "val_loss": 2.0},
+]
 
 
 def test_the_loss_curve_has_every_point_and_reference():
@@ -41,11 +52,21 @@ def test_a_run_without_a_row_still_has_a_picture():
 
 
 def test_parts_of_a_device_stand_one_after_another_in_one_order_and_add_up():
-    bars = {"full": {"work": 3 << 30, "parameters": 2 << 30, "q": 0}, "none": {"parameters": 2 << 30, "q": 4 << 30}}
+    bars = {
+        "full": {"work": 3 << 30, "parameters": 2 << 30, "q": 0},
+        "none": {"parameters": 2 << 30, "q": 4 << 30},
+    }
     figure = memory_figure(bars, "a step", has=5 << 30)
     (axes,) = figure.axes
-    drawn = {str(part.get_label()): [(bar.get_x(), bar.get_width()) for bar in part] for part in axes.containers}
-    assert drawn == {"parameters": [(0, 2), (0, 2)], "q": [(2, 0), (2, 4)], "work": [(2, 3), (6, 0)]}
+    drawn = {
+        str(part.get_label()): [(bar.get_x(), bar.get_width()) for bar in part]
+        for part in axes.containers
+    }
+    assert drawn == {
+        "parameters": [(0, 2), (0, 2)],
+        "q": [(2, 0), (2, 4)],
+        "work": [(2, 3), (6, 0)],
+    }
     assert {" 5", " 6"} <= {text.get_text() for text in axes.texts}
     (line,) = axes.lines
     assert line.get_label() == "a device has 5 GiB" and line.get_xdata()[0] == 5
@@ -55,9 +76,14 @@ def test_every_run_of_a_sweep_has_a_curve_and_a_bar():
     rates = {"mesh.tensor=1": 5, "mesh.tensor=2": 7}
     curves, bars = sweep_figure(dict.fromkeys(rates, ROWS), rates).axes
     first, second = curves.lines
-    assert first.get_linewidth() > second.get_linewidth() and first.get_color() != second.get_color()
+    assert (
+        first.get_linewidth() > second.get_linewidth() and first.get_color() != second.get_color()
+    )
     assert [bar.get_width() for bar in bars.patches] == [5, 7]
-    assert [tick.get_text() for tick in bars.get_yticklabels()] == ["mesh.tensor=1", "mesh.tensor=2"]
+    assert [tick.get_text() for tick in bars.get_yticklabels()] == [
+        "mesh.tensor=1",
+        "mesh.tensor=2",
+    ]
 
 
 def test_a_figure_is_written_as_a_whole_png(tmp_path):
@@ -87,7 +113,11 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path, monkeypatch):
 ARRAYS = {
     "matrix": ((16, 8), ("embed", "mlp"), 8),
     "table": ((64, 4), ("vocab", None), 2),
-    "stacked": ((3, 8, 6, 4), ("layers", "embed", "heads", None), 8),
+    "stacked": (
+        (3, 8, 6, 4),
+        ("layers", "embed", "heads", None),
+        8,
+    ),
     "bias": ((16,), ("embed",), 4),
     "scalar": ((), (), 1),
 }
@@ -97,7 +127,11 @@ ARRAYS = {
 def test_an_array_is_cut_into_its_shards_each_labelled_with_its_devices(plan_of, name):
     shape, names, shards = ARRAYS[name]
     plan = plan_of(fsdp=4, tensor=2)
-    rows = placements({name: jax.ShapeDtypeStruct(shape, np.float32)}, {name: names}, plan)
+    rows = placements(
+        {name: jax.ShapeDtypeStruct(shape, np.float32)},
+        {name: names},
+        plan,
+    )
     (axes,) = mesh_figure(rows, plan, "a mesh").axes
     assert len(axes.patches) == len(axes.texts) == shards
     labels = [[int(i) for i in re.findall(r"\d+", text.get_text())] for text in axes.texts]
@@ -109,15 +143,27 @@ def test_an_array_is_cut_into_its_shards_each_labelled_with_its_devices(plan_of,
 
 UNROLLED = {  # shape, logical axes, mesh axes, labels of y and x, ticks of y and x
     "gate": (
-        ((4, 8, 16), ("layers", "embed", "mlp"), {"stage": 2, "fsdp": 2, "tensor": 2}),
+        (
+            (4, 8, 16),
+            ("layers", "embed", "mlp"),
+            {"stage": 2, "fsdp": 2, "tensor": 2},
+        ),
         ("layers over stage, then embed over fsdp", "mlp over tensor", [0, 2, 4], [0, 16]),
     ),
     "out": (
-        ((4, 4, 6, 8), ("layers", "heads", None, "embed"), {"stage": 2, "fsdp": 2, "tensor": 2}),
+        (
+            (4, 4, 6, 8),
+            ("layers", "heads", None, "embed"),
+            {"stage": 2, "fsdp": 2, "tensor": 2},
+        ),
         ("layers over stage, then heads over tensor", "embed over fsdp", [0, 2, 4], [0, 8]),
     ),
     "experts": (
-        ((4, 2, 8, 16), ("layers", "experts", "embed", "mlp"), {"stage": 2, "expert": 2, "fsdp": 2}),
+        (
+            (4, 2, 8, 16),
+            ("layers", "experts", "embed", "mlp"),
+            {"stage": 2, "expert": 2, "fsdp": 2},
+        ),
         ("layers over stage, then experts over expert", "embed over fsdp", [0, 2, 4], [0, 8]),
     ),
 }
@@ -127,36 +173,52 @@ UNROLLED = {  # shape, logical axes, mesh axes, labels of y and x, ticks of y an
 def test_shards_of_an_array_split_over_three_dims_are_drawn_apart(plan_of, name):
     (shape, names, sizes), (ylabel, xlabel, yticks, xticks) = UNROLLED[name]
     plan = plan_of(**sizes)
-    rows = placements({name: jax.ShapeDtypeStruct(shape, np.float32)}, {name: names}, plan)
+    rows = placements(
+        {name: jax.ShapeDtypeStruct(shape, np.float32)},
+        {name: names},
+        plan,
+    )
     (axes,) = mesh_figure(rows, plan, "a mesh").axes
     assert len(axes.patches) == len(axes.texts) == 8
-    for one, other in itertools.combinations([patch.get_bbox() for patch in axes.patches], 2):
-        wide, high = min(one.x1, other.x1) - max(one.x0, other.x0), min(one.y1, other.y1) - max(one.y0, other.y0)
+    for one, other in itertools.combinations(
+        [patch.get_bbox() for patch in axes.patches],
+        2,
+    ):
+        wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+        high = min(one.y1, other.y1) - max(one.y0, other.y0)
         assert wide <= 0 or high <= 0, (one, other)
     drawn = sum(patch.get_width() * patch.get_height() for patch in axes.patches)
     assert drawn == xticks[-1] * yticks[-1]
     assert len({text.get_text() for text in axes.texts}) == 8
     assert (axes.get_ylabel(), axes.get_xlabel()) == (ylabel, xlabel)
     assert (axes.get_yticks().tolist(), axes.get_xticks().tolist()) == (yticks, xticks)
-    half = [int(text.get_text().removeprefix("device ")) // 4 for text in axes.texts]  # devices lie by stage first
+    # devices lie by stage first
+    half = [int(text.get_text().removeprefix("device ")) // 4 for text in axes.texts]
     assert half == [int(text.get_position()[1] > shape[0] / 2) for text in axes.texts]
 
 
 def test_labels_stay_inside_their_shards(plan_of):
     plan = plan_of(fsdp=8)
-    rows = placements({"w": jax.ShapeDtypeStruct((4, 8), np.float32)}, {"w": (None, "embed")}, plan)
+    rows = placements(
+        {"w": jax.ShapeDtypeStruct((4, 8), np.float32)},
+        {"w": (None, "embed")},
+        plan,
+    )
     figure = mesh_figure(rows, plan, "a mesh")
     (axes,) = figure.axes
     figure.canvas.draw()
     for patch, text in zip(axes.patches, axes.texts, strict=True):
-        shard, label = patch.get_window_extent(), text.get_window_extent()
+        shard = patch.get_window_extent()
+        label = text.get_window_extent()
         assert shard.x0 <= label.x0 <= label.x1 <= shard.x1
         assert shard.y0 <= label.y0 <= label.y1 <= shard.y1
 
 
 def test_shards_are_coloured_by_their_first_device_and_named_by_their_axes(plan_of):
     plan = plan_of(fsdp=4, tensor=2)
-    rows = placements({"w": jax.ShapeDtypeStruct((16, 8), np.float32)}, {"w": ("embed", "mlp")}, plan)
+    rows = placements(
+        {"w": jax.ShapeDtypeStruct((16, 8), np.float32)}, {"w": ("embed", "mlp")}, plan
+    )
     (axes,) = mesh_figure(rows, plan, "a mesh").axes
     assert len({patch.get_facecolor() for patch in axes.patches}) == 8
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("embed over fsdp", "mlp over tensor")

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.quick
 
 SOME = {
     "1f1b": (schedule("1f1b", 4, 6), Times(1, 2.5)),
-    "interleaved": (schedule("interleaved", 3, 6, 2), Times(0.5, 1, transfer=0.25)),
+    "interleaved": (
+        schedule("interleaved", 3, 6, 2),
+        Times(0.5, 1, transfer=0.25),
+    ),
     "one stage": (schedule("gpipe", 1, 1), Times()),
 }
 
@@ -29,7 +32,16 @@ def bars(axes) -> list[list[tuple[float, float, str]]]:
     found = []
     for row in axes.collections:
         boxes = [path.get_extents() for path in row.get_paths()]
-        found.append([(b.x0, b.width, to_hex(c)) for b, c in zip(boxes, row.get_facecolors(), strict=True)])
+        found.append(
+            [
+                (b.x0, b.width, to_hex(c))
+                for b, c in zip(
+                    boxes,
+                    row.get_facecolors(),
+                    strict=True,
+                )
+            ]
+        )
     return found
 
 
@@ -38,7 +50,8 @@ def test_every_action_is_a_bar_and_every_bar_a_number(name):
     table, times = SOME[name]
     found = simulate_schedule(table, times)
     gantt, _ = schedule_figure(table, times, "a schedule").axes
-    rows, looks = bars(gantt), {}
+    rows = bars(gantt)
+    looks = {}
     assert len(rows) == table.stages
     for s, row in enumerate(rows):
         expected = [(found.starts[t], tick[s]) for t, tick in enumerate(table.ticks) if tick[s]]
@@ -46,7 +59,11 @@ def test_every_action_is_a_bar_and_every_bar_a_number(name):
         np.testing.assert_allclose([(x, width) for x, width, _ in row], spans)
         for (_, _, color), (_, action) in zip(row, expected, strict=True):
             looks.setdefault((action.kind, action.chunk), set()).add(color)
-        texts = [(t.get_position()[0], int(t.get_text())) for t in gantt.texts if t.get_position()[1] == s]
+        texts = [
+            (t.get_position()[0], int(t.get_text()))
+            for t in gantt.texts
+            if t.get_position()[1] == s
+        ]
         middles = [(t + times.of(a.kind) / 2, a.microbatch) for t, a in expected]
         np.testing.assert_allclose(texts, middles)
     assert {len(colors) for colors in looks.values()} == {1}
@@ -89,24 +106,45 @@ def test_numbers_are_left_out_where_they_have_no_room():
     gantt = figure.axes[0]
     assert len(gantt.texts) == 2 * 8 * 32
     boxes = [text.get_window_extent() for text in gantt.texts]
-    cells = [bar.transformed(gantt.transData) for row in gantt.collections for bar in
-             (path.get_extents() for path in row.get_paths())]  # fmt: skip
+    cells = [
+        bar.transformed(gantt.transData)
+        for row in gantt.collections
+        for bar in (path.get_extents() for path in row.get_paths())
+    ]
     assert all(c.x0 <= b.x0 and b.x1 <= c.x1 for b, c in zip(boxes, cells, strict=True))
     assert all(c.ymin <= b.ymin and b.ymax <= c.ymax for b, c in zip(boxes, cells, strict=True))
 
 
 def test_nothing_written_lies_on_anything_else(tmp_path):
-    figure = schedule_figure(*SOME["interleaved"], "interleaved, 3 stages x 2 chunks, 6 microbatches")
+    figure = schedule_figure(
+        *SOME["interleaved"], "interleaved, 3 stages x 2 chunks, 6 microbatches"
+    )
     figure.draw_without_rendering()
     gantt, curve = figure.axes
     (keys,) = figure.legends
-    marks = [label for axis in (gantt.yaxis, curve.yaxis, curve.xaxis) for label in axis.get_ticklabels()]
-    written = [gantt.title, curve.xaxis.label, curve.yaxis.label, keys, curve.get_legend(), *marks]
+    marks = [
+        label for axis in (gantt.yaxis, curve.yaxis, curve.xaxis) for label in axis.get_ticklabels()
+    ]
+    written = [
+        gantt.title,
+        curve.xaxis.label,
+        curve.yaxis.label,
+        keys,
+        curve.get_legend(),
+        *marks,
+    ]
     boxes = [one.get_window_extent() for one in written]
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     page = figure.bbox
-    assert all(page.x0 <= b.x0 and b.x1 <= page.x1 and page.y0 <= b.y0 and b.y1 <= page.y1 for b in boxes)
-    assert [text.get_text() for text in keys.get_texts()] == ["forward", "backward", "chunk 0", "chunk 1"]
+    assert all(
+        page.x0 <= b.x0 and b.x1 <= page.x1 and page.y0 <= b.y0 and b.y1 <= page.y1 for b in boxes
+    )
+    assert [text.get_text() for text in keys.get_texts()] == [
+        "forward",
+        "backward",
+        "chunk 0",
+        "chunk 1",
+    ]
     save_figure(figure, tmp_path / "schedule.png")
     assert (tmp_path / "schedule.png").stat().st_size > 10_000
 
@@ -128,7 +166,9 @@ def test_every_tick_is_a_cell(name):
         assert line.startswith(f"stage {s} ")
         assert line.endswith(f" keeps {found.stash[s]}")
         expected = [
-            "." if a is None else f"{a.kind[0].upper()}{a.microbatch}" + ("ab"[a.chunk] if table.virtual > 1 else "")
+            "."
+            if a is None
+            else f"{a.kind[0].upper()}{a.microbatch}" + ("ab"[a.chunk] if table.virtual > 1 else "")
             for a in (tick[s] for tick in table.ticks)
         ]
         assert cells(line) == expected
@@ -136,7 +176,10 @@ def test_every_tick_is_a_cell(name):
 
 
 @pytest.mark.parametrize("width", [40, 79, 80, 81, 100, 160])
-@pytest.mark.parametrize("table", [schedule("1f1b", 12, 100), schedule("interleaved", 4, 12, 2)])
+@pytest.mark.parametrize(
+    "table",
+    [schedule("1f1b", 12, 100), schedule("interleaved", 4, 12, 2)],
+)
 def test_a_long_table_keeps_its_first_and_last_ticks(table: Table, width):
     *rows, said = schedule_text(table, width).plain.splitlines()
     whole = [cells(line) for line in schedule_text(table, 10_000).plain.splitlines()[:-1]]
@@ -145,7 +188,8 @@ def test_a_long_table_keeps_its_first_and_last_ticks(table: Table, width):
     assert len({line.index("keeps") for line in rows}) == 1
     cut = shown[0].index("…")
     for short, full in zip(shown, whole, strict=True):
-        first, last = short[:cut], short[cut + 1 :]
+        first = short[:cut]
+        last = short[cut + 1 :]
         assert first == full[: len(first)]
         assert last == full[-len(last) :]
         assert abs(len(first) - len(last)) <= 1

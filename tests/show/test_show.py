@@ -1,4 +1,6 @@
-"""`show`: the parameter table of a config and its picture, on simulated devices; and the schedule of its pipeline."""
+"""`show`: the parameter table of a config and its picture, on simulated devices; and the schedule
+of its pipeline.
+"""
 
 import re
 from dataclasses import replace
@@ -55,9 +57,13 @@ def test_what_each_device_sends(picture, capsys):
     show(replace(TINY, mesh=MeshSpec(data=2)), picture)
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     (row,) = [line for line in words if line[:2] == ["all-reduce", "data"]]
-    count = Model(TINY.model).parameter_count()  # of which the position table's and all others' gradients are summed
+    # of which the position table's and all others' gradients are summed
+    count = Model(TINY.model).parameter_count()
     size = float(row[2]) * {"MiB": 2**20, "KiB": 2**10}[row[3]]
-    assert size == pytest.approx(4 * (count + TINY.model.vocab_size * TINY.model.embed), rel=0.01)
+    assert size == pytest.approx(
+        4 * (count + TINY.model.vocab_size * TINY.model.embed),
+        rel=0.01,
+    )
 
 
 def test_one_device_sends_nothing(picture, capsys):
@@ -66,7 +72,10 @@ def test_one_device_sends_nothing(picture, capsys):
 
 
 def test_a_mesh_for_another_platform_is_simulated(picture, capsys):
-    tpu = replace(TINY, mesh=MeshSpec(fsdp=4, tensor=2, platform="tpu", distributed=True))
+    tpu = replace(
+        TINY,
+        mesh=MeshSpec(fsdp=4, tensor=2, platform="tpu", distributed=True),
+    )
     assert row_of("blocks.up", tpu, picture, capsys)[-1] == "64.00 KiB"
 
 
@@ -76,7 +85,9 @@ def test_what_is_left_is_one_device(picture, capsys):
 
 
 def test_a_mesh_that_the_model_does_not_fit_is_refused(picture):
-    with pytest.raises(UserError, match=r"blocks\.down: dim 1 \(mlp\) has size 512, which tensor=3 does not divide"):
+    with pytest.raises(
+        UserError, match=r"blocks\.down: dim 1 \(mlp\) has size 512, which tensor=3 does not divide"
+    ):
         show(replace(TINY, mesh=MeshSpec(tensor=3)), picture)
     assert not picture.exists()
 
@@ -88,7 +99,10 @@ def test_more_devices_than_heads_are_said(picture, capsys):
 
 
 def test_slices_are_simulated_too(picture, capsys):
-    two_slices = replace(TINY, mesh=MeshSpec(fsdp=2, tensor=2, dcn=DcnSpec(data=2)))
+    two_slices = replace(
+        TINY,
+        mesh=MeshSpec(fsdp=2, tensor=2, dcn=DcnSpec(data=2)),
+    )
     assert row_of("blocks.up", two_slices, picture, capsys)[-1] == "128.00 KiB"
 
 
@@ -98,8 +112,13 @@ def test_a_pipeline_has_its_layers_as_they_are_stored(picture, capsys):
     show(config, picture)
     words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "blocks.up 4 x 128 x 512 layers, embed, mlp P('stage', 'fsdp') 256.00 KiB" in words
-    assert any(line.startswith("ppermute stage ") and "send forward 50 %; send backward 50 %" in line for line in words)
-    assert any(line.startswith("reduce-scatter stage ") and "share forward" in line for line in words)
+    assert any(
+        line.startswith("ppermute stage ") and "send forward 50 %; send backward 50 %" in line
+        for line in words
+    )
+    assert any(
+        line.startswith("reduce-scatter stage ") and "share forward" in line for line in words
+    )
     assert any(line.startswith("all-reduce stage ") and "sum forward" in line for line in words)
 
 
@@ -107,7 +126,9 @@ def test_a_pipeline_has_its_layers_as_they_are_stored(picture, capsys):
 
 
 def staged(mesh: MeshSpec, layers: int = 8, **pipeline) -> Config:
-    return replace(TINY, mesh=mesh, model=replace(TINY.model, layers=layers), pipeline=Pipeline(**pipeline))
+    return replace(
+        TINY, mesh=mesh, model=replace(TINY.model, layers=layers), pipeline=Pipeline(**pipeline)
+    )
 
 
 @pytest.fixture
@@ -122,12 +143,41 @@ def no_devices(monkeypatch):
 def test_the_schedule_and_its_picture(picture, capsys, no_devices):
     show_schedule(staged(MeshSpec(stage=4), microbatches=8), picture)
     title, _, *rest = capsys.readouterr().out.splitlines()
-    rows, (said, last) = rest[:4], rest[4:]
+    rows = rest[:4]
+    (said, last) = rest[4:]
     assert title == "1f1b, 4 stages, 8 microbatches, 2 layers in each stage"
     assert rows[3].split() == [
-        "stage", "3", *[".", ".", ".", "F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"],
-        *["F4", "B4", "F5", "B5", "F6", "B6", "F7", "B7", ".", ".", "."], "keeps", "1",
-    ]  # fmt: skip
+        "stage",
+        "3",
+        *[
+            ".",
+            ".",
+            ".",
+            "F0",
+            "B0",
+            "F1",
+            "B1",
+            "F2",
+            "B2",
+            "F3",
+            "B3",
+        ],
+        *[
+            "F4",
+            "B4",
+            "F5",
+            "B5",
+            "F6",
+            "B6",
+            "F7",
+            "B7",
+            ".",
+            ".",
+            ".",
+        ],
+        "keeps",
+        "1",
+    ]
     assert said.startswith("22 ticks, bubble 27.3 %; ")
     drawn = picture.with_name("tiny_schedule.png")
     assert last == f"picture: {drawn}"

@@ -17,7 +17,12 @@ def test_every_event_is_drawn_in_its_lane_and_the_close_up_has_a_part():
     assert [tick.get_text() for tick in whole.get_yticklabels()] == ["phase", *timeline["lanes"]]
 
     def bars(axes, row):
-        paths = [path for drawn in axes.collections if isinstance(drawn, PolyCollection) for path in drawn.get_paths()]
+        paths = [
+            path
+            for drawn in axes.collections
+            if isinstance(drawn, PolyCollection)
+            for path in drawn.get_paths()
+        ]
         return sum(round(float(path.vertices[:, 1].mean())) == row for path in paths)
 
     for row in range(len(timeline["lanes"])):
@@ -26,7 +31,9 @@ def test_every_event_is_drawn_in_its_lane_and_the_close_up_has_a_part():
     assert 0 < bars(close, 1) < bars(whole, 1) / 8
     assert whole.get_xlim() == pytest.approx((0, 1e3 * report["time"]["step"]))
     tasks = bars(whole, 1)  # of which the close-up has about a hundred, more than a 32nd here
-    assert close.get_xlim()[1] - close.get_xlim()[0] == pytest.approx(1e3 * report["time"]["step"] * 100 / tasks)
+    assert close.get_xlim()[1] - close.get_xlim()[0] == pytest.approx(
+        1e3 * report["time"]["step"] * 100 / tasks
+    )
 
 
 def test_a_report_without_its_timeline():
@@ -37,7 +44,8 @@ def test_a_report_without_its_timeline():
 
 
 def test_several_reports_on_one_scale_have_a_panel_each_and_no_close_up():
-    report, short = fake_rehearsal(), fake_rehearsal()
+    report = fake_rehearsal()
+    short = fake_rehearsal()
     short["timeline"]["phases"] = ["forward"] * len(short["timeline"]["phases"])
     short["time"]["step"] /= 2
     whole, half = timeline_figure(report, short).axes

@@ -1,4 +1,6 @@
-"""The page of a run: its numbers and curves, whether it lives, several runs, and a terminal of 80 columns."""
+"""The page of a run: its numbers and curves, whether it lives, several runs, and a terminal of 80
+columns.
+"""
 
 import io
 import json
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.quick
 
 
 def make(folder, steps: int, age: float = 1.0, **more):
-    """A run of 100 steps that has logged every second of these, the last of them `age` seconds ago."""
+    """A run of 100 steps that has logged every second of these, the last of them `age` seconds
+    ago.
+    """
     folder.mkdir(parents=True)
     changes = {"train.steps": 100, "train.warmup_steps": 5, "mesh.fsdp": 2, "mesh.tensor": 4}
     (folder / "config.toml").write_text(to_toml(override(Config(), changes)))
@@ -44,26 +48,49 @@ def test_the_page_of_a_run(tmp_path):
     found = text(tmp_path / "run")
     assert {len(line) for line in found.splitlines()} == {80}
     for part in (
-        "data=1 x fsdp=2 x tensor=4" if "data=1 x" in found else "fsdp=2 x tensor=4", "step 60 of 100", "0:10 left",
-        "loss 2.0500", "validation 2.4400", "tokens/s 21.5K", "a step 250 ms", "MFU 50.0 %", "data wait 2.1 %",
-        "memory 3.00 GiB", "checkpoint 40, 0:0", "last line 0:01 ago", " running ", "3.500", "2.050", "step 60",
-    ):  # fmt: skip
+        "data=1 x fsdp=2 x tensor=4" if "data=1 x" in found else "fsdp=2 x tensor=4",
+        "step 60 of 100",
+        "0:10 left",
+        "loss 2.0500",
+        "validation 2.4400",
+        "tokens/s 21.5K",
+        "a step 250 ms",
+        "MFU 50.0 %",
+        "data wait 2.1 %",
+        "memory 3.00 GiB",
+        "checkpoint 40, 0:0",
+        "last line 0:01 ago",
+        " running ",
+        "3.500",
+        "2.050",
+        "step 60",
+    ):
         assert part in found, part
 
 
 def test_the_curve_falls_from_its_highest_to_its_lowest(tmp_path):
     make(tmp_path / "run", 60)
     lines = [
-        line for line in text(tmp_path / "run").splitlines() if any("\u2801" <= letter <= "\u28ff" for letter in line)
+        line
+        for line in text(tmp_path / "run").splitlines()
+        if any("\u2801" <= letter <= "\u28ff" for letter in line)
     ]
-    columns = [[at for at, letter in enumerate(line) if "\u2801" <= letter <= "\u28ff"] for line in lines]
+    columns = [
+        [at for at, letter in enumerate(line) if "\u2801" <= letter <= "\u28ff"] for line in lines
+    ]
     assert len(lines) == 8 and "3.500" in lines[0] and "2.050" in lines[-1]
     assert min(columns[0]) < 12 and max(columns[-1]) > 74 and max(columns[0]) < min(columns[-1])
 
 
 @pytest.mark.parametrize(
     ("steps", "age", "state"),
-    [(100, 5000, "done"), (60, 1, "running"), (60, 30, "running"), (60, 754, "silent for 12:34"), (0, 1, "starting")],
+    [
+        (100, 5000, "done"),
+        (60, 1, "running"),
+        (60, 30, "running"),
+        (60, 754, "silent for 12:34"),
+        (0, 1, "starting"),
+    ],
 )
 def test_whether_a_run_lives(tmp_path, steps, age, state):
     make(tmp_path / "run", steps, age)
@@ -72,7 +99,10 @@ def test_whether_a_run_lives(tmp_path, steps, age, state):
 
 @pytest.mark.parametrize(
     ("steps", "parts"),
-    [(40, ("stopped at train.stop_at=40", "step 40 of 100")), (20, ("running", "step 20 of 100", "0:05 left to 40"))],
+    [
+        (40, ("stopped at train.stop_at=40", "step 40 of 100")),
+        (20, ("running", "step 20 of 100", "0:05 left to 40")),
+    ],
 )
 def test_a_run_that_stops_on_the_way_is_not_done(tmp_path, steps, parts):
     make(tmp_path / "run", steps)
@@ -83,7 +113,9 @@ def test_a_run_that_stops_on_the_way_is_not_done(tmp_path, steps, parts):
     assert all(part in found for part in parts) and " done " not in found
 
 
-def test_several_runs_are_a_table_and_one_of_another_version_does_not_hide_the_others(tmp_path, capsys):
+def test_several_runs_are_a_table_and_one_of_another_version_does_not_hide_the_others(
+    tmp_path, capsys
+):
     make(tmp_path / "sweep" / "a", 60)
     make(tmp_path / "old", 100)
     (tmp_path / "old" / "config.toml").write_text("[model]\nwidth = 3\n")
@@ -102,12 +134,16 @@ def test_what_is_no_run_is_a_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line",
     [
-        '{"step": 60, "loss": 2.0, "device_memory": NaN}', '{"step": 60, "step_seconds": Infinity}',
-        '{"step": 60, "step_seconds": 1e308}', '{"step": 60, "loss": 1e308}',
+        '{"step": 60, "loss": 2.0, "device_memory": NaN}',
+        '{"step": 60, "step_seconds": Infinity}',
+        '{"step": 60, "step_seconds": 1e308}',
+        '{"step": 60, "loss": 1e308}',
         '{"step": 1' + "0" * 26 + ', "loss": 2.0}',
-        '{"step": 60, "loss": 1' + "0" * 400 + "}", '{"step": 0, "loss": 2.0}', '{"step": -3, "loss": 2.0}',
+        '{"step": 60, "loss": 1' + "0" * 400 + "}",
+        '{"step": 0, "loss": 2.0}',
+        '{"step": -3, "loss": 2.0}',
     ],
-)  # fmt: skip
+)
 def test_a_number_that_no_run_has_is_not_shown(tmp_path, line):
     make(tmp_path / "run", 60)
     file = tmp_path / "run" / "metrics.jsonl"

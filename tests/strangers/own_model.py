@@ -1,7 +1,8 @@
-"""A stranger's language model in Flax NNX, trained on data x fsdp x tensor with optax, in their own loop.
+"""A stranger's language model in Flax NNX, trained on data x fsdp x tensor with optax, in their own
+loop.
 
-The parameters carry logical axes; the layout says where they lie. State is made sharded, and no device ever holds it
-whole; after a checkpoint the run goes on as if nothing had been.
+The parameters carry logical axes; the layout says where they lie. State is made sharded, and no
+device ever holds it whole; after a checkpoint the run goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from flax import nnx
 import jaxpar
 from jaxpar import parallel
 
-VOCAB, EMBED, HIDDEN, BATCH, SEQ = 32, 16, 64, 8, 12
+VOCAB = 32
+EMBED = 16
+HIDDEN = 64
+BATCH = 8
+SEQ = 12
 
 
 def weight(rngs, shape, axes):
-    return nnx.Param(nnx.initializers.normal(0.1)(rngs.params(), shape), out_sharding=axes, eager_sharding=False)
+    return nnx.Param(
+        nnx.initializers.normal(0.1)(rngs.params(), shape), out_sharding=axes, eager_sharding=False
+    )
 
 
 class Mixer(nnx.Module):
@@ -36,10 +43,14 @@ class Mixer(nnx.Module):
         self.scale = weight(rngs, (EMBED,), (None,))
 
     def __call__(self, tokens, layout):
-        x = parallel.lookup(self.tokens[...], tokens, "vocab", layout)  # else XLA gathers the whole table
+        # else XLA gathers the whole table
+        x = parallel.lookup(self.tokens[...], tokens, "vocab", layout)
         x = layout.constrain(x, ("batch", "seq", None))
         mean = jnp.cumsum(x, axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
-        hidden = layout.constrain(jax.nn.gelu((x + mean) @ self.up[...]), ("batch", "seq", "mlp"))
+        hidden = layout.constrain(
+            jax.nn.gelu((x + mean) @ self.up[...]),
+            ("batch", "seq", "mlp"),
+        )
         return (x + hidden @ self.down[...] * (1 + self.scale[...])) @ self.tokens[...].T
 
 
@@ -50,9 +61,12 @@ def build(layout):
     axes = nnx.get_partition_spec(shapes)
     params = layout.sharding(axes, shapes)
     moments = optax.tree_map_params(
-        optimizer, lambda _, place: place, jax.eval_shape(optimizer.init, shapes), params,
+        optimizer,
+        lambda _, place: place,
+        jax.eval_shape(optimizer.init, shapes),
+        params,
         transform_non_params=lambda _: layout.sharding(()),
-    )  # fmt: skip
+    )
 
     @partial(jax.jit, out_shardings=(params, moments))
     def init():
@@ -63,7 +77,11 @@ def build(layout):
         scores = nnx.merge(graph, state)(tokens[:, :-1], layout)
         return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
-    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(params, moments, layout.sharding(())))
+    @partial(
+        jax.jit,
+        donate_argnums=(0, 1),
+        out_shardings=(params, moments, layout.sharding(())),
+    )
     def step(state, opt_state, tokens):
         value, grads = jax.value_and_grad(loss)(state, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, state)
@@ -82,11 +100,14 @@ def batches(layout):
 
 
 def train(mesh, steps, folder: Path | None = None, save_at=0):
-    """Losses of a training; with a folder, saved after `save_at` steps and read back before going on."""
+    """Losses of a training; with a folder, saved after `save_at` steps and read back before
+    going on.
+    """
     layout = jaxpar.Layout(mesh)
     init, step = build(layout)
     state, opt_state = init()
-    data, losses = batches(layout), []
+    data = batches(layout)
+    losses = []
     for number in range(steps):
         if folder is not None and number == save_at:
             with ocp.StandardCheckpointer() as checkpointer:
@@ -100,7 +121,10 @@ def train(mesh, steps, folder: Path | None = None, save_at=0):
 
 
 if __name__ == "__main__":
-    losses, state = train(jaxpar.make_mesh(data=2, fsdp=2, tensor=-1), 30)
+    losses, state = train(
+        jaxpar.make_mesh(data=2, fsdp=2, tensor=-1),
+        30,
+    )
     print(
         f"{losses[0]:.3f} -> {losses[-1]:.3f}",
         {name: leaf.sharding.spec for name, leaf in nnx.to_pure_dict(state).items()},

@@ -12,7 +12,10 @@ import optax
 import jaxpar
 from jaxpar import rehearse
 
-BATCH, SEQ, EMBED, HIDDEN = 16, 512, 1024, 4096
+BATCH = 16
+SEQ = 512
+EMBED = 1024
+HIDDEN = 4096
 OPTIMIZER = optax.sgd(0.1)
 
 
@@ -34,7 +37,10 @@ def shapes(layout):
     def array(axes, shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(axes, shape))
 
-    params = {"up": array(("embed", "mlp"), (EMBED, HIDDEN)), "down": array(("mlp", "embed"), (HIDDEN, EMBED))}
+    params = {
+        "up": array(("embed", "mlp"), (EMBED, HIDDEN)),
+        "down": array(("mlp", "embed"), (HIDDEN, EMBED)),
+    }
     batch = array(("batch", "seq", None), (BATCH, SEQ, EMBED), jnp.bfloat16)
     return params, jax.eval_shape(OPTIMIZER.init, params), batch
 
@@ -42,7 +48,12 @@ def shapes(layout):
 def report_for(name, **sizes):
     target = jaxpar.load_target(name)
     mesh = jaxpar.make_mesh(devices=target.devices(), **sizes)
-    return rehearse.step(step, *shapes(jaxpar.Layout(mesh)), target=target, tokens=BATCH * SEQ)
+    return rehearse.step(
+        step,
+        *shapes(jaxpar.Layout(mesh)),
+        target=target,
+        tokens=BATCH * SEQ,
+    )
 
 
 if __name__ == "__main__":

@@ -25,33 +25,57 @@ from jaxpar.rehearse import _step
 from jaxpar.rehearse.report.tables import report_parts
 
 ALL = sharded_loss.NAMES
-PROGRAMS = [path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.name.startswith("test_")]
+PROGRAMS = [
+    path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.name.startswith("test_")
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_a_strangers_program_imports_nothing_of_ours_but_the_front_door(program: Path) -> None:
     for node in ast.walk(ast.parse(program.read_text())):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            modules = []
         modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
         for module in modules:
-            assert module.count(".") < (2 if module.startswith("jaxpar") else 9), f"{module} is no front door"
+            assert module.count(".") < (2 if module.startswith("jaxpar") else 9), (
+                f"{module} is no front door"
+            )
             assert not module.startswith(("jaxpar.models", "jaxpar.base"))
         if isinstance(node, ast.Attribute | ast.Name):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            if isinstance(node, ast.Attribute):
+                name = node.attr
+            else:
+                name = node.id
             assert name not in ("Config", "load_config", "Plan", "Model")
 
 
 def test_the_training_wing_hands_out_what_its_types_say() -> None:
     tree = ast.parse(Path(str(train.__file__)).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "jaxpar." in str(node.module)]
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and "jaxpar." in str(node.module)
+    ]
     given = {alias.name: str(node.module) for node in found for alias in node.names}
     assert given.keys() == set(train.__all__)
-    assert all(getattr(train, name) is getattr(importlib.import_module(given[name]), name) for name in given)
+    assert all(
+        getattr(train, name) is getattr(importlib.import_module(given[name]), name)
+        for name in given
+    )
 
 
-def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    want, _ = own_model.train(jaxpar.make_mesh(devices=jax.devices()[:1]), 6)
-    losses, state = own_model.train(jaxpar.make_mesh(data=2, fsdp=-1, tensor=2), 6, tmp_path, save_at=3)
+def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    want, _ = own_model.train(
+        jaxpar.make_mesh(devices=jax.devices()[:1]),
+        6,
+    )
+    losses, state = own_model.train(
+        jaxpar.make_mesh(data=2, fsdp=-1, tensor=2), 6, tmp_path, save_at=3
+    )
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     assert losses[-1] < losses[0]
     assert state["up"][...].sharding.spec == P("fsdp", "tensor")
@@ -59,31 +83,71 @@ def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_c
 
 
 OPS = {
-    "MLP": (own_ops.mlp, own_ops.plain_mlp, {"fsdp": 2, "tensor": 4}, {}),
-    "MLP, ring": (own_ops.mlp, own_ops.plain_mlp, {"fsdp": 2, "tensor": 4}, {"overlap": "ring"}),
-    "MLP, both ways": (own_ops.mlp, own_ops.plain_mlp, {"tensor": 8}, {"overlap": "bidirectional"}),
-    "attention": (own_ops.attention_block, own_ops.plain_attention, {"data": 2, "tensor": 4}, {}),
-    "attention, ring": (own_ops.attention_block, own_ops.plain_attention, {"data": 2, "context": 4}, {}),
-    "attention, Ulysses": (
-        own_ops.attention_block, own_ops.plain_attention, {"data": 2, "context": 4}, {"context": "ulysses"}
+    "MLP": (
+        own_ops.mlp,
+        own_ops.plain_mlp,
+        {"fsdp": 2, "tensor": 4},
+        {},
     ),
-    "loss": (own_ops.loss, own_ops.plain_loss, {"fsdp": 2, "tensor": 4}, {}),
-    "experts": (own_ops.experts, own_ops.plain_experts, {"expert": 4, "tensor": 2}, {}),
-}  # fmt: skip
+    "MLP, ring": (
+        own_ops.mlp,
+        own_ops.plain_mlp,
+        {"fsdp": 2, "tensor": 4},
+        {"overlap": "ring"},
+    ),
+    "MLP, both ways": (own_ops.mlp, own_ops.plain_mlp, {"tensor": 8}, {"overlap": "bidirectional"}),
+    "attention": (
+        own_ops.attention_block,
+        own_ops.plain_attention,
+        {"data": 2, "tensor": 4},
+        {},
+    ),
+    "attention, ring": (
+        own_ops.attention_block,
+        own_ops.plain_attention,
+        {"data": 2, "context": 4},
+        {},
+    ),
+    "attention, Ulysses": (
+        own_ops.attention_block,
+        own_ops.plain_attention,
+        {"data": 2, "context": 4},
+        {"context": "ulysses"},
+    ),
+    "loss": (
+        own_ops.loss,
+        own_ops.plain_loss,
+        {"fsdp": 2, "tensor": 4},
+        {},
+    ),
+    "experts": (
+        own_ops.experts,
+        own_ops.plain_experts,
+        {"expert": 4, "tensor": 2},
+        {},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_strangers_ops_give_what_plain_jax_gives(name: str) -> None:
-    """Answers and gradients. Float32 sums in another order: the worst seen is 6e-7 of the largest entry."""
+    """Answers and gradients. Float32 sums in another order: the worst seen is 6e-7 of the largest
+    entry.
+    """
     make, plain, mesh, options = OPS[name]
-    layout = parallel.fit_heads(jaxpar.Layout(jaxpar.make_mesh(**mesh)), own_ops.H, own_ops.K)
+    layout = parallel.fit_heads(
+        jaxpar.Layout(jaxpar.make_mesh(**mesh)),
+        own_ops.H,
+        own_ops.K,
+    )
     assert own_ops.worst_error(*make(layout, **options), plain) < 5e-6
 
 
 def test_more_devices_than_kv_heads_without_a_fit_are_refused() -> None:
     make, plain, mesh, _ = OPS["attention"]
     with pytest.raises(
-        jaxpar.UserError, match=r"^weight: dim 1 \(kv_heads\) has size 2, which tensor=4 does not divide"
+        jaxpar.UserError,
+        match=r"^weight: dim 1 \(kv_heads\) has size 2, which tensor=4 does not divide",
     ):
         own_ops.worst_error(*make(jaxpar.Layout(jaxpar.make_mesh(**mesh))), plain)
 
@@ -97,29 +161,47 @@ def test_attention_on_one_device_asks_for_no_layout() -> None:
     [
         ("1f1b", 1, {"stage": 4, "data": 2}),
         ("looped", 2, {"stage": 2, "tensor": 4}),
-        pytest.param("interleaved", 2, {"stage": 4, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "interleaved",
+            2,
+            {"stage": 4, "fsdp": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("gpipe", 1, {"stage": 8}, marks=pytest.mark.slow),
         ("1f1b", 1, {"stage": 2, "fsdp": 2, "tensor": 2}),
-        pytest.param(pipeline.schedule("1f1b", 2, 4), 1, {"stage": 2, "data": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            pipeline.schedule("1f1b", 2, 4), 1, {"stage": 2, "data": 4}, marks=pytest.mark.slow
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "a table" if hasattr(value, "rounds") else None,
+    ids=lambda value: (
+        value if isinstance(value, str) else "a table" if hasattr(value, "rounds") else None
+    ),
 )
-def test_a_strangers_blocks_in_a_pipeline_give_one_devices_gradients(schedule, virtual, mesh) -> None:
+def test_a_strangers_blocks_in_a_pipeline_give_one_devices_gradients(
+    schedule, virtual, mesh
+) -> None:
     verdict = own_pipeline.verdict_of(schedule, virtual=virtual, **mesh)
     assert verdict.equal, str(verdict)
     assert max(row.tolerance for row in verdict.rows) < 1e-4
 
 
 def test_a_pipeline_without_stages_or_blocks_is_refused() -> None:
-    with pytest.raises(jaxpar.UserError, match=r"^a pipeline needs stages, and this layout has one"):
+    with pytest.raises(
+        jaxpar.UserError, match=r"^a pipeline needs stages, and this layout has one"
+    ):
         own_pipeline.verdict_of(data=8)
-    layout, axes = jaxpar.Layout(jaxpar.make_mesh(stage=8)), {"tokens": ("vocab", "embed")}
-    with pytest.raises(jaxpar.UserError, match=r"^a pipeline's parameters have stacked `blocks`, and these are tokens"):
+    layout = jaxpar.Layout(jaxpar.make_mesh(stage=8))
+    axes = {"tokens": ("vocab", "embed")}
+    with pytest.raises(
+        jaxpar.UserError,
+        match=r"^a pipeline's parameters have stacked `blocks`, and these are tokens",
+    ):
         pipeline.value_and_grad(*own_pipeline.functions(layout), axes, layout, microbatches=8)
     with pytest.raises(jaxpar.UserError, match=r"^16 rows are not cut into 5 microbatches"):
         own_pipeline.verdict_of(stage=4, data=2, microbatches=5)
     with pytest.raises(
-        jaxpar.UserError, match=r"^a microbatch: dim 0 \(batch\) has size 1, which data=2 does not divide"
+        jaxpar.UserError,
+        match=r"^a microbatch: dim 0 \(batch\) has size 1, which data=2 does not divide",
     ):
         own_pipeline.verdict_of(stage=4, data=2, microbatches=16)
 
@@ -129,7 +211,10 @@ def test_a_table_that_would_be_run_wrongly_is_refused() -> None:
         own_pipeline.verdict_of(pipeline.schedule("1f1b", 8, 8), stage=4, data=2)
     table = pipeline.schedule("1f1b", 4, 8)
     without_last = pipeline.Table(4, 8, 1, table.rounds[:-1])
-    with pytest.raises(jaxpar.UserError, match="stage 0: the end, and backward of microbatch 7, chunk 0 is never done"):
+    with pytest.raises(
+        jaxpar.UserError,
+        match="stage 0: the end, and backward of microbatch 7, chunk 0 is never done",
+    ):
         own_pipeline.verdict_of(without_last, stage=4, data=2)
 
 
@@ -142,21 +227,38 @@ def test_a_strangers_step_is_rehearsed_by_line_of_its_file(target: str) -> None:
     waiting = max(report["lines"], key=lambda line: line["exposed"])
     assert waiting["source"].endswith(f"own_rehearsal.py:{forward}")
     assert {(row["kind"], *row["axes"]) for row in report["collectives"]} == {
-        ("all-reduce", "tensor"), ("all-reduce", "data")
-    }  # fmt: skip
-    assert report["memory"]["categories"]["params"] == 2 * own_rehearsal.EMBED * own_rehearsal.HIDDEN * 4 // 4
-    assert report["memory"]["fits"] and report["time"]["step"] > 0 and report["time"]["exposed_communication"] > 0
-    mesh = jaxpar.make_mesh(devices=jaxpar.load_target(target).devices(), data=2, tensor=4)
-    assert report["compiler_options"] == rehearse.compiler_options(mesh) != {}, "those that train takes on this chip"
+        ("all-reduce", "tensor"),
+        ("all-reduce", "data"),
+    }
+    assert (
+        report["memory"]["categories"]["params"]
+        == 2 * own_rehearsal.EMBED * own_rehearsal.HIDDEN * 4 // 4
+    )
+    assert (
+        report["memory"]["fits"]
+        and report["time"]["step"] > 0
+        and report["time"]["exposed_communication"] > 0
+    )
+    mesh = jaxpar.make_mesh(
+        devices=jaxpar.load_target(target).devices(),
+        data=2,
+        tensor=4,
+    )
+    assert report["compiler_options"] == rehearse.compiler_options(mesh) != {}, (
+        "those that train takes on this chip"
+    )
     assert not {"model", "batch"} & set(report)
     assert not any("planned" in row for row in report["collectives"])
 
 
 @needs_cuda
-def test_a_strangers_own_options_win_and_attention_without_cudnn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strangers_own_options_win_and_attention_without_cudnn_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = jaxpar.load_target("h100x2")
     mesh = jaxpar.make_mesh(devices=target.devices(), data=2)
-    threshold, scheduler = "xla_gpu_all_reduce_combine_threshold_bytes", "xla_gpu_enable_latency_hiding_scheduler"
+    threshold = "xla_gpu_all_reduce_combine_threshold_bytes"
+    scheduler = "xla_gpu_enable_latency_hiding_scheduler"
     layout = jaxpar.Layout(mesh, compute="bfloat16")
     sharding = layout.sharding(("batch", "seq", "heads", "head_dim"))
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=sharding)
@@ -166,7 +268,9 @@ def test_a_strangers_own_options_win_and_attention_without_cudnn_is_named(monkey
         return jnp.sum(parallel.attention(q, q, q, layout=layout).astype(jnp.float32))
 
     jitted = jax.jit(jax.grad(attend), compiler_options={threshold: 5})
-    report = rehearse.step(jitted, q, target=target, compiler_options={threshold: 7, scheduler: True})
+    report = rehearse.step(
+        jitted, q, target=target, compiler_options={threshold: 7, scheduler: True}
+    )
     assert report["compiler_options"] == {threshold: 5, scheduler: True}
     (row,) = report["kernels"]
     assert (row["op"], row["priced"], row["runs"]) == ("attention", "pallas_gpu", "cuDNN")
@@ -186,14 +290,19 @@ ABSENT = {
 def test_attention_without_a_layout_takes_the_kernel_of_the_chip_it_is_rehearsed_for(
     chip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function was traced for this machine before, and is again; neither trace is taken for the other's."""
+    """The function was traced for this machine before, and is again; neither trace is taken for the
+    other's.
+    """
     monkeypatch.setattr(libraries, "has_cudnn", lambda: False)  # also where it is installed
     place, kernel = ABSENT[chip]
-    device: Any = SimpleNamespace(platform=place[0], compute_capability=place[1], device_kind=place[2])
+    device: Any = SimpleNamespace(
+        platform=place[0], compute_capability=place[1], device_kind=place[2]
+    )
     mesh: Any = SimpleNamespace(devices=np.array([device]))
     q = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16)
     jitted = jax.jit(lambda q: parallel.attention(q, q, q))
-    here, there = str(jitted.trace(q).jaxpr), list[str]()
+    here = str(jitted.trace(q).jaxpr)
+    there = list[str]()
 
     def lower(jitted: Any, arguments: Any, *_: Any) -> None:
         there.append(str(jitted.trace(*arguments).jaxpr))
@@ -207,9 +316,15 @@ def test_attention_without_a_layout_takes_the_kernel_of_the_chip_it_is_rehearsed
     assert str(jitted.trace(q).jaxpr) == here
 
 
-def test_a_function_that_takes_arguments_by_name_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_takes_arguments_by_name_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layout = jaxpar.Layout(jaxpar.make_mesh(data=8))
-    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=layout.sharding(("batch", None)))
+    x = jax.ShapeDtypeStruct(
+        (8, 4),
+        jnp.float32,
+        sharding=layout.sharding(("batch", None)),
+    )
     lowered = list[str]()
 
     def stop(program: jax.stages.Lowered, _: Any) -> None:
@@ -219,14 +334,25 @@ def test_a_function_that_takes_arguments_by_name_is_rehearsed(monkeypatch: pytes
     monkeypatch.setattr(_step, "compile_absent", stop)
     jitted = jax.jit(lambda x, *, y: x - y)
     with pytest.raises(jaxpar.UserError, match="that is enough"):
-        _step.compile_for(jitted, (x,), layout.mesh, jaxpar.load_target("v5e-8"), keywords={"y": x})
+        _step.compile_for(
+            jitted,
+            (x,),
+            layout.mesh,
+            jaxpar.load_target("v5e-8"),
+            keywords={"y": x},
+        )
     assert "stablehlo.subtract" in lowered[0]
 
 
 @pytest.mark.parametrize(
     ("fault", "names", "kind", "says"),
     [
-        ("missing psum", {"head"}, "sum missing", "copies along data differ and add up to the reference"),
+        (
+            "missing psum",
+            {"head"},
+            "sum missing",
+            "copies along data differ and add up to the reference",
+        ),
         ("doubled psum", {"q"}, "sum doubled", "2 times the reference, the size of data"),
         (
             "mask of the first shard",
@@ -243,7 +369,9 @@ def test_a_function_that_takes_arguments_by_name_is_rehearsed(monkeypatch: pytes
         ),
     ],
 )
-def test_a_wrong_sharded_loss_is_named_with_its_mistake(fault: str, names: set[str], kind: str, says: str) -> None:
+def test_a_wrong_sharded_loss_is_named_with_its_mistake(
+    fault: str, names: set[str], kind: str, says: str
+) -> None:
     verdict = sharded_loss.verdict_of(fault)
     assert {row.name for row in verdict.wrong} == names
     for row in verdict.wrong:
@@ -264,7 +392,13 @@ def test_a_gradient_too_small_to_tell_is_named() -> None:
 
     params = {name: np.arange(1, 9, dtype=np.float32) for name in ("a", "c")}
     batch = np.arange(1, 9, dtype=np.float32)
-    verdict = verify.gradients(partial(loss, times=2.0), loss, params, batch, (place, place))
+    verdict = verify.gradients(
+        partial(loss, times=2.0),
+        loss,
+        params,
+        batch,
+        (place, place),
+    )
     assert str(verdict).startswith("EQUAL: loss and 2 gradients, to ")
     assert str(verdict).endswith("; too small beside the whole gradient to tell: c")
     assert [row.too_small for row in verdict.rows] == [False, True]

@@ -1,4 +1,6 @@
-"""What is saved comes back to the bit on any mesh; the newest and the best are kept; damage is said."""
+"""What is saved comes back to the bit on any mesh; the newest and the best are kept; damage is
+said.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ pytestmark = pytest.mark.quick
 
 
 def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
-    weight = scale * jax.random.normal(jax.random.key(0), (8, 16))
+    weight = scale * jax.random.normal(
+        jax.random.key(0),
+        (8, 16),
+    )
     return {
         "step": jax.device_put(jnp.int32(3), replicated_sharding(plan)),
         "w": jax.device_put(weight, plan.sharding(("embed", "mlp"))),
@@ -35,11 +40,17 @@ def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
 def shapes_on(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated_sharding(plan)),
-        "w": jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=plan.sharding(("embed", "mlp"))),
+        "w": jax.ShapeDtypeStruct(
+            (8, 16),
+            jnp.float32,
+            sharding=plan.sharding(("embed", "mlp")),
+        ),
     }
 
 
-def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+def test_a_state_comes_back_to_the_bit_on_another_mesh(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
     state = state_on(plan_of(fsdp=4, tensor=2))
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, {"iterator": {"next_index": 7}}, 1.5)
@@ -54,7 +65,9 @@ def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: 
     assert again.data(3) == {"iterator": {"next_index": 7}}
 
 
-def test_the_newest_are_kept_and_the_best_is_too(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+def test_the_newest_are_kept_and_the_best_is_too(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
     state = state_on(plan_of())
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2))
     for step, loss in ((1, 2.0), (2, 1.0), (3, math.nan), (4, None), (5, 4.0)):
@@ -68,8 +81,12 @@ def test_the_newest_are_kept_and_the_best_is_too(tmp_path: Path, plan_of: Callab
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [6]
 
 
-def test_a_reader_leaves_alone_what_a_run_is_writing(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
-    """A save under way is a folder that ends in `-tmp`; who writes clears away those that a killed run left."""
+def test_a_reader_leaves_alone_what_a_run_is_writing(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
+    """A save under way is a folder that ends in `-tmp`; who writes clears away those that a killed
+    run left.
+    """
     state = state_on(plan_of())
     running = Checkpoints(tmp_path, CheckpointConfig())
     running.save(1, state, {}, 1.0)
@@ -100,15 +117,25 @@ def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..
 
 
 DAMAGES = {
-    "missing": "cannot be read .*: try again if a run or a copy is writing there, or take another step",
-    "another shape": r"w is float32\[8, 16\] there and float32\[8, 12\] here.* take those of its run's config",
-    "another dtype": r"w is float32\[8, 16\] there and bfloat16\[8, 16\] here.* take those of its run's config",
+    "missing": (
+        "cannot be read .*: try again if a run or a copy is writing there, or take another step"
+    ),
+    "another shape": (
+        r"w is float32\[8, 16\] there and float32\[8, 12\] here.* take those of "
+        r"its run's config"
+    ),
+    "another dtype": (
+        r"w is float32\[8, 16\] there and bfloat16\[8, 16\] here.* take those of "
+        r"its run's config"
+    ),
     "another name": r"v is absent there and float32\[8, 16\] here.* take those of its run's config",
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Callable[..., Plan], damage: str) -> None:
+def test_what_cannot_be_read_is_said_with_a_way_out(
+    tmp_path: Path, plan_of: Callable[..., Plan], damage: str
+) -> None:
     plan = plan_of()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(1, state_on(plan), {}, None)
@@ -119,7 +146,11 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
             if file.is_file():
                 file.unlink()
     else:
-        shape, dtype = ((8, 12) if "shape" in damage else (8, 16)), (jnp.bfloat16 if "dtype" in damage else jnp.float32)
+        shape = (8, 12) if "shape" in damage else (8, 16)
+        if "dtype" in damage:
+            dtype = jnp.bfloat16
+        else:
+            dtype = jnp.float32
         leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated_sharding(plan))
         shapes = {"step": shapes["step"], "v" if "name" in damage else "w": leaf}
     with pytest.raises(UserError, match=DAMAGES[damage]):
@@ -129,7 +160,9 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
             Checkpoints(tmp_path, CheckpointConfig()).restore(1, shapes)
 
 
-def test_a_reader_takes_another_where_a_run_has_removed_the_one_it_chose(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_reader_takes_another_where_a_run_has_removed_the_one_it_chose(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """The run beside removes step 1 while it is read; what stays and cannot be read is refused."""
     for step in (1, 2):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
@@ -159,13 +192,35 @@ def test_a_reader_takes_another_where_a_run_has_removed_the_one_it_chose(tmp_pat
 
 
 def test_no_line_of_orbax_reaches_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    for name, count in (("/site-packages/orbax/checkpoint/x.py", 0), ("/site-packages/grain/y.py", 1)):
-        logging.getLogger("absl").handle(logging.LogRecord("absl", 40, name, 1, "raw", (), None))
+    for name, count in (
+        ("/site-packages/orbax/checkpoint/x.py", 0),
+        ("/site-packages/grain/y.py", 1),
+    ):
+        logging.getLogger("absl").handle(
+            logging.LogRecord(
+                "absl",
+                40,
+                name,
+                1,
+                "raw",
+                (),
+                None,
+            )
+        )
         assert len(caplog.records) == count
 
 
-@pytest.mark.parametrize(("order", "right"), [([0, -1, 2, -1, 1], True), ([0, 1, 1], False), ([0, -1, 2], False)])
-def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(order: list[int], right: bool) -> None:
+@pytest.mark.parametrize(
+    ("order", "right"),
+    [
+        ([0, -1, 2, -1, 1], True),
+        ([0, 1, 1], False),
+        ([0, -1, 2], False),
+    ],
+)
+def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(
+    order: list[int], right: bool
+) -> None:
     """Uneven stages leave a place empty, which is saved as -1."""
     saved = {"iterator": None, "training_tokens": None, "layer_order": order}
     checkpoints = SimpleNamespace(folder=Path("checkpoints"), data=lambda step: saved)

@@ -18,28 +18,49 @@ from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
 from jaxpar.train.restore import config_of, export_run, import_run
 
-MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
+MODEL = ModelConfig(
+    family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32
+)
 
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
     model = Model(MODEL)
-    export_hf(jax.jit(model.init)(jax.random.key(7)), model, tmp_path / "hf")
+    export_hf(
+        jax.jit(model.init)(jax.random.key(7)),
+        model,
+        tmp_path / "hf",
+    )
     return tmp_path / "hf"
 
 
 def config_for(folder: Path) -> Config:
-    changes = {"mesh.platform": "cpu", "mesh.fsdp": 2, "mesh.tensor": 2, "data.seq_len": 16, "data.max_bytes": 50_000}
-    changes |= {"train.steps": 2, "train.batch": 4, "train.warmup_steps": 0, "train.eval_batches": 1}
+    changes = {
+        "mesh.platform": "cpu",
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+        "data.seq_len": 16,
+        "data.max_bytes": 50_000,
+    }
+    changes |= {
+        "train.steps": 2,
+        "train.batch": 4,
+        "train.warmup_steps": 0,
+        "train.eval_batches": 1,
+    }
     changes |= {"train.final_eval_batches": 1}
-    return override(config_of(folder, folder), {"data.source": "stdlib", "data.tokenizer": "bytes"} | changes)
+    return override(
+        config_of(folder, folder), {"data.source": "stdlib", "data.tokenizer": "bytes"} | changes
+    )
 
 
 def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_path: Path) -> None:
     config = config_for(hf_folder)
     import_run(config, hf_folder, tmp_path / "run")
     assert export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32") == 0
-    want, found = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
+    want, found = (
+        load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back")
+    )
     assert want.keys() == found.keys()
     for name in want:
         np.testing.assert_array_equal(found[name], want[name])
@@ -52,13 +73,27 @@ def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_p
 @pytest.mark.slow
 def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_path: Path) -> None:
     model = Model(replace(MODEL, layers=5))
-    export_hf(jax.jit(model.init)(jax.random.key(8)), model, tmp_path / "hf")
-    changes = {"mesh.tensor": 1, "mesh.stage": 2, "pipeline.schedule": "interleaved", "pipeline.virtual": 2}
-    config = override(config_for(tmp_path / "hf"), changes | {"pipeline.layers": (1, 2, 1, 1)})
+    export_hf(
+        jax.jit(model.init)(jax.random.key(8)),
+        model,
+        tmp_path / "hf",
+    )
+    changes = {
+        "mesh.tensor": 1,
+        "mesh.stage": 2,
+        "pipeline.schedule": "interleaved",
+        "pipeline.virtual": 2,
+    }
+    config = override(
+        config_for(tmp_path / "hf"),
+        changes | {"pipeline.layers": (1, 2, 1, 1)},
+    )
     import_run(config, tmp_path / "hf", tmp_path / "run")
     export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32")
     export_run(config_for(tmp_path / "hf"), tmp_path / "run", tmp_path / "unstaged", 0, "float32")
-    want, *found = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back", "unstaged"))
+    want, *found = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back", "unstaged")
+    )
     for name, array in want.items():
         for tensors in found:
             np.testing.assert_array_equal(tensors[name], array)
@@ -66,15 +101,26 @@ def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_pa
 
 
 @pytest.mark.slow
-def test_fine_tuning_in_bfloat16_with_its_state_in_host_memory(hf_folder: Path, tmp_path: Path) -> None:
-    changes = {"precision.params": "bfloat16", "precision.moments": "bfloat16", "memory.policy": "full"}
+def test_fine_tuning_in_bfloat16_with_its_state_in_host_memory(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "precision.params": "bfloat16",
+        "precision.moments": "bfloat16",
+        "memory.policy": "full",
+    }
     changes |= {"memory.parameters": "offload", "memory.optimizer": "offload"}
     config = override(config_for(hf_folder), changes)
     import_run(config, hf_folder, tmp_path / "run")
     export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32")
-    want, found = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
+    want, found = (
+        load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back")
+    )
     for name, array in want.items():
-        matrix = np.asarray(array.astype(jnp.bfloat16), np.float32) if array.ndim > 1 else array
+        if array.ndim > 1:
+            matrix = np.asarray(array.astype(jnp.bfloat16), np.float32)
+        else:
+            matrix = array
         np.testing.assert_array_equal(found[name], matrix)
     assert train(config, tmp_path / "run").step == 2
     assert export_run(config, tmp_path / "run", tmp_path / "trained", 0, "bfloat16") == 2

@@ -1,4 +1,6 @@
-"""LoRA runs: what their checkpoints hold, how they go on, what is exported of them, and what is refused."""
+"""LoRA runs: what their checkpoints hold, how they go on, what is exported of them, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +23,67 @@ from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf
 from jaxpar.models.model import base_config
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import config_of, drop_stages, export_run, frozen_folder, import_run, load_params, load_run
+from jaxpar.train.restore import (
+    config_of,
+    drop_stages,
+    export_run,
+    frozen_folder,
+    import_run,
+    load_params,
+    load_run,
+)
 from jaxpar.train.run_folder import read_run_config
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 
-MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
+MODEL = ModelConfig(
+    family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32
+)
 STAGES = {"mesh.data": -1, "mesh.fsdp": 2, "mesh.stage": 2, "mesh.tensor": 1}
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     model = Model(MODEL)
-    export_hf(jax.jit(model.init)(jax.random.key(7)), model, tmp_path / "base")
+    export_hf(
+        jax.jit(model.init)(jax.random.key(7)),
+        model,
+        tmp_path / "base",
+    )
     return tmp_path / "base"
 
 
 def config_for(source: Path, **changes: object) -> Config:
-    fixed = {"mesh.platform": "cpu", "mesh.fsdp": 2, "mesh.tensor": 2, "data.seq_len": 16, "data.max_bytes": 50_000,
-             "data.source": "stdlib", "data.tokenizer": "bytes", "train.steps": 4, "train.batch": 4,
-             "train.warmup_steps": 0, "train.eval_batches": 1, "train.final_eval_batches": 1, "checkpoint.every": 2,
-             "train.learning_rate": 0.05, "model.lora.targets": ["q", "v", "down"]}  # fmt: skip
+    fixed = {
+        "mesh.platform": "cpu",
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+        "data.seq_len": 16,
+        "data.max_bytes": 50_000,
+        "data.source": "stdlib",
+        "data.tokenizer": "bytes",
+        "train.steps": 4,
+        "train.batch": 4,
+        "train.warmup_steps": 0,
+        "train.eval_batches": 1,
+        "train.final_eval_batches": 1,
+        "checkpoint.every": 2,
+        "train.learning_rate": 0.05,
+        "model.lora.targets": ["q", "v", "down"],
+    }
     return override(config_of(source, source), fixed | changes)
 
 
 def logits(config: Config, params: object) -> np.ndarray:
     tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
     plan = drop_stages(make_plan(config))
-    jitted = jax.jit(lambda params, batch: Model(config.model).logits(params, batch, plan))
+    jitted = jax.jit(
+        lambda params, batch: Model(config.model).logits(
+            params,
+            batch,
+            plan,
+        )
+    )
     return np.asarray(jitted(params, {"tokens": jnp.asarray(tokens)}))
 
 
@@ -59,19 +94,32 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     train(part, tmp_path / "part")
     found = train(config, tmp_path / "part")
     assert (found.step, found.loss) == (4, whole.loss)
-    saved = ocp.StandardCheckpointer().metadata(tmp_path / "part" / "checkpoints" / "4" / "state").item_metadata.tree
+    saved = (
+        ocp.StandardCheckpointer()
+        .metadata(tmp_path / "part" / "checkpoints" / "4" / "state")
+        .item_metadata.tree
+    )
     assert saved["params"].keys() == {"blocks"}
     assert all("_lora_" in name for name in saved["params"]["blocks"])
     step, params = load_run(tmp_path / "part", 4, config, make_plan(config))
     assert step == 4
-    # Merged into its base and exported, it is a plain model with the same answers; both are float32.
+    # Merged into its base and exported, it is a plain model with the same answers; both are
+    # float32.
     export_run(config, tmp_path / "part", tmp_path / "merged", 4, "float32")
     plain = config_for(tmp_path / "merged")
     merged = import_hf(tmp_path / "merged", Model(plain.model), make_plan(plain))
-    np.testing.assert_allclose(logits(plain, merged), logits(config, params), rtol=0, atol=2e-5)
-    untouched, old = load_file(tmp_path / "merged" / "model.safetensors"), load_file(base / "model.safetensors")
+    np.testing.assert_allclose(
+        logits(plain, merged),
+        logits(config, params),
+        rtol=0,
+        atol=2e-5,
+    )
+    untouched = load_file(tmp_path / "merged" / "model.safetensors")
+    old = load_file(base / "model.safetensors")
     changed = {name for name, array in old.items() if not np.array_equal(array, untouched[name])}
-    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "down_proj"} and len(changed) == 6
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "down_proj"} and len(
+        changed
+    ) == 6
     # Its adapter, read again, is the same run's.
     export_run(config, tmp_path / "part", tmp_path / "adapter", 4, "float32", adapter=True)
     again = config_for(tmp_path / "adapter", **STAGES)
@@ -79,8 +127,14 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     assert read_run_config(tmp_path / "imported").train.init == str(base)
     imported = read_run_config(tmp_path / "imported")
     staged = load_run(tmp_path / "imported", 0, imported, drop_stages(make_plan(again)))[1]
-    np.testing.assert_allclose(logits(again, staged), logits(config, params), rtol=0, atol=2e-5)
-    # LoRA that goes on from an adapter or a run is beside the same base; another LoRA has it merged into its base.
+    np.testing.assert_allclose(
+        logits(again, staged),
+        logits(config, params),
+        rtol=0,
+        atol=2e-5,
+    )
+    # LoRA that goes on from an adapter or a run is beside the same base; another LoRA has it merged
+    # into its base.
     for source in ("adapter", "part"):
         assert frozen_folder(tmp_path / source, config.model.lora) == base
     wider = override(again, {"model.lora.rank": 3})
@@ -90,10 +144,17 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     # A full run may start from the run: its adapter is merged.
     full = config_for(base)
     started = load_params(tmp_path / "part", full, make_plan(full), step=4)
-    np.testing.assert_allclose(logits(full, started), logits(config, params), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        logits(full, started),
+        logits(config, params),
+        rtol=0,
+        atol=2e-5,
+    )
 
 
-def test_a_base_that_is_gone_or_has_changed_is_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_base_that_is_gone_or_has_changed_is_said(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2, "train.stop_at": 2})
     train(config, tmp_path / "run")
     longer = override(config, {"train.stop_at": 0})
@@ -101,7 +162,9 @@ def test_a_base_that_is_gone_or_has_changed_is_said(base: Path, tmp_path: Path, 
     tensors["model.norm.weight"][3] += 1
     shutil.copytree(base, tmp_path / "kept")
     save_file(tensors, base / "model.safetensors")
-    with pytest.raises(UserError, match="base has other weights now than those that this run trains LoRA beside"):
+    with pytest.raises(
+        UserError, match="base has other weights now than those that this run trains LoRA beside"
+    ):
         train(longer, tmp_path / "run")
     shutil.rmtree(base)
     with pytest.raises(UserError, match=r"there is no .*base"):
@@ -125,10 +188,16 @@ def test_refusals(base: Path, tmp_path: Path) -> None:
     model = Model(base_config(config.model))
     (tmp_path / "a").mkdir()
     for text, said in (
-        ('{"r": 2, "lora_alpha": 4, "use_dora": true}', "use_dora=True is not supported: only False"),
+        (
+            '{"r": 2, "lora_alpha": 4, "use_dora": true}',
+            "use_dora=True is not supported: only False",
+        ),
         ('{"r": 0, "lora_alpha": 4}', "no usable r and lora_alpha: found 0 and 4"),
         ('{"r": 2, "lora_alpha": 4}', "has no adapter_model.safetensors"),
-        ('{"r": 2, "lora_alpha": 4, "init_lora_weights": "pissa"}', "init_lora_weights='pissa' is not supported"),
+        (
+            '{"r": 2, "lora_alpha": 4, "init_lora_weights": "pissa"}',
+            "init_lora_weights='pissa' is not supported",
+        ),
         ("[", "adapter_config.json is not valid JSON"),
     ):
         (tmp_path / "a" / peft.CONFIG).write_text(text)

@@ -19,14 +19,32 @@ from jaxpar.train.generation import Generator, Sampling, decode_plan, filter_sco
 
 pytestmark = pytest.mark.slow
 
-torch = pytest.importorskip("torch", reason="parity with PyTorch is NOT tested: install the parity extra")
-transformers = pytest.importorskip("transformers", reason="parity with PyTorch is NOT tested: install the parity extra")
+torch = pytest.importorskip(
+    "torch", reason="parity with PyTorch is NOT tested: install the parity extra"
+)
+transformers = pytest.importorskip(
+    "transformers", reason="parity with PyTorch is NOT tested: install the parity extra"
+)
 
-NEW, PROMPTS = 64, (7, 1, 23)
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
-LLAMA = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-         "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+NEW = 64
+PROMPTS = (7, 1, 23)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LLAMA = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 WINDOW = {"sliding_window": 8}  # much smaller than the texts
 GEMMA = LLAMA | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}
 CASES = {
@@ -44,22 +62,31 @@ CASES = {
 @pytest.mark.parametrize("family", CASES)
 def test_tokens_equal(family: str, tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **CASES[family], eos_token_id=None, bos_token_id=None)
+    config = transformers.AutoConfig.for_model(
+        family, **CASES[family], eos_token_id=None, bos_token_id=None
+    )
     module = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in module.named_parameters():  # large, so that the scores lie well apart
-            mean, std = float(weight.ndim == 1 and name.endswith("weight")), 0.1 if "embed_tokens" in name else 0.3
+            mean = float(weight.ndim == 1 and name.endswith("weight"))
+            std = 0.1 if "embed_tokens" in name else 0.3
             torch.nn.init.normal_(weight, mean=mean, std=std)
     module.save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in PROMPTS]
-    expected, margins = [], []
+    expected = []
+    margins = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = module.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0,
-            output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
         expected.append(out.sequences[0, len(prompt) :].tolist())
         best = torch.topk(torch.cat(out.scores), 2).values
         margins.append((best[:, 0] - best[:, 1]).min().item())
@@ -67,19 +94,30 @@ def test_tokens_equal(family: str, tmp_path: Path, plan_of: Callable[..., Plan])
     assert len(np.unique(expected)) > 30
     model = Model(model_config_from_hf(tmp_path))
     for sizes in ({}, {"data": 2, "tensor": 4})[family != "llama" :]:  # eight do all that one does
-        plan = decode_plan(plan_of(**sizes), model.config)  # on eight, more devices along tensor than kv heads
-        assert Generator(model, import_hf(tmp_path, model, plan), plan).generate(prompts, NEW) == expected
+        # on eight, more devices along tensor than kv heads
+        plan = decode_plan(plan_of(**sizes), model.config)
+        assert (
+            Generator(model, import_hf(tmp_path, model, plan), plan).generate(prompts, NEW)
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 5, 0.8), (1.5, 0, 0.9), (1.0, 40, 1.0), (0.9, 1, 0.3)]
+    ("temperature", "top_k", "top_p"),
+    [
+        (0.7, 5, 0.8),
+        (1.5, 0, 0.9),
+        (1.0, 40, 1.0),
+        (0.9, 1, 0.3),
+    ],
 )
 def test_the_same_tokens_may_be_drawn(temperature: float, top_k: int, top_p: float) -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores = np.random.default_rng(1).normal(size=(4, 60)).astype(np.float32) * 2
     expected = TemperatureLogitsWarper(temperature)(None, torch.tensor(scores))
-    expected = TopKLogitsWarper(top_k)(None, expected) if top_k else expected
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
     expected = TopPLogitsWarper(top_p)(None, expected).numpy()
     found = filter_scores(jax.numpy.asarray(scores), Sampling(temperature, top_k, top_p))
     np.testing.assert_allclose(found, expected, rtol=1e-6)  # one float32 division

@@ -19,50 +19,94 @@ from jaxpar.train.trained import open_trained
 
 pytestmark = pytest.mark.slow
 
-torch = pytest.importorskip("torch", reason="lm-eval is NOT tested: install the extras eval and parity")
-transformers = pytest.importorskip("transformers", reason="lm-eval is NOT tested: install the extras eval and parity")
-tokenizers = pytest.importorskip("tokenizers", reason="lm-eval is NOT tested: install the extras eval and parity")
+torch = pytest.importorskip(
+    "torch", reason="lm-eval is NOT tested: install the extras eval and parity"
+)
+transformers = pytest.importorskip(
+    "transformers", reason="lm-eval is NOT tested: install the extras eval and parity"
+)
+tokenizers = pytest.importorskip(
+    "tokenizers", reason="lm-eval is NOT tested: install the extras eval and parity"
+)
 pytest.importorskip("lm_eval", reason="lm-eval is NOT tested: install the extras eval and parity")
 
 WORDS = ["fox", "dog", "cat", "owl", "bee", "ant", "yak", "elk"]
 TASKS = {
     "animals": {
-        "output_type": "multiple_choice", "doc_to_text": "Q: {{text}}\nA:", "doc_to_choice": "{{choices}}",
-        "doc_to_target": "label", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}], "num_fewshot": 1,
+        "output_type": "multiple_choice",
+        "doc_to_text": "Q: {{text}}\nA:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "num_fewshot": 1,
     },
     "answers": {
-        "output_type": "generate_until", "doc_to_text": "Q: {{text}}\nA:", "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "exact_match"}], "generation_kwargs": {"until": ["o"], "max_gen_toks": 20},
+        "output_type": "generate_until",
+        "doc_to_text": "Q: {{text}}\nA:",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["o"], "max_gen_toks": 20},
     },
     "texts": {
-        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text * 20}}",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text * 20}}",
         "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random LLaMA and a tokenizer of bytes with some pairs, which begins a text with <s>."""
     path = tmp_path_factory.mktemp("hf")
-    pre, decoders, processors = tokenizers.pre_tokenizers, tokenizers.decoders, tokenizers.processors
-    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *sorted(pre.ByteLevel.alphabet()), "th", "at", "og"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("t", "h"), ("a", "t"), ("o", "g")]))
+    pre = tokenizers.pre_tokenizers
+    decoders = tokenizers.decoders
+    processors = tokenizers.processors
+    vocab = {
+        token: i
+        for i, token in enumerate(
+            ["<s>", "</s>", *sorted(pre.ByteLevel.alphabet()), "th", "at", "og"]
+        )
+    }
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab,
+            [("t", "h"), ("a", "t"), ("o", "g")],
+        )
+    )
     tokenizer.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder, special = decoders.ByteLevel(), [("<s>", 0)]
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [("<s>", 0)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=special
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    )
     fast.pad_token = "</s>"
     fast.save_pretrained(path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
+        vocab_size=len(vocab),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
     module = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for weight in module.parameters():
-            torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.3)
+            torch.nn.init.normal_(
+                weight,
+                mean=float(weight.ndim == 1),
+                std=0.3,
+            )
     module.save_pretrained(path)
     return path
 
@@ -70,11 +114,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The YAML files of some tasks, with their data in a JSON file."""
-    path, rng, files = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0), []
+    path = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(0)
+    files = []
     rows = [
-        {"text": " ".join(rng.choice(WORDS, 3)), "choices": rng.choice(WORDS, 3, replace=False).tolist(),
-         "label": int(rng.integers(3))} for _ in range(13)
-    ]  # fmt: skip
+        {
+            "text": " ".join(rng.choice(WORDS, 3)),
+            "choices": rng.choice(WORDS, 3, replace=False).tolist(),
+            "label": int(rng.integers(3)),
+        }
+        for _ in range(13)
+    ]
     (path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     for name, task in TASKS.items():
         split = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(path / "rows.json")}}
@@ -91,14 +141,18 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 def numbers(results: dict[str, Any]) -> dict[str, float]:
     return {
-        f"{task} {key}": value for task, found in results["results"].items() for key, value in found.items()
+        f"{task} {key}": value
+        for task, found in results["results"].items()
+        for key, value in found.items()
         if isinstance(value, float) and "stderr" not in key
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.filterwarnings("default")  # the harness's own imports
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "tensor": 4}])
-def test_a_task_gets_the_numbers_of_transformers(mesh: dict[str, int], folder: Path, tasks: list[str]) -> None:
+def test_a_task_gets_the_numbers_of_transformers(
+    mesh: dict[str, int], folder: Path, tasks: list[str]
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -112,18 +166,30 @@ def test_a_task_gets_the_numbers_of_transformers(mesh: dict[str, int], folder: P
     def requests(kind: str, *args: tuple[Any, ...]) -> list[Any]:
         return [Instance(kind, {}, arg, i) for i, arg in enumerate(args)]
 
-    pairs = requests("loglikelihood", ("the fox", " that"), ("", "dog"), ("a " * 60, "elk"), ("ends in a space ", "x"))
+    pairs = requests(
+        "loglikelihood",
+        ("the fox", " that"),
+        ("", "dog"),
+        ("a " * 60, "elk"),
+        ("ends in a space ", "x"),
+    )
     for (total, best), (expected, expected_best) in zip(
         ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True
     ):
-        assert total == pytest.approx(expected, abs=1e-3)  # float32, sums of up to 62 logits near 30
+        # float32, sums of up to 62 logits near 30
+        assert total == pytest.approx(expected, abs=1e-3)
         assert best == expected_best
     texts = requests("loglikelihood_rolling", ("the fox and the dog " * 9,), ("a",))
     expected = theirs.loglikelihood_rolling(texts)
     np.testing.assert_allclose(ours.loglikelihood_rolling(texts), expected, rtol=1e-5)
-    asked = [{"until": ["\n"], "max_gen_toks": 12}, {"until": ["t", "o"], "max_gen_toks": 20}]
+    asked = [
+        {"until": ["\n"], "max_gen_toks": 12},
+        {"until": ["t", "o"], "max_gen_toks": 20},
+    ]
     prompts = ["the fox", "a", "dog " * 30, "cat that"]
-    until = requests("generate_until", *((prompt, dict(way)) for way in asked for prompt in prompts))
+    until = requests(
+        "generate_until", *((prompt, dict(way)) for way in asked for prompt in prompts)
+    )
     assert ours.generate_until(until) == theirs.generate_until(until)
     if not mesh:
         found = numbers(run_tasks(trained, tasks, limit=9))
@@ -134,12 +200,16 @@ def test_a_task_gets_the_numbers_of_transformers(mesh: dict[str, int], folder: P
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("content", ["m.content", "m.content | trim"])
-def test_chat_prompts_leave_an_answer_open_and_end_at_the_end_of_a_turn(content: str, folder: Path, tmp_path: Path):
+def test_chat_prompts_leave_an_answer_open_and_end_at_the_end_of_a_turn(
+    content: str, folder: Path, tmp_path: Path
+):
     from jaxpar.train.harness import HarnessModel
 
     copy = Path(shutil.copytree(folder, tmp_path / "chat"))
     template = "{% for m in messages %}[{{ m.role }}]{{ " + content + " }}at\n{% endfor %}"
-    (copy / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    (copy / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     config = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "at"}))
     ours = HarnessModel(open_trained(copy, MeshSpec(platform="cpu")), 2)
@@ -160,10 +230,17 @@ def test_what_cannot_be_run_is_told(folder: Path, tmp_path: Path) -> None:
     from jaxpar.train.harness import run_tasks
 
     trained = open_trained(folder, MeshSpec(platform="cpu"))
-    with pytest.raises(UserError, match=r"lm-eval has no task 'helaswag' .did you mean 'hellaswag'"):
+    with pytest.raises(
+        UserError, match=r"lm-eval has no task 'helaswag' .did you mean 'hellaswag'"
+    ):
         run_tasks(trained, ["helaswag"])
-    task = {"task": "gone", "dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "gone.json")},
-            "test_split": "train", **TASKS["answers"]}  # fmt: skip
+    task = {
+        "task": "gone",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "gone.json")},
+        "test_split": "train",
+        **TASKS["answers"],
+    }
     (tmp_path / "gone.yaml").write_text(json.dumps(task))
     with pytest.raises(UserError, match=r"the data of .*gone.yaml cannot be had"):
         run_tasks(trained, [str(tmp_path / "gone.yaml")])

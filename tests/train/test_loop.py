@@ -36,27 +36,49 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     rng = np.random.default_rng(0)
     words = ["tensor", "mesh", "shard", "ring", "gather", "scatter", "host", "slice"]
     text.write_text(" ".join(rng.choice(words, 3000)), encoding="utf-8")
-    sizes = {"layers": 2, "embed": 32, "heads": 4, "mlp": 64, "max_seq_len": 32, "dropout": 0.1}
+    sizes = {
+        "layers": 2,
+        "embed": 32,
+        "heads": 4,
+        "mlp": 64,
+        "max_seq_len": 32,
+        "dropout": 0.1,
+    }
     return override(
-        Config(model=ModelConfig(**sizes), mesh=MeshSpec(data=2, fsdp=2, tensor=2)),
+        Config(
+            model=ModelConfig(**sizes),
+            mesh=MeshSpec(data=2, fsdp=2, tensor=2),
+        ),
         {
-            "data.source": "text", "data.path": str(text), "data.seq_len": 32, "train.steps": 20, "train.batch": 8,
-            "train.accumulation": 2, "train.warmup_steps": 2, "train.eval_every": 5, "train.eval_batches": 2,
-            "checkpoint.every": 5, "metrics.log_every": 1, "mesh.platform": "cpu",
+            "data.source": "text",
+            "data.path": str(text),
+            "data.seq_len": 32,
+            "train.steps": 20,
+            "train.batch": 8,
+            "train.accumulation": 2,
+            "train.warmup_steps": 2,
+            "train.eval_every": 5,
+            "train.eval_batches": 2,
+            "checkpoint.every": 5,
+            "metrics.log_every": 1,
+            "mesh.platform": "cpu",
         },
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def drawn() -> list[int]:
-    """The rows that metrics.jsonl had at each drawing of the loss of `whole`, of which the first failed."""
+    """The rows that metrics.jsonl had at each drawing of the loss of `whole`, of which the first
+    failed.
+    """
     return []
 
 
 @pytest.fixture(scope="module")
 def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps, never stopped."""
-    folder, real_draw = tmp_path_factory.mktemp("runs") / "whole", local._draw_loss
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    real_draw = local._draw_loss
 
     def draw(config: Config, folder: Path, entropy: float) -> None:
         drawn.append(len(read_metrics(folder)))
@@ -80,7 +102,11 @@ def final_state(folder: Path, config: Config) -> Any:
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_metrics(folder) if "loss" in row}
+    return {
+        row["step"]: (row["loss"], row["grad_norm"])
+        for row in read_metrics(folder)
+        if "loss" in row
+    }
 
 
 def logged(folder: Path, key: str) -> dict[int, float]:
@@ -93,19 +119,25 @@ def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_t
     folder = tmp_path / "stopped"
     reported: list[dict[str, float]] = []
     stopped = train_module.run(
-        override(config, {"train.stop_at": 7}), folder, report=lambda step, row: reported.append({"step": step, **row})
+        override(config, {"train.stop_at": 7}),
+        folder,
+        report=lambda step, row: reported.append({"step": step, **row}),
     )
     assert reported == read_metrics(folder)
     assert stopped.step == 7
     resumed = train(config, folder)
     assert resumed.step == 20
     assert losses(folder) == losses(whole) and sorted(losses(whole)) == list(range(1, 21))
-    (step, state, data), (want_step, want, want_data) = final_state(folder, config), final_state(whole, config)
+    (step, state, data), (want_step, want, want_data) = (
+        final_state(folder, config),
+        final_state(whole, config),
+    )
     assert step == want_step == 20
     jax.tree.map(np.testing.assert_array_equal, state, want)
     assert data == want_data
     assert resumed.val_loss == logged(whole, "final_val_loss")[20]
-    assert logged(folder, "val_loss").items() > logged(whole, "val_loss").items()  # and of step 7, where it stopped
+    # and of step 7, where it stopped
+    assert logged(folder, "val_loss").items() > logged(whole, "val_loss").items()
 
 
 def test_the_loss_is_drawn_while_the_run_goes_on_and_a_drawing_that_fails_does_not_end_it(
@@ -122,12 +154,17 @@ def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path
     assert (whole / "tokenizer.json").exists()
     checkpoints = Checkpoints(whole / "checkpoints")
     assert checkpoints.latest() == 20 and checkpoints.best() == 20
-    # Of the same few batches each time, which the best checkpoint goes by; of the whole set once, at the end.
-    assert sorted(logged(whole, "val_loss")) == [5, 10, 15, 20] and sorted(logged(whole, "final_val_loss")) == [20]
+    # Of the same few batches each time, which the best checkpoint goes by; of the whole set once,
+    # at the end.
+    assert sorted(logged(whole, "val_loss")) == [5, 10, 15, 20] and sorted(
+        logged(whole, "final_val_loss")
+    ) == [20]
     assert 0 < abs(logged(whole, "val_loss")[20] - logged(whole, "final_val_loss")[20]) < 0.1
 
 
-def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Config, whole: Path) -> None:
+def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(
+    config: Config, whole: Path
+) -> None:
     other = override(config, {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
     result = evaluate_folder(other, whole)
     assert result.step == 20
@@ -137,25 +174,35 @@ def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Confi
 def test_why_no_kernel_serves_is_said_once(
     config: Config, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a run as it starts, and by an evaluation, which drops nothing out: as if CPUs had kernels that never serve."""
+    """By a run as it starts, and by an evaluation, which drops nothing out: as if CPUs had kernels
+    that never serve.
+    """
     monkeypatch.setitem(dispatch._KERNELS, "cpu", ("splash", "pallas_tpu"))
     line = "attention by plain XLA, in tiles, and no kernel"
     train(config, whole)
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count(line) == said.count(f"{line} (splash: dropout of attention weights; pallas_tpu: dropout of") == 1
+    assert (
+        said.count(line)
+        == said.count(f"{line} (splash: dropout of attention weights; pallas_tpu: dropout of")
+        == 1
+    )
     found: list[str] = []
     evaluate_folder(config, whole, say=found.append)
     assert found == [f"{line} (splash: on cpu; pallas_tpu: on cpu)"]
 
 
-def test_a_finished_run_is_not_run_again(config: Config, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_run_again(
+    config: Config, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (whole / "metrics.jsonl").read_text()
     assert train(config, whole).step == 20
     assert "done already" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_text() == before
 
 
-def test_a_folder_of_another_config_is_refused_and_kept(config: Config, whole: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_config_is_refused_and_kept(
+    config: Config, whole: Path, tmp_path: Path
+) -> None:
     before = (whole / "config.toml").read_text()
     with pytest.raises(UserError, match=r"another config \(train.learning_rate: 0.001 -> 0.5\)"):
         train(override(config, {"train.learning_rate": 0.5}), whole)
@@ -168,8 +215,11 @@ def test_a_folder_of_another_config_is_refused_and_kept(config: Config, whole: P
 def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, real_put = tmp_path / "interrupted", train_module.put_batch
-    real_eval, calls, evaluations = train_module.compile_eval_step, list[int](), list[int]()
+    folder = tmp_path / "interrupted"
+    real_put = train_module.put_batch
+    real_eval = train_module.compile_eval_step
+    calls = list[int]()
+    evaluations = list[int]()
 
     def put_and_interrupt(rows: Any, plan: Any) -> Any:
         calls.append(1)
@@ -194,18 +244,37 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        ("train.learning_rate", 1e30, "loss nan and gradient norm nan at step 2: the run diverged; "),
-        ("train.beta2", 1.0, r"step 1 would make \d+ entries of the parameters not finite \(the largest .* in \w+\."),
+        (
+            "train.learning_rate",
+            1e30,
+            "loss nan and gradient norm nan at step 2: the run diverged; ",
+        ),
+        (
+            "train.beta2",
+            1.0,
+            r"step 1 would make \d+ entries of the parameters not finite \(the largest .* in \w+\.",
+        ),
     ],
 )
 def test_a_run_whose_step_is_not_finite_stops_and_saves_nothing_of_it(
-    setting: str, value: float, said: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str,
+    value: float,
+    said: str,
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between log lines too: no step of these runs is logged before its last. Such settings are not in their ranges."""
+    """Between log lines too: no step of these runs is logged before its last. Such settings are not
+    in their ranges.
+    """
     for module in ("jaxpar.train.loop", "jaxpar.launch.local"):
         monkeypatch.setattr(f"{module}.check", lambda config: config)
-    folder, saved = tmp_path / "wild", setting == "train.learning_rate"
-    wild = override(config, {setting: value, "train.clip_norm": 0.0, "metrics.log_every": 100, "checkpoint.every": 1})
+    folder = tmp_path / "wild"
+    saved = setting == "train.learning_rate"
+    wild = override(
+        config,
+        {setting: value, "train.clip_norm": 0.0, "metrics.log_every": 100, "checkpoint.every": 1},
+    )
     with pytest.raises(UserError, match=said) as error:
         train(wild, folder)
     assert "in another --run folder" in str(error.value)
@@ -219,14 +288,24 @@ def test_a_run_whose_step_is_not_finite_stops_and_saves_nothing_of_it(
 
 def test_the_demo_preset_is_the_mesh_it_says() -> None:
     config = load_config("tiny")
-    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.platform) == (2, 2, 2, "cpu")
-
-
-def test_missing_data_is_said_before_a_budget_is_solved(config: Config, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        "jaxpar.launch.local.resolve", lambda *_, **__: pytest.fail("solved before the data was looked for")
+    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.platform) == (
+        2,
+        2,
+        2,
+        "cpu",
     )
-    config = override(config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"})
+
+
+def test_missing_data_is_said_before_a_budget_is_solved(
+    config: Config, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        "jaxpar.launch.local.resolve",
+        lambda *_, **__: pytest.fail("solved before the data was looked for"),
+    )
+    config = override(
+        config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"}
+    )
     with pytest.raises(UserError, match=r"cannot read nowhere\.bin"):
         train(config, tmp_path / "run")
 
@@ -238,15 +317,20 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_its_schedule_does(
     assert train(override(config, {"train.steps": 22, "train.eval_every": 0}), folder).step == 22
     old, new = (float(learning_rate(replace(config.train, steps=steps))(20)) for steps in (20, 22))
     assert (
-        f"train.steps 20 -> 22: the cosine schedule now ends there, and the learning rate goes on at {new:.2e} "
+        "train.steps 20 -> 22: the cosine schedule now ends there, and the learning rate goes "
+        f"on at {new:.2e} "
         f"where it would have been {old:.2e}"
     ) in capsys.readouterr().out
     assert logged(folder, "learning_rate")[21] == pytest.approx(new)
     assert read_run_config(folder).train.steps == 22
 
 
-def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp_path: Path) -> None:
-    """Those of its best step in another dtype, with a fresh optimizer: a step at the least rate moves them by it."""
+def test_weights_of_another_run_on_another_mesh(
+    config: Config, whole: Path, tmp_path: Path
+) -> None:
+    """Those of its best step in another dtype, with a fresh optimizer: a step at the least rate
+    moves them by it.
+    """
     changes = {
         "train.init": str(whole),
         "mesh.data": 8,
@@ -259,11 +343,14 @@ def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp
     started = override(config, changes)
     assert train(started, tmp_path / "tuned").step == 1
     checkpoints = Checkpoints(whole / "checkpoints")
-    best, theirs = checkpoints.best(), read_run_config(whole)
+    best = checkpoints.best()
+    theirs = read_run_config(whole)
     assert best
     want, _ = restore_state(checkpoints, best, theirs, make_plan(theirs))
     _, found, _ = final_state(tmp_path / "tuned", started)
-    for there, here in zip(jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True):
+    for there, here in zip(
+        jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True
+    ):
         # AdamW's first step is at most its rate of 1e-8, with the decay and rounding a little more.
         wanted, got = (np.asarray(leaf.astype(here.dtype), np.float32) for leaf in (there, here))
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-8)
@@ -275,7 +362,8 @@ def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp
         ({"model.mlp": 32}, r"is not the model of this config: mlp is 64 there and 32 here"),
         (
             {"model.max_seq_len": 64},
-            r"params\.embed\.positions is float32\[32, 32\] there and float32\[64, 32\] here.* take those of its run",
+            r"params\.embed\.positions is float32\[32, 32\] there and float32\[64, 32\] here.* "
+            r"take those of its run",
         ),
         (
             {"train.init": "nowhere"},

@@ -1,4 +1,6 @@
-"""What was trained is saved before an error leaves: of data, of an evaluation, of what is done with a row."""
+"""What was trained is saved before an error leaves: of data, of an evaluation, of what is done with
+a row.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,30 @@ STEPS = 6
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     file = tmp_path_factory.mktemp("data") / "ids.bin"
     np.random.default_rng(0).integers(0, 64, 4000).astype("<u2").tofile(file)
-    sizes = {"vocab_size": 64, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "max_seq_len": 16}
+    sizes = {
+        "vocab_size": 64,
+        "layers": 1,
+        "embed": 16,
+        "heads": 2,
+        "mlp": 16,
+        "max_seq_len": 16,
+    }
     return override(
         Config(model=ModelConfig(**sizes), mesh=MeshSpec(platform="cpu")),
         {
-            "data.source": "tokens", "data.path": str(file), "data.seq_len": 16, "train.steps": STEPS,
-            "train.batch": 4, "train.warmup_steps": 1, "train.eval_every": 4, "train.eval_batches": 1,
-            "train.final_eval_batches": 1, "checkpoint.every": 0, "metrics.log_every": 1,
+            "data.source": "tokens",
+            "data.path": str(file),
+            "data.seq_len": 16,
+            "train.steps": STEPS,
+            "train.batch": 4,
+            "train.warmup_steps": 1,
+            "train.eval_every": 4,
+            "train.eval_batches": 1,
+            "train.final_eval_batches": 1,
+            "checkpoint.every": 0,
+            "metrics.log_every": 1,
         },
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +70,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 class Breaking:
-    """Batches that end with an error in place of the fourth; what had been read ahead is lost with it."""
+    """Batches that end with an error in place of the fourth; what had been read ahead is lost
+    with it.
+    """
 
     def __init__(self, real: Any):
-        self.real, self.count = real, 0
+        self.real = real
+        self.count = 0
 
     def __next__(self) -> Any:
         self.count += 1
@@ -78,12 +98,21 @@ def stop_at_row_two(step: int, row: dict[str, float]) -> None:
         raise KeyError("whoever reads the rows")
 
 
-@pytest.mark.parametrize(("what", "saved"), [("data", 3), ("evaluation", 4), ("rows", 3)])
+@pytest.mark.parametrize(
+    ("what", "saved"),
+    [("data", 3), ("evaluation", 4), ("rows", 3)],
+)
 def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had_been_none(
-    config: Config, whole: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, saved: int,
+    config: Config,
+    whole: dict[int, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    saved: int,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    report, real = None, loop.train_batches
+) -> None:
+    report = None
+    real = loop.train_batches
     if what == "data":
         monkeypatch.setattr(loop, "train_batches", lambda *args: Breaking(real(*args)))
     elif what == "evaluation":
@@ -101,7 +130,10 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
     assert {*range(saved + 1, STEPS + 1)} <= found.keys()
 
 
-@pytest.mark.parametrize(("every", "failing"), [(6, 6), (2, 2)])
+@pytest.mark.parametrize(
+    ("every", "failing"),
+    [(6, 6), (2, 2)],
+)
 def test_an_evaluation_that_failed_is_made_up_for(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, failing: int
 ) -> None:
@@ -116,7 +148,9 @@ def test_an_evaluation_that_failed_is_made_up_for(
     result = loop.run(config, run)
     assert result.step == STEPS and result.val_loss is not None
     rows = read_metrics(run)
-    assert [row["step"] for row in rows if "val_loss" in row] == list(range(every, STEPS + 1, every))
+    assert [row["step"] for row in rows if "val_loss" in row] == list(
+        range(every, STEPS + 1, every)
+    )
     assert [row["step"] for row in rows if "final_val_loss" in row] == [STEPS]
     assert Checkpoints(run / "checkpoints").best() is not None
     loop.run(config, run)
@@ -124,7 +158,10 @@ def test_an_evaluation_that_failed_is_made_up_for(
 
 
 def test_a_save_that_fails_in_the_background_is_not_said_to_be_there(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def wait(self: Checkpoints) -> None:
         raise UserError("a checkpoint could not be written: the disk is full")
@@ -140,16 +177,23 @@ def test_a_step_is_saved_before_it_is_evaluated_and_the_best_is_still_known(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The losses rise, so that the first checkpoint is the best; it stays beside the newest."""
-    there, rising = list[list[int]](), iter(range(1, 9))
+    there = list[list[int]]()
+    rising = iter(range(1, 9))
 
     def evaluate(*_: Any) -> float:
-        there.append(sorted(int(path.name.split(".")[0]) for path in (tmp_path / "run/checkpoints").iterdir()))
+        there.append(
+            sorted(
+                int(path.name.split(".")[0]) for path in (tmp_path / "run/checkpoints").iterdir()
+            )
+        )
         return float(next(rising))
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     changes = {"train.eval_every": 2, "checkpoint.every": 2, "checkpoint.keep": 1}
     loop.run(override(config, changes), tmp_path / "run")
-    assert [steps[-1] for steps in there] == [2, 4, 6], "an evaluation came before the save of its step"
+    assert [steps[-1] for steps in there] == [2, 4, 6], (
+        "an evaluation came before the save of its step"
+    )
     checkpoints = Checkpoints(tmp_path / "run/checkpoints")
     assert checkpoints.best() == 2 and checkpoints.steps() == [2, 6]
 
@@ -172,7 +216,8 @@ def test_a_step_with_rows_that_a_process_lacks_changes_nothing_and_says_so(
 ) -> None:
     """Of several processes; with one, there is nothing to look at."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
     state, before = (init_state(model, config, plan) for _ in range(2))
     rows = empty_batch(config, plan) | {"labels": np.ones((4, 16), np.int32)}
     rows["labels"][3] = empty_batch(config, plan, absent=True)["labels"][3]
@@ -187,30 +232,53 @@ def test_a_step_with_rows_that_a_process_lacks_changes_nothing_and_says_so(
 
 @pytest.mark.parametrize(
     ("asked", "between", "steps", "taken"),
-    [(0, 20, 4, 20), (0, 20, 500, 500), (200, 20, 4, 20), (200, 20, 5000, 200), (0, 0, 4, 0), (5, 20, 4, 5)],
+    [
+        (0, 20, 4, 20),
+        (0, 20, 500, 500),
+        (200, 20, 4, 20),
+        (200, 20, 5000, 200),
+        (0, 0, 4, 0),
+        (5, 20, 4, 5),
+    ],
 )
 def test_a_short_try_does_not_evaluate_for_longer_than_it_trains(asked, between, steps, taken):
-    changes = {"train.final_eval_batches": asked, "train.eval_batches": between, "train.steps": steps}
+    changes = {
+        "train.final_eval_batches": asked,
+        "train.eval_batches": between,
+        "train.steps": steps,
+    }
     assert loop.final_batches(override(Config(), changes).train) == taken
 
 
 def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(loop, "_PATIENCE", 0.0)
     loop.run(
-        override(config, {"train.steps": 2, "train.eval_batches": 2, "train.final_eval_batches": 9}), tmp_path / "r"
+        override(
+            config, {"train.steps": 2, "train.eval_batches": 2, "train.final_eval_batches": 9}
+        ),
+        tmp_path / "r",
     )
     said = capsys.readouterr().out
-    assert "evaluating: 1 of 2 batches in 0:0" in said and "; train.eval_batches takes fewer" in said
+    assert (
+        "evaluating: 1 of 2 batches in 0:0" in said and "; train.eval_batches takes fewer" in said
+    )
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
-    with pytest.raises(UserError, match=r"could not be written to .*No space left.*: look at the space"):
+    with pytest.raises(
+        UserError, match=r"could not be written to .*No space left.*: look at the space"
+    ):
         checkpoints.close()

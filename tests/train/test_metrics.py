@@ -46,7 +46,10 @@ def test_a_resumed_run_drops_the_rows_it_runs_again(folder, reached, saved):
     write(folder, range(1, reached + 1))
     write(folder, range(saved + 1, 23), first_step=saved)
     steps = [row["step"] for row in read_metrics(folder)]
-    assert steps == [*range(1, min(reached, saved) + 1), *range(saved + 1, 23)]
+    assert steps == [
+        *range(1, min(reached, saved) + 1),
+        *range(saved + 1, 23),
+    ]
 
 
 @given(st.data())
@@ -54,7 +57,8 @@ def test_a_last_line_cut_short_is_left_out(folder, data):
     path = folder / "metrics.jsonl"
     path.unlink(missing_ok=True)
     write(folder, [1, 2, 3])
-    whole, rows = path.read_bytes(), read_metrics(folder)
+    whole = path.read_bytes()
+    rows = read_metrics(folder)
     keep = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:keep])
     assert read_metrics(folder) == rows[: (whole[:keep] + whole[keep : keep + 1]).count(b"\n")]
@@ -64,21 +68,32 @@ def test_a_last_line_cut_short_is_left_out(folder, data):
 
 @given(st.data())
 def test_a_flipped_bit_costs_one_row_at_most_and_the_damaged_line_is_kept_aside(folder, data):
-    """It may fall into a number, which cannot be seen, or into the end of a line, after which no row is lost."""
-    path, aside, said = folder / "metrics.jsonl", folder / "metrics_damaged.jsonl", []
+    """It may fall into a number, which cannot be seen, or into the end of a line, after which no
+    row is lost.
+    """
+    path = folder / "metrics.jsonl"
+    aside = folder / "metrics_damaged.jsonl"
+    said = []
     for file in (path, aside):
         file.unlink(missing_ok=True)
     write(folder, range(1, 9))
-    whole, rows = path.read_bytes(), read_metrics(folder)
-    at, bit = data.draw(st.integers(0, len(whole) - 2)), data.draw(st.integers(0, 7))
+    whole = path.read_bytes()
+    rows = read_metrics(folder)
+    at = data.draw(st.integers(0, len(whole) - 2))
+    bit = data.draw(st.integers(0, 7))
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
     found = read_metrics(folder)
-    assert len(found) >= 7 and sum(row in found for row in rows) >= (8 if whole[at] == ord("\n") else 7)
+    assert len(found) >= 7 and sum(row in found for row in rows) >= (
+        8 if whole[at] == ord("\n") else 7
+    )
     MetricsLog(folder, first_step=10**9, say=said.append).__exit__(None)
     assert read_metrics(folder) == [row for row in found if row["step"] <= 10**9]
     assert len(said) == aside.exists() == (len(found) == 7 or whole[at] == ord("\n"))
     if said:
-        assert "metrics_damaged.jsonl: 1, the last is" in said[0] and aside.read_bytes().count(b"\n") >= 1
+        assert (
+            "metrics_damaged.jsonl: 1, the last is" in said[0]
+            and aside.read_bytes().count(b"\n") >= 1
+        )
 
 
 def test_what_is_damaged_twice_is_kept_twice(tmp_path):
@@ -92,7 +107,8 @@ def test_what_is_damaged_twice_is_kept_twice(tmp_path):
 
 
 def test_a_link_out_of_the_run_folder_is_replaced_and_not_written_through(tmp_path):
-    mine, run = tmp_path / "mine.txt", tmp_path / "run"
+    mine = tmp_path / "mine.txt"
+    run = tmp_path / "run"
     mine.write_text("do not touch")
     config = Config()
     keep_config(run, config)
@@ -108,8 +124,12 @@ def test_a_link_out_of_the_run_folder_is_replaced_and_not_written_through(tmp_pa
     (run / "config.toml").symlink_to(tmp_path / "config.toml")
     (tmp_path / "config.toml").write_text(to_toml(config))
     keep_config(run, replace(config, train=replace(config.train, steps=5)))
-    assert (tmp_path / "config.toml").read_text() == to_toml(config) and read_run_config(run).train.steps == 5
-    assert mine.read_text() == "do not touch" and not any(path.is_symlink() for path in run.iterdir())
+    assert (tmp_path / "config.toml").read_text() == to_toml(config) and read_run_config(
+        run
+    ).train.steps == 5
+    assert mine.read_text() == "do not touch" and not any(
+        path.is_symlink() for path in run.iterdir()
+    )
 
 
 def test_a_line_is_there_as_soon_as_it_is_written_without_what_is_unknown(tmp_path):
@@ -135,7 +155,9 @@ def test_mfu_is_the_share_of_the_chips_peak():
 
 def test_mfu_is_not_made_up():
     assert mfu(1e6, 1e9, jax.devices(), "float32") is None
-    assert mfu(1e6, 1e9, [SimpleNamespace(platform="tpu", device_kind="TPU v99")], "bfloat16") is None
+    assert (
+        mfu(1e6, 1e9, [SimpleNamespace(platform="tpu", device_kind="TPU v99")], "bfloat16") is None
+    )
 
 
 def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
@@ -161,9 +183,17 @@ def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
 def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     """On chat data few labels count, and the devices compute all tokens of a batch."""
     config = override(Config(), {"train.batch": 8, "data.seq_len": 16, "model.max_seq_len": 16})
-    run = MagicMock(config=config, meter=Meter(0, 1e9, jax.devices(), "float32"), skipped=[])
+    run = MagicMock(
+        config=config,
+        meter=Meter(0, 1e9, jax.devices(), "float32"),
+        skipped=[],
+    )
     metrics = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
-    _Run._log(run, 1, {name: jnp.float32(value) for name, value in metrics.items()})
+    _Run._log(
+        run,
+        1,
+        {name: jnp.float32(value) for name, value in metrics.items()},
+    )
     row = run.log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row
@@ -185,28 +215,52 @@ def test_device_memory_is_the_largest_peak_of_this_process():
     def device(process, stats):
         return SimpleNamespace(process_index=process, memory_stats=lambda: stats)
 
-    here = [device(0, {"peak_bytes_in_use": 3}), device(0, {"peak_bytes_in_use": 7}), device(0, None), device(0, {})]
+    here = [
+        device(0, {"peak_bytes_in_use": 3}),
+        device(0, {"peak_bytes_in_use": 7}),
+        device(0, None),
+        device(0, {}),
+    ]
     assert device_memory([*here, device(1, {"peak_bytes_in_use": 9})]) == 7
     assert device_memory(jax.devices()) is None
 
 
 def test_local_bytes_counts_what_one_device_holds(plan_of):
     plan = plan_of(data=2, tensor=2)
-    split = jax.device_put(np.zeros((8, 6), np.float32), plan.sharding(("batch", "mlp")))
-    whole = jax.device_put(np.zeros(5, np.int8), plan.sharding((None,)))
+    split = jax.device_put(
+        np.zeros((8, 6), np.float32),
+        plan.sharding(("batch", "mlp")),
+    )
+    whole = jax.device_put(
+        np.zeros(5, np.int8),
+        plan.sharding((None,)),
+    )
     assert local_bytes({"split": split, "whole": whole}) == 4 * 3 * 4 + 5
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.41 * 2**30, "1.41 GiB"), (3 * 2**50, "3072.00 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1.41 * 2**30, "1.41 GiB"),
+        (3 * 2**50, "3072.00 TiB"),
+    ],
 )
 def test_bytes_text(count, text):
     assert bytes_text(count) == text
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (124_439_808, "124.4M"), (8_030_261_248, "8.03B"), (2e15, "2000T")]
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (124_439_808, "124.4M"),
+        (8_030_261_248, "8.03B"),
+        (2e15, "2000T"),
+    ],
 )
 def test_count_text(count, text):
     assert count_text(count) == text
@@ -225,6 +279,8 @@ def test_a_row_that_a_full_disk_does_not_take_is_a_line(tmp_path):
 
 
 def test_of_writes_that_fail_together_the_others_are_not_logged(caplog):
-    logging.getLogger("asyncio").error("Future exception was never retrieved\nfuture: <Future finished>")
+    logging.getLogger("asyncio").error(
+        "Future exception was never retrieved\nfuture: <Future finished>"
+    )
     logging.getLogger("asyncio").error("something else")
     assert caplog.messages == ["something else"]

@@ -20,28 +20,70 @@ from jaxpar.train.metrics import read_metrics
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--model.layers", "1", "--model.embed", "32", "--model.mlp", "64",
-    "--data.seq-len", "32", "--train.batch", "8", "--train.steps", "6", "--train.warmup-steps", "1",
-    "--train.eval-every", "3", "--train.eval-batches", "2", "--train.final-eval-batches", "2",
-    "--checkpoint.every", "3", "--metrics.log-every", "1",
-]  # fmt: skip
+    "--model.layers",
+    "1",
+    "--model.embed",
+    "32",
+    "--model.mlp",
+    "64",
+    "--data.seq-len",
+    "32",
+    "--train.batch",
+    "8",
+    "--train.steps",
+    "6",
+    "--train.warmup-steps",
+    "1",
+    "--train.eval-every",
+    "3",
+    "--train.eval-batches",
+    "2",
+    "--train.final-eval-batches",
+    "2",
+    "--checkpoint.every",
+    "3",
+    "--metrics.log-every",
+    "1",
+]
 
 
-# `jaxpar`, which reads little of a set of documents before it starts: what is broken comes while it trains.
-START = "import jaxpar.data.documents as d; d.SAMPLE = 1000; from jaxpar.cli.main import main; raise SystemExit(main())"
+# `jaxpar`, which reads little of a set of documents before it starts: what is broken comes while it
+# trains.
+START = (
+    "import jaxpar.data.documents as d; d.SAMPLE = 1000; from jaxpar.cli.main import main; "
+    "raise SystemExit(main())"
+)
 LONG = ("--train.steps", "100000", "--train.eval-every", "0", "--checkpoint.every", "20")
 
 Process = subprocess.Popen[str]
 
 
 def launch(folder: Path, environment: dict[str, str], *flags: str) -> Process:
-    data = [] if "--data.source" in flags else ["--data.max-bytes", "200000"]
-    command = [sys.executable, "-c", START, "train", "tiny", "--run", str(folder), *FLAGS, *data, *flags]
+    if "--data.source" in flags:
+        data = []
+    else:
+        data = ["--data.max-bytes", "200000"]
+    command = [
+        sys.executable,
+        "-c",
+        START,
+        "train",
+        "tiny",
+        "--run",
+        str(folder),
+        *FLAGS,
+        *data,
+        *flags,
+    ]
     # Files, not pipes: nobody reads them while the other process is waited for.
-    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True
+    )
 
 
-def launch_pair(folder: Path, *flags: str, only: tuple[Sequence[str], Sequence[str]] = ((), ())) -> list[Process]:
+def launch_pair(
+    folder: Path, *flags: str, only: tuple[Sequence[str], Sequence[str]] = ((), ())
+) -> list[Process]:
     """Two processes with the same flags, and each with `only` its own besides."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -49,11 +91,18 @@ def launch_pair(folder: Path, *flags: str, only: tuple[Sequence[str], Sequence[s
     return [
         launch(
             folder,
-            {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
-            "--mesh.distributed", "True", *flags, *only[index],
+            {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(index),
+            },
+            "--mesh.distributed",
+            "True",
+            *flags,
+            *only[index],
         )
         for index in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def wait(pair: list[Process]) -> list[int]:
@@ -86,8 +135,13 @@ def test_a_folder_that_one_process_refuses_is_refused_by_both(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
 
 
-@pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_signal_that_reaches_one_stops_both_after_the_same_step(tmp_path: Path, told: int) -> None:
+@pytest.mark.parametrize(
+    "told",
+    [pytest.param(0, marks=pytest.mark.long), 1],
+)
+def test_a_signal_that_reaches_one_stops_both_after_the_same_step(
+    tmp_path: Path, told: int
+) -> None:
     pair = launch_pair(tmp_path / "run", *LONG, "--checkpoint.every", "0")
     try:
         until = time.monotonic() + 200
@@ -107,7 +161,9 @@ def tokens_file(path: Path, *ids: int) -> Sequence[str]:
 
 
 def test_what_one_process_cannot_read_any_more_loses_no_step(tmp_path: Path) -> None:
-    """A line of its copy of the second file is broken: both save the steps before, and the run knows why it stopped."""
+    """A line of its copy of the second file is broken: both save the steps before, and the run
+    knows why it stopped.
+    """
     pytest.importorskip("datasets")
     rows = [f'{{"text": "{i} {"lorem ipsum " * 100}"}}' for i in range(60)]
     for name in "ab":
@@ -126,13 +182,21 @@ def test_what_one_process_cannot_read_any_more_loses_no_step(tmp_path: Path) -> 
     assert json.loads((tmp_path / "run" / "data.json").read_text())["broken"]
 
 
-@pytest.mark.parametrize("bad", ["id", pytest.param("file", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "bad",
+    ["id", pytest.param("file", marks=pytest.mark.long)],
+)
 def test_what_one_process_cannot_read_ends_both(tmp_path: Path, bad: str) -> None:
-    """An id that comes up in the second process's batches, from the first on; or a file that it lacks."""
-    fine, foul = tokens_file(tmp_path / "a.bin"), tokens_file(tmp_path / "b.bin", *([] if bad == "file" else [999]))
+    """An id that comes up in the second process's batches, from the first on; or a file that it
+    lacks.
+    """
+    fine = tokens_file(tmp_path / "a.bin")
+    foul = tokens_file(tmp_path / "b.bin", *([] if bad == "file" else [999]))
     if bad == "file":
         (tmp_path / "b.bin").unlink()
     began = time.monotonic()
-    assert wait(launch_pair(tmp_path / "run", *LONG, "--data.val-fraction", "0.5", only=(fine, foul))) == [2, 2]
+    assert wait(
+        launch_pair(tmp_path / "run", *LONG, "--data.val-fraction", "0.5", only=(fine, foul))
+    ) == [2, 2]
     assert time.monotonic() - began < 120
     assert not any((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

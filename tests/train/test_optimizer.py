@@ -27,7 +27,11 @@ def rates(train: TrainConfig) -> np.ndarray:
 
 def test_cosine_rises_evenly_from_above_zero_and_falls_to_the_floor() -> None:
     found = rates(TRAIN)
-    np.testing.assert_allclose(found[:11], (np.arange(11) + 1) / 11, rtol=1e-6)
+    np.testing.assert_allclose(
+        found[:11],
+        (np.arange(11) + 1) / 11,
+        rtol=1e-6,
+    )
     want = [0.1 + 0.45 * (1 + math.cos(math.pi * (step - 10) / 90)) for step in range(10, 100)]
     np.testing.assert_allclose(found[10:], want, rtol=1e-5)
 
@@ -35,18 +39,28 @@ def test_cosine_rises_evenly_from_above_zero_and_falls_to_the_floor() -> None:
 def test_wsd_holds_and_decays_over_the_last_steps() -> None:
     found = rates(dataclasses.replace(TRAIN, schedule="wsd", decay_steps=30))
     assert np.all(found[10:70] == 1.0)
-    np.testing.assert_allclose(found[70:], 1 - 0.9 * np.arange(30) / 30, rtol=1e-5)
+    np.testing.assert_allclose(
+        found[70:],
+        1 - 0.9 * np.arange(30) / 30,
+        rtol=1e-5,
+    )
     assert rates(dataclasses.replace(TRAIN, schedule="wsd"))[79] == 1.0 > rates(TRAIN)[79]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize("peak", [1e-2, 2e-5])
-def test_the_rate_comes_down_to_a_share_of_its_peak_and_never_climbs(schedule: Any, peak: float) -> None:
+def test_the_rate_comes_down_to_a_share_of_its_peak_and_never_climbs(
+    schedule: Any, peak: float
+) -> None:
     """The default floor, with a peak that is below the old one (1e-4) and one above it."""
     train = TrainConfig(steps=200, warmup_steps=20, learning_rate=peak, schedule=schedule)
     found = np.array([float(learning_rate(train)(step)) for step in range(train.steps + 1)])
     assert np.all(np.diff(found[20:]) <= 1e-6 * peak)  # sums of float32
-    np.testing.assert_allclose([found.max(), found[-1]], [peak, 0.1 * peak], rtol=1e-5)
+    np.testing.assert_allclose(
+        [found.max(), found[-1]],
+        [peak, 0.1 * peak],
+        rtol=1e-5,
+    )
 
 
 def test_a_long_warm_up_leaves_wsd_a_shorter_decay() -> None:
@@ -61,7 +75,15 @@ def test_constant_stays() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_decay_and_norms_and_biases_do_not(family: str) -> None:
-    model = Model(ModelConfig(family=family, embed=16, heads=2, mlp=32, tied_head=False))
+    model = Model(
+        ModelConfig(
+            family=family,
+            embed=16,
+            heads=2,
+            mlp=32,
+            tied_head=False,
+        )
+    )
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(model.axes))
     decayed = {jax.tree_util.keystr(path, simple=True, separator=".") for path, yes in mask if yes}
     kept = {jax.tree_util.keystr(path, simple=True, separator=".") for path, yes in mask if not yes}
@@ -72,14 +94,30 @@ def test_matrices_decay_and_norms_and_biases_do_not(family: str) -> None:
 
 
 def test_a_step_is_adamw_on_clipped_gradients() -> None:
-    train = dataclasses.replace(TRAIN, warmup_steps=0, schedule="constant", clip_norm=1.0, weight_decay=0.1)
-    params = {"w": jnp.asarray([[1.0, -2.0]]), "scale": jnp.asarray([3.0])}
+    train = dataclasses.replace(
+        TRAIN, warmup_steps=0, schedule="constant", clip_norm=1.0, weight_decay=0.1
+    )
+    params = {
+        "w": jnp.asarray([[1.0, -2.0]]),
+        "scale": jnp.asarray([3.0]),
+    }
     axes = {"w": ("embed", "mlp"), "scale": ("embed",)}
-    grads = {"w": jnp.asarray([[3.0, 0.0]]), "scale": jnp.asarray([4.0])}  # norm 5: clipped to a fifth
+    # norm 5: clipped to a fifth
+    grads = {
+        "w": jnp.asarray([[3.0, 0.0]]),
+        "scale": jnp.asarray([4.0]),
+    }
     optimizer = make_optimizer(train, axes)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    # First step: the moments' bias corrections cancel, so the step is g / (|g| + eps), that is the sign.
-    np.testing.assert_allclose(updates["w"], [[-1 - 0.1 * 1.0, 0.1 * 2.0]], atol=1e-6)
+    # First step: the moments' bias corrections cancel, so the step is g / (|g| + eps), that is the
+    # sign.
+    np.testing.assert_allclose(
+        updates["w"],
+        [[-1 - 0.1 * 1.0, 0.1 * 2.0]],
+        atol=1e-6,
+    )
     np.testing.assert_allclose(updates["scale"], [-1.0], atol=1e-6)
-    second, _ = optimizer.update(jax.tree.map(lambda g: 10 * g, grads), optimizer.init(params), params)
+    second, _ = optimizer.update(
+        jax.tree.map(lambda g: 10 * g, grads), optimizer.init(params), params
+    )
     np.testing.assert_allclose(second["w"], updates["w"], atol=1e-6)

@@ -1,4 +1,6 @@
-"""A run knows its data again: moved they are the same, changed they are refused, mended they are gone on with."""
+"""A run knows its data again: moved they are the same, changed they are refused, mended they are
+gone on with.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def write(folder: Path, kind: str, lines: list[str]) -> DataConfig:
     if kind == "tokens":
         for name, part in (("a.bin", lines), ("val.bin", lines[::-1])):
             np.frombuffer("".join(part).encode(), np.uint8).astype("<u2").tofile(folder / name)
-        return DataConfig(source="tokens", path=str(folder / "a.bin"), val_path=str(folder / "val.bin"), seq_len=16)
+        return DataConfig(
+            source="tokens",
+            path=str(folder / "a.bin"),
+            val_path=str(folder / "val.bin"),
+            seq_len=16,
+        )
     if kind == "chat":
         rows = [json.dumps({"prompt": line, "completion": "!"}) for line in lines]
         (folder / "a.jsonl").write_text("\n".join(rows))
@@ -52,11 +59,16 @@ def trained(folder: Path, data: DataConfig) -> Config:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])
-def test_moved_data_are_taken_and_changed_data_are_refused_by_the_name_of_their_file(kind: str, tmp_path: Path) -> None:
+def test_moved_data_are_taken_and_changed_data_are_refused_by_the_name_of_their_file(
+    kind: str, tmp_path: Path
+) -> None:
     data = write(tmp_path / "there", kind, LINES)
     config = trained(tmp_path / "run", data)
     (tmp_path / "there").rename(tmp_path / "moved")
-    moved = {key: value.replace("there", "moved") for key, value in (("path", data.path), ("val_path", data.val_path))}
+    moved = {
+        key: value.replace("there", "moved")
+        for key, value in (("path", data.path), ("val_path", data.val_path))
+    }
     config = replace(config, data=replace(data, **moved))
     corpus = load_corpus(config.data, 256)
     found = compare_data(tmp_path / "run", config, corpus)
@@ -71,7 +83,10 @@ def test_moved_data_are_taken_and_changed_data_are_refused_by_the_name_of_their_
     other[40] = other[40].replace("dolor", "color")  # as many of everything
     again = replace(config, data=write(tmp_path / "other", kind, other))
     name = {"tokens": "a.bin", "chat": "a.jsonl", "text": "b.txt"}[kind]
-    with pytest.raises(UserError, match=rf"other data: .*{name} has other content than before: .*accept_changed=True"):
+    with pytest.raises(
+        UserError,
+        match=rf"other data: .*{name} has other content than before: .*accept_changed=True",
+    ):
         compare_data(tmp_path / "run", again, load_corpus(again.data, 256))
     accepting = override(again, {"data.accept_changed": True})
     found = compare_data(tmp_path / "run", accepting, load_corpus(again.data, 256))
@@ -102,19 +117,64 @@ def test_what_is_missing_new_or_in_another_order_is_named(tmp_path: Path) -> Non
     assert "a.txt has other content than before, {:,} long, now {:,}".format(*sizes) in said()
 
 
-A, B, C = ("a/1.txt", 5, "x"), ("a/2.txt", 5, "y"), ("a/3.txt", 7, "z")
-COPIES: dict[str, tuple[list[tuple[str, int | None, str]], list[tuple[str, int | None, str]], str]] = {
+A = ("a/1.txt", 5, "x")
+B = ("a/2.txt", 5, "y")
+C = ("a/3.txt", 7, "z")
+COPIES: dict[
+    str,
+    tuple[
+        list[tuple[str, int | None, str]],
+        list[tuple[str, int | None, str]],
+        str,
+    ],
+] = {
     # The pieces before and now, and what is said of them.
-    "a copy is new": ([A, B], [A, B, ("a/5.txt", 5, "x")], "a/5.txt is new"),
-    "a copy that comes first": ([A, B], [("a/0.txt", 5, "x"), A, B], "a/0.txt is new"),
-    "a copy in another folder": ([A, B], [A, B, ("b/1.txt", 5, "x")], "b/1.txt is new"),
-    "a copy of moved data": ([A, B], [("c/1.txt", 5, "x"), ("c/2.txt", 5, "y"), ("c/9.txt", 5, "y")], "c/9.txt is new"),
-    "a copy over another": ([A, C], [A, ("a/3.txt", 5, "x")], "a/3.txt has other content than before, 7 long, now 5"),
-    "a copy is gone": ([A, ("a/0.txt", 5, "x"), B], [A, B], "a/0.txt is missing"),
-    "a length that was not known": ([("s", None, "x")], [("s", 5, "y")], "s has other content than before"),
-    "nor is it now": ([("s", 5, "x")], [("s", None, "y")], "s has other content than before"),
+    "a copy is new": (
+        [A, B],
+        [A, B, ("a/5.txt", 5, "x")],
+        "a/5.txt is new",
+    ),
+    "a copy that comes first": (
+        [A, B],
+        [("a/0.txt", 5, "x"), A, B],
+        "a/0.txt is new",
+    ),
+    "a copy in another folder": (
+        [A, B],
+        [A, B, ("b/1.txt", 5, "x")],
+        "b/1.txt is new",
+    ),
+    "a copy of moved data": (
+        [A, B],
+        [
+            ("c/1.txt", 5, "x"),
+            ("c/2.txt", 5, "y"),
+            ("c/9.txt", 5, "y"),
+        ],
+        "c/9.txt is new",
+    ),
+    "a copy over another": (
+        [A, C],
+        [A, ("a/3.txt", 5, "x")],
+        "a/3.txt has other content than before, 7 long, now 5",
+    ),
+    "a copy is gone": (
+        [A, ("a/0.txt", 5, "x"), B],
+        [A, B],
+        "a/0.txt is missing",
+    ),
+    "a length that was not known": (
+        [("s", None, "x")],
+        [("s", 5, "y")],
+        "s has other content than before",
+    ),
+    "nor is it now": (
+        [("s", 5, "x")],
+        [("s", None, "y")],
+        "s has other content than before",
+    ),
     "the name of one that is still there": ([A], [A, ("b/1.txt", 9, "w")], "b/1.txt is new"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", COPIES)
@@ -147,7 +207,9 @@ def test_long_files_are_known_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
         if place is not None:
             ids[place] = (ids[place] + 1) % 256
         ids.tofile(tmp_path / "a.bin")
-        data = DataConfig(source="tokens", path=str(tmp_path / "a.bin"), seq_len=16, val_fraction=0.0)
+        data = DataConfig(
+            source="tokens", path=str(tmp_path / "a.bin"), seq_len=16, val_fraction=0.0
+        )
         found.append(identify(load_corpus(data, 256))[0].hash)
     assert len(set(found[:3])) == 3 and found[3] == found[2]  # between two samples
 
@@ -164,15 +226,29 @@ def test_a_stream_that_breaks_off_goes_on_over_the_mended_file(
         (tmp_path / "texts" / f"{number}.jsonl").write_text("\n".join(rows))
     broken = tmp_path / "texts" / "1.jsonl"
     broken.write_text("\n".join([*rows[:9], '{"text": "cut', *rows[9:]]))
-    sizes = {"vocab_size": 256, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "max_seq_len": 64}
+    sizes = {
+        "vocab_size": 256,
+        "layers": 1,
+        "embed": 16,
+        "heads": 2,
+        "mlp": 16,
+        "max_seq_len": 64,
+    }
     config = override(
         Config(model=ModelConfig(**sizes), mesh=MeshSpec(platform="cpu")),
         {
-            "data.source": "hf", "data.path": str(tmp_path / "texts"), "data.streaming": True,
-            "data.seq_len": 64, "train.batch": 16, "train.steps": 20, "train.warmup_steps": 1,
-            "train.eval_every": 0, "checkpoint.every": 0, "metrics.log_every": 1,
+            "data.source": "hf",
+            "data.path": str(tmp_path / "texts"),
+            "data.streaming": True,
+            "data.seq_len": 64,
+            "train.batch": 16,
+            "train.steps": 20,
+            "train.warmup_steps": 1,
+            "train.eval_every": 0,
+            "checkpoint.every": 0,
+            "metrics.log_every": 1,
         },
-    )  # fmt: skip
+    )
     with pytest.raises(UserError, match=r"cannot read .*texts as data\.source=hf"):
         loop.run(config, tmp_path / "run")
     reached = max(row["step"] for row in read_metrics(tmp_path / "run"))
@@ -187,12 +263,22 @@ def test_a_stream_that_breaks_off_goes_on_over_the_mended_file(
 @pytest.mark.parametrize(
     "change",
     [
-        {"broken": None}, {"broken": 3}, {"files": None}, {"files": "x"}, {"files": [1]}, {"files": [["a", 5]]},
-        {"files": [["a", "5", "x"]]}, {"files": [["a", 5, None]]}, {"files": [[None, 5, "x"]]}, {"files": [{"a": 1}]},
+        {"broken": None},
+        {"broken": 3},
+        {"files": None},
+        {"files": "x"},
+        {"files": [1]},
+        {"files": [["a", 5]]},
+        {"files": [["a", "5", "x"]]},
+        {"files": [["a", 5, None]]},
+        {"files": [[None, 5, "x"]]},
+        {"files": [{"a": 1}]},
         {"files": [["a", True, "x"]]},
     ],
-)  # fmt: skip
-def test_a_damaged_note_of_the_data_is_a_line_and_is_not_taken_for_another(change: dict, tmp_path: Path) -> None:
+)
+def test_a_damaged_note_of_the_data_is_a_line_and_is_not_taken_for_another(
+    change: dict, tmp_path: Path
+) -> None:
     data = write(tmp_path / "texts", "text", LINES)
     config = trained(tmp_path / "run", data)
     file = tmp_path / "run" / "data.json"

@@ -1,4 +1,6 @@
-"""How a run begins and goes on: what may still be changed before it has trained, and what a refused call leaves."""
+"""How a run begins and goes on: what may still be changed before it has trained, and what a refused
+call leaves.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,26 @@ pytestmark = pytest.mark.quick
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     np.random.default_rng(0).integers(0, 64, 2000).astype("<u2").tofile(tmp_path / "ids.bin")
-    sizes = {"vocab_size": 64, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "max_seq_len": 16}
+    sizes = {
+        "vocab_size": 64,
+        "layers": 1,
+        "embed": 16,
+        "heads": 2,
+        "mlp": 16,
+        "max_seq_len": 16,
+    }
     return override(
         Config(model=ModelConfig(**sizes), mesh=MeshSpec(platform="cpu")),
-        {"data.source": "tokens", "data.path": str(tmp_path / "ids.bin"), "data.seq_len": 16, "train.steps": 40,
-         "train.batch": 4, "train.warmup_steps": 10, "train.eval_every": 0},
-    )  # fmt: skip
+        {
+            "data.source": "tokens",
+            "data.path": str(tmp_path / "ids.bin"),
+            "data.seq_len": 16,
+            "train.steps": 40,
+            "train.batch": 4,
+            "train.warmup_steps": 10,
+            "train.eval_every": 0,
+        },
+    )
 
 
 def has_trained(folder: Path, config: Config, step: int) -> None:
@@ -45,7 +61,9 @@ def train_words(*words: str) -> Config:
 def test_a_folder_that_has_trained_nothing_takes_any_config(config: Config, tmp_path: Path) -> None:
     run = tmp_path / "run"
     keep_config(run, override(config, {"train.init": "nothere"}))
-    mended = override(config, {"train.init": "there", "train.learning_rate": 1e-4, "model.embed": 32})
+    mended = override(
+        config, {"train.init": "there", "train.learning_rate": 1e-4, "model.embed": 32}
+    )
     compare_run(run, mended)
     keep_config(run, mended)
     assert read_run_config(run) == mended
@@ -54,7 +72,9 @@ def test_a_folder_that_has_trained_nothing_takes_any_config(config: Config, tmp_
         compare_run(run, config)
 
 
-def test_what_the_advice_of_a_step_without_memory_changes_is_no_other_run(config: Config, tmp_path: Path) -> None:
+def test_what_the_advice_of_a_step_without_memory_changes_is_no_other_run(
+    config: Config, tmp_path: Path
+) -> None:
     has_trained(tmp_path / "run", config, 5)
     for key, value in {"train.accumulation": 2, "memory.policy": "full", "mesh.fsdp": 2}.items():
         assert compare_run(tmp_path / "run", override(config, {key: value})) == config
@@ -70,7 +90,8 @@ def test_weights_that_are_not_there_lock_no_folder(config: Config, tmp_path: Pat
 def test_a_run_keeps_its_schedule_whatever_the_file_has(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    file, run = tmp_path / "mine.toml", tmp_path / "run"
+    file = tmp_path / "mine.toml"
+    run = tmp_path / "run"
     file.write_text(to_toml(config))
     words = (str(file), "--run", str(run))
     first = train_words(*words, "--train.steps", "6")
@@ -86,10 +107,14 @@ def test_a_run_keeps_its_schedule_whatever_the_file_has(
         compare_run(run, train_words(*words, "--train.warmup-steps", "3"))
 
 
-def test_steps_that_leave_no_room_for_a_run_s_schedule_get_advice_that_is_taken(config: Config, tmp_path: Path) -> None:
+def test_steps_that_leave_no_room_for_a_run_s_schedule_get_advice_that_is_taken(
+    config: Config, tmp_path: Path
+) -> None:
     has_trained(tmp_path / "run", config, 3)
     run = str(tmp_path / "run")
-    with pytest.raises(UserError, match=r"takes 11 .*try train\.steps=11 or more, or train\.stop_at=8 to stop"):
+    with pytest.raises(
+        UserError, match=r"takes 11 .*try train\.steps=11 or more, or train\.stop_at=8 to stop"
+    ):
         train_words(run, "--train.steps", "8")
     compare_run(Path(run), train_words(run, "--train.steps", "11"))
     assert compare_run(Path(run), train_words(run, "--train.stop-at", "8")) == config

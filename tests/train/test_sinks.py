@@ -1,4 +1,6 @@
-"""Rows beside metrics.jsonl: what a library takes, what it keeps of a resumed run, and what happens when it fails."""
+"""Rows beside metrics.jsonl: what a library takes, what it keeps of a resumed run, and what happens
+when it fails.
+"""
 
 import json
 import sys
@@ -12,9 +14,17 @@ from jaxpar.train import metrics
 from jaxpar.train.metrics import MetricsLog, Sink, read_metrics
 
 
-def run(folder: Path, name: str, config: Config, first: int, last: int, says: list[str] | None = None) -> None:
+def run(
+    folder: Path, name: str, config: Config, first: int, last: int, says: list[str] | None = None
+) -> None:
     """Write the rows after `first` as a run does that is resumed there."""
-    sink = Sink(name, config, folder, first, (says if says is not None else []).append)
+    sink = Sink(
+        name,
+        config,
+        folder,
+        first,
+        (says if says is not None else []).append,
+    )
     with MetricsLog(folder, first, sinks=[sink]) as log:
         for step in range(first + 1, last + 1):
             log.write(step, loss=step / 7.5, mfu=None)
@@ -30,7 +40,11 @@ def fake(monkeypatch):
             raise ConnectionError("no route to host\nand a page of advice")
         taken["rows"].append((step, dict(row)))
 
-    monkeypatch.setitem(metrics._OPEN, "fake", lambda *_: (write, taken["ended"].append, "an id"))
+    monkeypatch.setitem(
+        metrics._OPEN,
+        "fake",
+        lambda *_: (write, taken["ended"].append, "an id"),
+    )
     return taken
 
 
@@ -43,9 +57,12 @@ def test_what_a_sink_could_not_take_is_said_kept_and_sent_again(tmp_path, fake):
             fake["down"] = step in (2, 3)
             log.write(step, loss=step / 3)
             sink._thread.submit(lambda: None).result()
-    assert fake["rows"] == [(step, {"loss": step / 3}) for step in range(1, 7)] and fake["ended"] == [False]
+    assert fake["rows"] == [(step, {"loss": step / 3}) for step in range(1, 7)] and fake[
+        "ended"
+    ] == [False]
     assert said == [
-        f"warning: fake lacks {rows} rows from step 2, metrics.jsonl has them all: no route to host" for rows in (1, 2)
+        f"warning: fake lacks {rows} rows from step 2, metrics.jsonl has them all: no route to host"
+        for rows in (1, 2)
     ]
 
 
@@ -55,12 +72,18 @@ def test_a_sink_that_stays_away_is_named_at_the_end_and_costs_no_row_of_the_file
     fake["down"] = True
     run(tmp_path, "fake", Config(), 0, 3, said)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
-    assert said[-1] == "warning: fake lacks 3 rows from step 1, metrics.jsonl has them all: no route to host"
+    assert (
+        said[-1]
+        == "warning: fake lacks 3 rows from step 1, metrics.jsonl has them all: no route to host"
+    )
 
 
 @pytest.mark.quick
 def test_a_run_that_fails_is_failed_there_too(tmp_path, fake):
-    with pytest.raises(ZeroDivisionError), MetricsLog(tmp_path, sinks=[Sink("fake", Config(), tmp_path, 0, print)]):
+    with (
+        pytest.raises(ZeroDivisionError),
+        MetricsLog(tmp_path, sinks=[Sink("fake", Config(), tmp_path, 0, print)]),
+    ):
         _ = 1 / 0
     assert fake["ended"] == [True]
 
@@ -69,7 +92,9 @@ def test_a_run_that_fails_is_failed_there_too(tmp_path, fake):
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_library_that_is_absent_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX"}.get(name, name), None)
-    with pytest.raises(UserError, match=rf"metrics.sinks={name} needs the extra: pip install 'jaxpar\[{name}\]'"):
+    with pytest.raises(
+        UserError, match=rf"metrics.sinks={name} needs the extra: pip install 'jaxpar\[{name}\]'"
+    ):
         Sink(name, Config(), tmp_path, 0, print)
 
 
@@ -91,7 +116,9 @@ def test_event_files_for_tensorboard(tmp_path):
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert b"loss" in content
-    assert b"| train.batch | 32 |" in content and b"| mesh.tensor | 1 |" in content, "the config, as the docs promise"
+    assert b"| train.batch | 32 |" in content and b"| mesh.tensor | 1 |" in content, (
+        "the config, as the docs promise"
+    )
 
 
 @pytest.mark.slow
@@ -102,12 +129,22 @@ def test_weights_and_biases_offline_a_resumed_run_is_the_same_run(tmp_path, monk
     monkeypatch.setenv("WANDB_PROJECT", "rings")
     run(tmp_path, "wandb", Config(), 0, 7)
     run(tmp_path, "wandb", Config(), 5, 9)
-    wandb.teardown()  # its own process writes the file, and may do so after the run was finished: this waits for it
+    # its own process writes the file, and may do so after the run was finished: this waits for it
+    wandb.teardown()
     run_id = json.loads((tmp_path / "sinks.json").read_text())["wandb"]
-    written = [file.read_bytes() for file in sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))]
+    written = [
+        file.read_bytes()
+        for file in sorted(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    ]
     assert len(written) == 2, "both parts of the run have its id"
-    for text, steps in zip(written, (range(1, 8), range(6, 10)), strict=True):
-        assert b"rings" in text and b"train.learning_rate" in text and tmp_path.name.encode() in text
+    for text, steps in zip(
+        written,
+        (range(1, 8), range(6, 10)),
+        strict=True,
+    ):
+        assert (
+            b"rings" in text and b"train.learning_rate" in text and tmp_path.name.encode() in text
+        )
         assert all(json.dumps(step / 7.5).encode() in text for step in steps)
 
 
@@ -130,6 +167,9 @@ def test_mlflow_a_resumed_run_is_the_same_run_and_says_what_changed(tmp_path, mo
     finally:
         mlflow.set_tracking_uri(before)
     assert found.info.run_name == tmp_path.name and found.info.status == "FINISHED"
-    assert found.data.params["train.batch"] == str(Config().train.batch) and found.data.params["mesh.tensor"] == "1"
+    assert (
+        found.data.params["train.batch"] == str(Config().train.batch)
+        and found.data.params["mesh.tensor"] == "1"
+    )
     assert found.data.tags["mesh.tensor"] == "4" and "mesh.data" not in found.data.tags
     assert {(m.step, m.value) for m in history} == {(step, step / 7.5) for step in range(1, 10)}

@@ -1,4 +1,6 @@
-"""Any layout, same answer: the training step on every data x fsdp x tensor mesh, with accumulation, and its pieces."""
+"""Any layout, same answer: the training step on every data x fsdp x tensor mesh, with accumulation,
+and its pieces.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,23 @@ from jaxpar.train.step import (
 STEPS = 20
 MESHES = [
     MeshSpec(),
-    *(MeshSpec(data=d, fsdp=f, tensor=t) for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t == 8),
+    *(
+        MeshSpec(data=d, fsdp=f, tensor=t)
+        for d, f, t in itertools.product(
+            (1, 2, 4, 8),
+            repeat=3,
+        )
+        if d * f * t == 8
+    ),
 ]
-SIZES: dict[str, Any] = {"vocab_size": 61, "vocab_multiple": 8, "layers": 2, "embed": 32, "heads": 8, "mlp": 64}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "vocab_multiple": 8,
+    "layers": 2,
+    "embed": 32,
+    "heads": 8,
+    "mlp": 64,
+}
 MODELS = {
     "gpt2": ModelConfig(family="gpt2", max_seq_len=16, **SIZES),
     "llama": ModelConfig(family="llama", kv_heads=8, tied_head=False, max_seq_len=16, **SIZES),
@@ -64,19 +80,34 @@ def config_of(model: str, **changes: Any) -> Config:
     return override(config, {"data.seq_len": 16, **changes})
 
 
-def batches(config: Config, count: int, packed: bool = False) -> list[dict[str, np.ndarray]]:
+def batches(
+    config: Config,
+    count: int,
+    packed: bool = False,
+) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
     shape = (config.train.batch, config.data.seq_len + 1)
     found = []
     for _ in range(count):
         # Random walks: text that can be learned.
-        ids = (np.cumsum(rng.integers(0, 3, shape), axis=1) % config.model.vocab_size).astype(np.int32)
-        found.append({"tokens": ids[:, :-1], "labels": ids[:, 1:].copy()})
-        found[-1]["labels"][rng.random(found[-1]["labels"].shape) < 0.1] = -1  # unequal counts in every microbatch
+        ids = (np.cumsum(rng.integers(0, 3, shape), axis=1) % config.model.vocab_size).astype(
+            np.int32
+        )
+        found.append(
+            {
+                "tokens": ids[:, :-1],
+                "labels": ids[:, 1:].copy(),
+            }
+        )
+        # unequal counts in every microbatch
+        found[-1]["labels"][rng.random(found[-1]["labels"].shape) < 0.1] = -1
         if packed:
             starts = rng.random((shape[0], shape[1] - 1)) < 0.2
             found[-1]["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
-            found[-1]["positions"] = np.tile(np.arange(shape[1] - 1, dtype=np.int32), (shape[0], 1))
+            found[-1]["positions"] = np.tile(
+                np.arange(shape[1] - 1, dtype=np.int32),
+                (shape[0], 1),
+            )
     return found
 
 
@@ -86,12 +117,17 @@ def fresh(model: ModelConfig) -> Any:
 
 
 @functools.cache
-def run(config: Config, mesh: MeshSpec, packed: bool = False, steps: int = STEPS) -> tuple[list[float], Any]:
+def run(
+    config: Config, mesh: MeshSpec, packed: bool = False, steps: int = STEPS
+) -> tuple[list[float], Any]:
     config = dataclasses.replace(config, mesh=mesh)
-    plan, model = make_plan(config, jax.devices()[: devices_needed(mesh)]), Model(config.model)
-    # Random initializers are slow to compile for eight devices, and test_models has them: made once, moved here.
+    plan = make_plan(config, jax.devices()[: devices_needed(mesh)])
+    model = Model(config.model)
+    # Random initializers are slow to compile for eight devices, and test_models has them: made
+    # once, moved here.
     params = jax.device_put(fresh(config.model), state_shardings(model, config, plan).params)
-    state, step = init_state(model, config, plan, params), make_train_step(model, config, plan)
+    state = init_state(model, config, plan, params)
+    step = make_train_step(model, config, plan)
     losses = []
     for rows in batches(config, steps, packed):
         state, metrics = step(state, put_batch(rows, plan))
@@ -105,11 +141,28 @@ def one_device() -> dict[str, list[float]]:
 
 
 def every_mesh() -> Iterator[Any]:
-    """Each mesh with both models. A third are quick, with every axis at every size, and every mesh is quick or slow."""
-    marks = [], [pytest.mark.slow], [pytest.mark.slow, pytest.mark.long]
-    for (m, model), (n, mesh) in itertools.product(enumerate(MODELS), enumerate(MESHES)):
+    """Each mesh with both models. A third are quick, with every axis at every size, and every mesh
+    is quick or slow.
+    """
+    marks = (
+        [],
+        [pytest.mark.slow],
+        [
+            pytest.mark.slow,
+            pytest.mark.long,
+        ],
+    )
+    for (m, model), (n, mesh) in itertools.product(
+        enumerate(MODELS),
+        enumerate(MESHES),
+    ):
         sizes = describe({axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor")})
-        yield pytest.param(model, mesh, id=f"{model}-{sizes}", marks=marks[(m + n) % 3])
+        yield pytest.param(
+            model,
+            mesh,
+            id=f"{model}-{sizes}",
+            marks=marks[(m + n) % 3],
+        )
 
 
 @pytest.mark.parametrize(("model", "mesh"), [*every_mesh()])
@@ -118,22 +171,30 @@ def test_twenty_steps_give_the_same_losses_on_every_mesh(
 ) -> None:
     losses, _ = run(config_of(model), mesh)
     assert losses[-1] < losses[0] - 0.1
-    # The same float32 sums in another order: 20 steps of AdamW spread ulps (6e-8) by a factor of ten or so.
+    # The same float32 sums in another order: 20 steps of AdamW spread ulps (6e-8) by a factor of
+    # ten or so.
     np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
 
 
 ZERO1 = {
     "data": (MeshSpec(data=8), ("data",)),
-    "data and fsdp": (MeshSpec(data=2, fsdp=2, tensor=2), ("fsdp", "data")),
+    "data and fsdp": (
+        MeshSpec(data=2, fsdp=2, tensor=2),
+        ("fsdp", "data"),
+    ),
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", ZERO1)
-def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses(model, case, one_device):
+def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses(
+    model, case, one_device
+):
     mesh, axes = ZERO1[case]
     accumulation = 1 if mesh.data == 8 else 2
-    losses, state = run(config_of(model, **{"rules.state_embed": axes, "train.accumulation": accumulation}), mesh)
+    losses, state = run(
+        config_of(model, **{"rules.state_embed": axes, "train.accumulation": accumulation}), mesh
+    )
     np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
     q = state.params["blocks"]["q"]
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == q.shape]
@@ -143,15 +204,21 @@ def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses
 
 def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
     config = config_of("llama", **{"rules.state_embed": ("data",), "mesh.data": 8})
-    plan, model = make_plan(config, jax.devices()), Model(config.model)
+    plan = make_plan(config, jax.devices())
+    model = Model(config.model)
     traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
     sent = Counter[str]()
     for found in requested_collectives(traced.jaxpr, plan.mesh):
         assert found.axes == {"data"}
         sent[found.kind] += found.bytes * found.count
-    # Whole arrays in float32: every parameter is gathered after its update; the norms' gradients are left to XLA.
+    # Whole arrays in float32: every parameter is gathered after its update; the norms' gradients
+    # are left to XLA.
     sizes = jax.tree.map(lambda leaf: 4 * leaf.size, model.shapes())
-    matrices = jax.tree.map(lambda size, decays: size * decays, sizes, decay_mask(model.axes))
+    matrices = jax.tree.map(
+        lambda size, decays: size * decays,
+        sizes,
+        decay_mask(model.axes),
+    )
     assert sent["all-gather"] == sum(jax.tree.leaves(sizes))
     assert sent["reduce-scatter"] == sum(jax.tree.leaves(matrices))
     assert sent["all-reduce"] < 100, "the sums of the loss"
@@ -160,7 +227,10 @@ def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
 def plans_of_page(name: str, section: str = "") -> list[Plan]:
     """The plans of the TOML snippets of a page of the docs, or of one of its sections."""
     page = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
-    text = page.partition(f"## {section}")[2].partition("\n## ")[0] if section else page
+    if section:
+        text = page.partition(f"## {section}")[2].partition("\n## ")[0]
+    else:
+        text = page
     snippets = re.findall(r"```toml\n(.+?)```", text, re.DOTALL)
     configs = [override(parse(text, name), {"train.batch": 16}) for text in snippets]
     return [make_plan(config, jax.devices()[: devices_needed(config.mesh)]) for config in configs]
@@ -179,8 +249,14 @@ def test_the_modes_of_the_docs_are_plans() -> None:
 
 def test_the_long_sequences_of_the_docs_are_plans() -> None:
     plans = plans_of_page("sharding.md", "Long sequences")
-    layouts = [(plan.context.strategy, plan.size("attention_seq"), plan.size("embed")) for plan in plans]
-    assert layouts == [("ring", 8, 1), ("ulysses", 4, 8), ("ring", 8, 1)]
+    layouts = [
+        (plan.context.strategy, plan.size("attention_seq"), plan.size("embed")) for plan in plans
+    ]
+    assert layouts == [
+        ("ring", 8, 1),
+        ("ulysses", 4, 8),
+        ("ring", 8, 1),
+    ]
 
 
 def test_the_forms_of_overlap_of_the_docs_are_plans() -> None:
@@ -188,57 +264,91 @@ def test_the_forms_of_overlap_of_the_docs_are_plans() -> None:
         (plan.overlap.gather, plan.overlap.scatter, plan.overlap.domino)
         for plan in plans_of_page("sharding.md", "Overlap")
     ]
-    assert forms == [("xla", "bidirectional", "off"), ("xla", "xla", "on"), ("auto", "auto", "auto")]
+    assert forms == [
+        ("xla", "bidirectional", "off"),
+        ("xla", "xla", "on"),
+        ("auto", "auto", "auto"),
+    ]
 
 
 def test_the_layouts_to_choose_from_are_plans() -> None:
     meshes = [
-        {axis: size for axis, size in plan.mesh.shape.items() if size > 1} for plan in plans_of_page("layouts.md")
+        {axis: size for axis, size in plan.mesh.shape.items() if size > 1}
+        for plan in plans_of_page("layouts.md")
     ]
     assert meshes == [
-        {"data": 8}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4},
-        {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4},
-        {"context": 4, "tensor": 2}, {"context": 8}, {"fsdp": 2, "expert": 4},
-        {"stage": 4, "data": 2}, {"stage": 2, "fsdp": 2, "tensor": 2},
-    ]  # fmt: skip
+        {"data": 8},
+        {"data": 8},
+        {"fsdp": 8},
+        {"data": 2, "fsdp": 4},
+        {"fsdp": 2, "tensor": 4},
+        {"fsdp": 2, "tensor": 4},
+        {"context": 4, "tensor": 2},
+        {"context": 8},
+        {"fsdp": 2, "expert": 4},
+        {"stage": 4, "data": 2},
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+    ]
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"data.seq_len": 20}, "data.seq_len=20 is not cut into 8 equal chunks"),
-        ({"context.strategy": "ulysses", "model.heads": 2}, "Ulysses with too few heads: context=4"),
+        (
+            {"context.strategy": "ulysses", "model.heads": 2},
+            "Ulysses with too few heads: context=4",
+        ),
         ({"model.dropout": 0.1}, "model.dropout=0.1 with the sequence split over context=4"),
     ],
 )
-def test_a_sequence_that_cannot_be_split_is_refused_before_anything_is_compiled(changes: Any, says: str) -> None:
+def test_a_sequence_that_cannot_be_split_is_refused_before_anything_is_compiled(
+    changes: Any, says: str
+) -> None:
     config = override(Config(), {"mesh.context": 4, "data.seq_len": 24} | changes)
     with pytest.raises(UserError, match=says):
         make_plan(config, jax.devices()[:4])
 
 
 def test_a_state_must_be_split_as_its_parameters_or_further() -> None:
-    config = config_of("gpt2", **{"rules.state_embed": ("data", "fsdp"), "mesh.data": 2, "mesh.fsdp": 2})
-    with pytest.raises(UserError, match=r"which does not begin with it: try rules.state_embed=\(fsdp, data\)$"):
+    config = config_of(
+        "gpt2", **{"rules.state_embed": ("data", "fsdp"), "mesh.data": 2, "mesh.fsdp": 2}
+    )
+    with pytest.raises(
+        UserError, match=r"which does not begin with it: try rules.state_embed=\(fsdp, data\)$"
+    ):
         make_plan(config, jax.devices()[:4])
-    config = config_of("gpt2", **{"rules.state_embed": ("data",), "mesh.data": 3, "train.batch": 12, "model.embed": 64})
-    with pytest.raises(UserError, match=r"dim . \(state_embed\) has size .*, which data=3 does not divide"):
+    config = config_of(
+        "gpt2",
+        **{"rules.state_embed": ("data",), "mesh.data": 3, "train.batch": 12, "model.embed": 64},
+    )
+    with pytest.raises(
+        UserError, match=r"dim . \(state_embed\) has size .*, which data=3 does not divide"
+    ):
         make_plan(config, jax.devices()[:3])
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_accumulation_weighs_every_token_alike(model: str, one_device: dict[str, list[float]]) -> None:
-    losses, _ = run(config_of(model, **{"train.accumulation": 4}), MeshSpec(fsdp=2))
+def test_accumulation_weighs_every_token_alike(
+    model: str, one_device: dict[str, list[float]]
+) -> None:
+    losses, _ = run(
+        config_of(model, **{"train.accumulation": 4}),
+        MeshSpec(fsdp=2),
+    )
     np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
 
 
 def gradients_on(mesh: MeshSpec, config: Config) -> tuple[Any, Any, Any]:
     """Sums and gradients of the first batch, their plan, and the program that made them."""
     config = dataclasses.replace(config, mesh=mesh)
-    plan, model = make_plan(config, jax.devices()[: devices_needed(mesh)]), Model(config.model)
+    plan = make_plan(config, jax.devices()[: devices_needed(mesh)])
+    model = Model(config.model)
     key = jax.random.key(1) if config.model.dropout else None
     of_batch = jax.jit(
-        lambda params, rows: gradients(model, params, rows, plan, key, config.train.accumulation, LossWeights(1e-4))
+        lambda params, rows: gradients(
+            model, params, rows, plan, key, config.train.accumulation, LossWeights(1e-4)
+        )
     )
     params = jax.device_put(fresh(config.model), state_shardings(model, config, plan).params)
     program = of_batch.lower(params, put_batch(batches(config, 1)[0], plan)).compile()
@@ -246,41 +356,60 @@ def gradients_on(mesh: MeshSpec, config: Config) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"model.dropout": 0.2}, {"precision.gradients": "bfloat16"}], ids=["", "dropout", "bfloat16"]
+    "changes",
+    [{}, {"model.dropout": 0.2}, {"precision.gradients": "bfloat16"}],
+    ids=["", "dropout", "bfloat16"],
 )
 def test_each_device_adds_up_its_own_microbatches(changes: dict[str, Any]) -> None:
-    """One sum over `data` in a step, outside of the loop; over `fsdp`, whose devices have parts, one a microbatch."""
+    """One sum over `data` in a step, outside of the loop; over `fsdp`, whose devices have parts,
+    one a microbatch.
+    """
     config = config_of("gpt2", **{"train.accumulation": 2}, **changes)
     want, _, _ = gradients_on(MeshSpec(), config)
-    found, plan, program = gradients_on(MeshSpec(data=2, fsdp=2, tensor=2), config)
-    # Float32 sums of a few hundred terms in another order; in bfloat16, of two microbatches, rounded at 2^-9 each. Of
-    # the largest gradient of all: that of a key's bias is nothing but what is rounded.
+    found, plan, program = gradients_on(
+        MeshSpec(data=2, fsdp=2, tensor=2),
+        config,
+    )
+    # Float32 sums of a few hundred terms in another order; in bfloat16, of two microbatches,
+    # rounded at 2^-9 each. Of the largest gradient of all: that of a key's bias is nothing but what
+    # is rounded.
     within = 2**-8 if "precision.gradients" in changes else 1e-6
     arrays = [[np.float32(x) for x in jax.tree.leaves(tree)] for tree in (found, want)]
     largest = max(np.max(np.abs(x)) for x in jax.tree.leaves(want[1]))
     for x, y in zip(*arrays, strict=True):
         np.testing.assert_allclose(x, y, rtol=within, atol=within * largest)
     sums = [
-        count for task, count in walk(read_program(program.as_text()).nodes)
+        count
+        for task, count in walk(read_program(program.as_text()).nodes)
         if task.collective and "data" in axes_of(task.collective, dict(plan.mesh.shape))
-    ]  # fmt: skip
+    ]
     assert (max(sums) == 1) == ("model.dropout" not in changes)
 
 
-def test_packed_documents_give_the_same_losses_on_a_mesh(one_device: dict[str, list[float]]) -> None:
+def test_packed_documents_give_the_same_losses_on_a_mesh(
+    one_device: dict[str, list[float]],
+) -> None:
     config = config_of("llama", **{"data.pack": True})
     one, _ = run(config, MeshSpec(), packed=True, steps=5)
-    many, _ = run(config, MeshSpec(data=2, fsdp=2, tensor=2), packed=True, steps=5)
+    many, _ = run(
+        config,
+        MeshSpec(data=2, fsdp=2, tensor=2),
+        packed=True,
+        steps=5,
+    )
     np.testing.assert_allclose(many, one, rtol=1e-5)
     assert max(abs(a - b) for a, b in zip(one, one_device["llama"], strict=False)) > 1e-3
 
 
-def test_bfloat16_compute_keeps_float32_state_and_stays_near(one_device: dict[str, list[float]]) -> None:
+def test_bfloat16_compute_keeps_float32_state_and_stays_near(
+    one_device: dict[str, list[float]],
+) -> None:
     config = dataclasses.replace(config_of("gpt2"), precision=PrecisionConfig("bfloat16"))
     losses, state = run(config, MeshSpec(data=2, fsdp=2, tensor=2))
     want = one_device["gpt2"]
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
-    # bfloat16 has 8 bits: each activation is off by up to 2^-9, and losses are means over a hundred tokens.
+    # bfloat16 has 8 bits: each activation is off by up to 2^-9, and losses are means over a hundred
+    # tokens.
     np.testing.assert_allclose(losses, want, rtol=2e-2)
     assert losses != want
 
@@ -288,7 +417,11 @@ def test_bfloat16_compute_keeps_float32_state_and_stays_near(one_device: dict[st
 def test_dropout_gives_the_same_losses_on_every_mesh(one_device: dict[str, list[float]]) -> None:
     config = config_of("gpt2", **{"model.dropout": 0.2})
     one, _ = run(config, MeshSpec(), steps=5)
-    many, _ = run(config, MeshSpec(data=2, fsdp=2, tensor=2), steps=5)
+    many, _ = run(
+        config,
+        MeshSpec(data=2, fsdp=2, tensor=2),
+        steps=5,
+    )
     np.testing.assert_allclose(many, one, rtol=1e-5)
     assert one != one_device["gpt2"][:5]
 
@@ -296,33 +429,64 @@ def test_dropout_gives_the_same_losses_on_every_mesh(one_device: dict[str, list[
 def test_every_microbatch_drops_by_a_key_of_its_own() -> None:
     """In a model whose loss is nothing but a random number, and so its gradient."""
 
-    def loss(params: Any, rows: Any, plan: Any, key: jax.Array, *_: Any) -> LossSums:
+    def loss(
+        params: Any,
+        rows: Any,
+        plan: Any,
+        key: jax.Array,
+        *_: Any,
+    ) -> LossSums:
         drawn = params["scale"][0] * jax.random.uniform(key)
         return LossSums(drawn, drawn, jnp.ones(()))
 
-    model: Any = SimpleNamespace(config=SimpleNamespace(experts=0), axes={"scale": ("embed",)}, loss=loss)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(experts=0), axes={"scale": ("embed",)}, loss=loss
+    )
     model.trained, model.merge = (lambda tree: tree), (lambda params, trained: trained)
-    plan, key = make_plan(config_of("gpt2"), jax.devices()[:1]), jax.random.key(3)
+    plan = make_plan(config_of("gpt2"), jax.devices()[:1])
+    key = jax.random.key(3)
     rows = {"tokens": jnp.zeros((4, 8), jnp.int32)}
-    sums, grads = gradients(model, {"scale": jnp.ones(1)}, rows, plan, key, 4, LIKELIHOOD)
+    sums, grads = gradients(
+        model,
+        {"scale": jnp.ones(1)},
+        rows,
+        plan,
+        key,
+        4,
+        LIKELIHOOD,
+    )
     want = sum(float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(4))
-    np.testing.assert_allclose([sums.loss, grads["scale"][0]], want, rtol=1e-6)  # four float32 added up
+    # four float32 added up
+    np.testing.assert_allclose(
+        [sums.loss, grads["scale"][0]],
+        want,
+        rtol=1e-6,
+    )
 
 
 def test_two_runs_of_one_seed_are_equal_to_the_bit() -> None:
-    config, mesh = config_of("llama", **{"model.dropout": 0.1}), MeshSpec(data=2, fsdp=2, tensor=2)
-    (losses, state), (again, state_again) = (run.__wrapped__(config, mesh, steps=5) for _ in range(2))
+    config = config_of("llama", **{"model.dropout": 0.1})
+    mesh = MeshSpec(data=2, fsdp=2, tensor=2)
+    (losses, state), (again, state_again) = (
+        run.__wrapped__(config, mesh, steps=5) for _ in range(2)
+    )
     assert losses == again
     jax.tree.map(np.testing.assert_array_equal, state, state_again)
 
 
 def test_the_state_is_sharded_as_planned_and_donated() -> None:
     config = config_of("llama")
-    config = dataclasses.replace(config, mesh=MeshSpec(data=2, fsdp=2, tensor=2))
-    plan, model = make_plan(config), Model(config.model)
+    config = dataclasses.replace(
+        config,
+        mesh=MeshSpec(data=2, fsdp=2, tensor=2),
+    )
+    plan = make_plan(config)
+    model = Model(config.model)
     state = init_state(model, config, plan)
     jax.tree.map(
-        lambda leaf, want: leaf.sharding.is_equivalent_to(want, leaf.ndim) or pytest.fail(str(want)),
+        lambda leaf, want: (
+            leaf.sharding.is_equivalent_to(want, leaf.ndim) or pytest.fail(str(want))
+        ),
         state,
         state_shardings(model, config, plan),
     )
@@ -337,29 +501,46 @@ def test_the_state_is_sharded_as_planned_and_donated() -> None:
     assert batch_rows(8, plan) == list(range(8))
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision.moments": "bfloat16", "memory.optimizer": "offload"}], ids=str)
-def test_a_fresh_state_compiles_no_zeros(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision.moments": "bfloat16", "memory.optimizer": "offload"}], ids=str
+)
+def test_a_fresh_state_compiles_no_zeros(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of("gpt2", **changes, **{"mesh.fsdp": 2})
-    plan, model = make_plan(config, jax.devices()[:2]), Model(config.model)
+    plan = make_plan(config, jax.devices()[:2])
+    model = Model(config.model)
     with jax.log_compiles():
         state = init_state(model, config, plan)
     compiled = [line for line in caplog.messages if line.startswith("Compiling")]
     assert 1 <= len(compiled) <= 4, compiled  # all initializers together, and the key
-    for leaf, want in zip(*map(jax.tree.leaves, (state, state_shapes(model, config, plan))), strict=True):
+    for leaf, want in zip(
+        *map(jax.tree.leaves, (state, state_shapes(model, config, plan))), strict=True
+    ):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (want.shape, want.dtype, want.sharding)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((state.step, state.opt_state)))
     # To an ulp or two: less of the compiler's optimisation, the same arithmetic.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-7, atol=1e-9), state.params, fresh(config.model))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=5e-7, atol=1e-9),
+        state.params,
+        fresh(config.model),
+    )
 
 
 def test_evaluation_sums_the_tokens_that_count() -> None:
     config = config_of("gpt2")
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
-    params, rows = model.init(jax.random.key(0)), batches(config, 1)[0]
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
+    params = model.init(jax.random.key(0))
+    rows = batches(config, 1)[0]
     nll, tokens = make_eval_step(model, plan)(params, put_batch(rows, plan))
     scores = np.asarray(jax.nn.log_softmax(model.logits(params, rows, plan)))
     picked = np.take_along_axis(scores, np.maximum(rows["labels"], 0)[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(nll, -np.sum(picked[rows["labels"] >= 0]), rtol=1e-5)
+    np.testing.assert_allclose(
+        nll,
+        -np.sum(picked[rows["labels"] >= 0]),
+        rtol=1e-5,
+    )
     assert tokens == np.sum(rows["labels"] >= 0)
     # In microbatches it is the same sum of float32 numbers in another order: a few ulps.
     parts, counted = make_eval_step(model, plan, 4)(params, put_batch(rows, plan))
@@ -367,8 +548,15 @@ def test_evaluation_sums_the_tokens_that_count() -> None:
     assert counted == tokens
 
 
-PIPELINE = {"mesh.stage": 2, "pipeline.microbatches": 8, "pipeline.schedule": "interleaved", "pipeline.virtual": 2,
-            "pipeline.stash": "stage", "memory.policy": "full", "model.layers": 4}  # fmt: skip
+PIPELINE = {
+    "mesh.stage": 2,
+    "pipeline.microbatches": 8,
+    "pipeline.schedule": "interleaved",
+    "pipeline.virtual": 2,
+    "pipeline.stash": "stage",
+    "memory.policy": "full",
+    "model.layers": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -379,8 +567,17 @@ PIPELINE = {"mesh.stage": 2, "pipeline.microbatches": 8, "pipeline.schedule": "i
             pytest.param(changes, marks=pytest.mark.slow)
             for changes in (
                 {"mesh.fsdp": 2, "mesh.tensor": 2, "memory.policy": "full"},
-                {"memory.parameters": "offload", "memory.optimizer": "offload", "train.accumulation": 4},
-                {"model.family": "llama", "model.experts": 4, "mesh.expert": 2, "train.accumulation": 4},
+                {
+                    "memory.parameters": "offload",
+                    "memory.optimizer": "offload",
+                    "train.accumulation": 4,
+                },
+                {
+                    "model.family": "llama",
+                    "model.experts": 4,
+                    "mesh.expert": 2,
+                    "train.accumulation": 4,
+                },
                 PIPELINE,
                 PIPELINE | {"train.accumulation": 2},
             )
@@ -389,18 +586,24 @@ PIPELINE = {"mesh.stage": 2, "pipeline.microbatches": 8, "pipeline.schedule": "i
     ids=str,
 )
 def test_an_evaluation_takes_no_more_memory_than_the_training_step(changes: dict[str, Any]) -> None:
-    """That is why a rehearsal and a budget look at the step alone. Hidden arrays are larger than the weights."""
+    """That is why a rehearsal and a budget look at the step alone. Hidden arrays are larger than
+    the weights.
+    """
     config = config_of("gpt2", **{"model.mlp": 256, "train.batch": 32} | changes)
-    plan, model = make_plan(config, jax.devices()[: devices_needed(config.mesh)]), Model(config.model)
+    plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
+    model = Model(config.model)
     shapes = step_shapes(model, config, plan)
     trained = make_train_step(model, config, plan).lower(*shapes).compile().memory_analysis()
     evaluated = compile_eval_step(model, config, plan).memory_analysis()
     assert 0 < evaluated.temp_size_in_bytes < trained.temp_size_in_bytes
 
 
-def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = config_of("gpt2", **{"compiler.options": ("xla_cpu_enable_fast_math=false",)})
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
     shapes = step_shapes(model, config, plan)
     given = list[Any]()
 
@@ -411,7 +614,10 @@ def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(monkeyp
     monkeypatch.setattr(step_module, "make_eval_step", note)
     compile_eval_step(model, config, plan)
     assert given == [{"xla_cpu_enable_fast_math": False}]
-    lowered = make_eval_step(model, plan, 1, given[0]).lower(shapes[0].params, shapes[1])
+    lowered = make_eval_step(model, plan, 1, given[0]).lower(
+        shapes[0].params,
+        shapes[1],
+    )
     assert options_of(lowered) == given[0]
     monkeypatch.setattr(step_module, "step_options", lambda mesh: {"xla_of_this_mesh": True})
     lowered = make_eval_step(model, plan).lower(shapes[0].params, shapes[1])
@@ -419,15 +625,32 @@ def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(monkeyp
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"mesh.data": 8, "train.batch": 12}, "12 sequences, which 8 data-parallel .* do not divide: try train.batch=16"),
-    ({"mesh.tensor": 8, "model.heads": 4, "rules.attention_seq": ("context",)},
-     r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"),
-    ({"mesh.tensor": 8, "rules.attention_seq": ("tensor",)}, "attention: mesh axis tensor=8 is used twice, by dim 1"),
-    ({"mesh.context": 2, "mesh.tensor": 4, "rules.attention_seq": ("tensor",)}, "which does not begin with it"),
-    ({"mesh.tensor": 8, "data.seq_len": 12}, r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8"),
-    ({"mesh.data": 8, "overlap.domino": "on"}, "microbatch of 1 sequences in two halves: try train.batch=16"),
+    (
+        {"mesh.data": 8, "train.batch": 12},
+        "12 sequences, which 8 data-parallel .* do not divide: try train.batch=16",
+    ),
+    (
+        {"mesh.tensor": 8, "model.heads": 4, "rules.attention_seq": ("context",)},
+        r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide",
+    ),
+    (
+        {"mesh.tensor": 8, "rules.attention_seq": ("tensor",)},
+        "attention: mesh axis tensor=8 is used twice, by dim 1",
+    ),
+    (
+        {"mesh.context": 2, "mesh.tensor": 4, "rules.attention_seq": ("tensor",)},
+        "which does not begin with it",
+    ),
+    (
+        {"mesh.tensor": 8, "data.seq_len": 12},
+        r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8",
+    ),
+    (
+        {"mesh.data": 8, "overlap.domino": "on"},
+        "microbatch of 1 sequences in two halves: try train.batch=16",
+    ),
     ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
-]  # fmt: skip
+]
 
 
 def test_what_the_plan_changes_is_said() -> None:
@@ -449,7 +672,10 @@ def test_what_the_plan_changes_is_said() -> None:
             "splash: head_dim 320 is no multiple of 128; pallas_tpu: head_dim 320 is more than 256",
         ),
         ({"model.head_dim": 320, "kernels.attention": "chunked"}, None),  # as was asked for
-        ({"model.dropout": 0.1}, "splash: dropout of attention weights; pallas_tpu: dropout of attention weights"),
+        (
+            {"model.dropout": 0.1},
+            "splash: dropout of attention weights; pallas_tpu: dropout of attention weights",
+        ),
     ],
     ids=["a kernel serves", "head_dim", "chunked by name", "dropout"],
 )
@@ -458,7 +684,11 @@ def test_why_no_kernel_serves_is_said(
 ) -> None:
     monkeypatch.setattr("jaxpar.parallel._attention.platform_of", lambda plan: "tpu")
     config = config_of("gpt2", **{"mesh.data": 8}, **changes)
-    found = [note for note in plan_notes(config, make_plan(config, jax.devices())) if note.startswith("attention by")]
+    found = [
+        note
+        for note in plan_notes(config, make_plan(config, jax.devices()))
+        if note.startswith("attention by")
+    ]
     assert found == ([f"attention by plain XLA, in tiles, and no kernel ({why})"] if why else [])
 
 
@@ -471,21 +701,36 @@ def test_why_no_kernel_serves_parts_of_a_sequence_is_said(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS)
-def test_a_plan_that_does_not_fit_is_refused_before_compiling(changes: dict[str, Any], message: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused_before_compiling(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(config_of("gpt2", **changes), jax.devices())
 
 
 def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run could not show it: the same key in every step is the same key after a resume."""
+    """A resumed run could not show it: the same key in every step is the same key after a
+    resume.
+    """
 
-    def draw(model: Model, params: Any, batch: Any, plan: Any, key: Any, *_: Any) -> Any:
-        return LossSums(jnp.float32(0), jax.random.uniform(key), jnp.float32(1)), jax.tree.map(jnp.zeros_like, params)
+    def draw(
+        model: Model,
+        params: Any,
+        batch: Any,
+        plan: Any,
+        key: Any,
+        *_: Any,
+    ) -> Any:
+        return LossSums(jnp.float32(0), jax.random.uniform(key), jnp.float32(1)), jax.tree.map(
+            jnp.zeros_like, params
+        )
 
     monkeypatch.setattr(step_module, "gradients", draw)
     config = config_of("gpt2", **{"model.dropout": 0.1, "model.layers": 1})
-    model, plan = Model(config.model), make_plan(config, jax.devices()[:1])
-    state, step = init_state(model, config, plan, fresh(config.model)), make_train_step(model, config, plan)
+    model = Model(config.model)
+    plan = make_plan(config, jax.devices()[:1])
+    state = init_state(model, config, plan, fresh(config.model))
+    step = make_train_step(model, config, plan)
     drawn = []
     for rows in batches(config, 1) * 3:
         state, metrics = step(state, put_batch(rows, plan))
@@ -496,25 +741,52 @@ def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
     """Every leaf is another number, so that none can stand for another."""
     config = config_of("gpt2", **{"model.layers": 5})
-    shapes = state_shapes(Model(config.model), config, make_plan(config, jax.devices()[:1]))
+    shapes = state_shapes(
+        Model(config.model),
+        config,
+        make_plan(config, jax.devices()[:1]),
+    )
     count = itertools.count(1)
     # A layer's part of a stacked leaf is the layer's number, plus a hundred times that of the leaf.
-    state = jax.tree.map(lambda leaf: np.full(leaf.shape, 100 * next(count), leaf.dtype), shapes)
-    state = jax.tree.map(lambda x: x + np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) if x.ndim else x, state)
+    state = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, 100 * next(count), leaf.dtype),
+        shapes,
+    )
+    state = jax.tree.map(
+        lambda x: x + np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) if x.ndim else x, state
+    )
     there = (3, 1, -1, 0, 4, 2)
     moved = reorder_state(state, None, there, config)
 
     def assert_moved(tree: Any, want: Any) -> None:
         for part in ("embed", "head"):
             jax.tree.map(np.testing.assert_array_equal, tree[part], want[part])
-        leaves = zip(jax.tree.leaves(tree["blocks"]), jax.tree.leaves(want["blocks"]), strict=True)
-        for (leaf, own), (place, layer) in itertools.product(leaves, enumerate(there)):
+        leaves = zip(
+            jax.tree.leaves(tree["blocks"]),
+            jax.tree.leaves(want["blocks"]),
+            strict=True,
+        )
+        for (leaf, own), (place, layer) in itertools.product(
+            leaves,
+            enumerate(there),
+        ):
             np.testing.assert_array_equal(leaf[place], 0 if layer < 0 else own[layer])
 
     assert_moved(moved.params, state.params)
-    for found, want in zip(moments_of(moved.opt_state), moments_of(state.opt_state), strict=True):
+    for found, want in zip(
+        moments_of(moved.opt_state),
+        moments_of(state.opt_state),
+        strict=True,
+    ):
         assert_moved(found, want)
     assert moved.step == state.step
-    counts, want = (jax.tree.leaves(optax.tree.set(of.opt_state, mu={}, nu={})) for of in (moved, state))
-    assert counts == want and len({int(x) for x in counts}) == 2  # of the moments' decay, and of the schedule
-    jax.tree.map(np.testing.assert_array_equal, reorder_state(moved, there, None, config), state)
+    counts, want = (
+        jax.tree.leaves(optax.tree.set(of.opt_state, mu={}, nu={})) for of in (moved, state)
+    )
+    # of the moments' decay, and of the schedule
+    assert counts == want and len({int(x) for x in counts}) == 2
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        reorder_state(moved, there, None, config),
+        state,
+    )

@@ -13,7 +13,9 @@ from jaxpar.train.run_folder import compare_run, keep_config
 from jaxpar.train.template_date import with_template_date
 
 pytest.importorskip("jinja2")
-TEMPLATE = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 
@@ -22,7 +24,11 @@ def on(monkeypatch):
     """`on(day)`: makes that day today's."""
 
     def set_day(day):
-        fixed = type("Date", (datetime.date,), {"today": classmethod(lambda cls: datetime.date.fromisoformat(day))})
+        fixed = type(
+            "Date",
+            (datetime.date,),
+            {"today": classmethod(lambda cls: datetime.date.fromisoformat(day))},
+        )
         monkeypatch.setattr(template_date, "date", fixed)
 
     return set_day
@@ -33,8 +39,14 @@ def config(tmp_path):
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "tokenizer.json").write_text('{"tokenizer": "bytes"}')
-    data = {"source": "chat", "path": str(tmp_path / "talk.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")}
-    return override(Config(), {f"data.{key}": value for key, value in data.items()} | {"data.val_fraction": 0.0})
+    data = {
+        "source": "chat",
+        "path": str(tmp_path / "talk.jsonl"),
+        "tokenizer": str(tmp_path / "tokenizer.json"),
+    }
+    return override(
+        Config(), {f"data.{key}": value for key, value in data.items()} | {"data.val_fraction": 0.0}
+    )
 
 
 def test_a_run_keeps_the_date_of_its_first_start(config, tmp_path, on):

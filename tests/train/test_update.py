@@ -1,4 +1,6 @@
-"""The optimizer's step, its state and the parameters in host memory or in fewer bits: the same training."""
+"""The optimizer's step, its state and the parameters in host memory or in fewer bits: the same
+training.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
-from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer, moments_of, pack_moments, update
+from jaxpar.train.optimizer import (
+    decay_mask,
+    learning_rate,
+    make_optimizer,
+    moments_of,
+    pack_moments,
+    update,
+)
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints
@@ -38,20 +47,39 @@ PLANS: dict[str, tuple[Config, dict[str, Any]]] = {
     "optimizer, alone": (config_of("gpt2"), OPTIMIZER),
     "optimizer, fsdp x tensor": (config_of("llama", fsdp=4, tensor=2), OPTIMIZER),
     "optimizer, ZeRO-1": (override(config_of("llama", data=4), ZERO1), OPTIMIZER),
-    "optimizer, stages": (staged(config_of("llama", stage=2, fsdp=2), "1f1b", 2), OPTIMIZER),
+    "optimizer, stages": (
+        staged(config_of("llama", stage=2, fsdp=2), "1f1b", 2),
+        OPTIMIZER,
+    ),
     "parameters, alone": (config_of("llama"), PARAMETERS),
     "parameters, none recomputed": (config_of("gpt2"), {"memory.parameters": "offload"}),
-    "parameters, fsdp x tensor, unrolled": (config_of("gpt2", scan=False, fsdp=2, tensor=2), PARAMETERS),
+    "parameters, fsdp x tensor, unrolled": (
+        config_of("gpt2", scan=False, fsdp=2, tensor=2),
+        PARAMETERS,
+    ),
     "parameters, context, rings, accumulation": (
-        override(config_of("llama", accumulation=2, context=2, tensor=2), {"overlap.gather": "ring"}), PARAMETERS,
+        override(
+            config_of("llama", accumulation=2, context=2, tensor=2), {"overlap.gather": "ring"}
+        ),
+        PARAMETERS,
     ),
-    "parameters and optimizer, fsdp x tensor": (config_of("llama", "dots", fsdp=2, tensor=2), STATE | BLOCK_INPUT),
-    "parameters and optimizer, context": (config_of("gpt2", context=2, data=2), STATE | {"memory.policy": "dots"}),
-    "parameters and optimizer, stages": (staged(config_of("gpt2", stage=2, tensor=2), "gpipe", 4), STATE),
+    "parameters and optimizer, fsdp x tensor": (
+        config_of("llama", "dots", fsdp=2, tensor=2),
+        STATE | BLOCK_INPUT,
+    ),
+    "parameters and optimizer, context": (
+        config_of("gpt2", context=2, data=2),
+        STATE | {"memory.policy": "dots"},
+    ),
+    "parameters and optimizer, stages": (
+        staged(config_of("gpt2", stage=2, tensor=2), "gpipe", 4),
+        STATE,
+    ),
     "parameters and optimizer, stages, blocks": (
-        staged(config_of("llama", stage=2), "1f1b", 4, pipeline_stash="blocks"), STATE | BLOCK_INPUT,
+        staged(config_of("llama", stage=2), "1f1b", 4, pipeline_stash="blocks"),
+        STATE | BLOCK_INPUT,
     ),
-}  # fmt: skip
+}
 FAST = ("parameters and optimizer, fsdp x tensor",)
 IN_CI = (
     "optimizer, fsdp x tensor",
@@ -60,8 +88,9 @@ IN_CI = (
     "parameters and optimizer, stages",
     "parameters and optimizer, stages, blocks",
 )
-# Float32 over three steps, root mean squares: a loop over layers may be fused otherwise than all of them at once, an
-# ulp (6e-8) here or there, which AdamW's first steps make more of where a gradient is small.
+# Float32 over three steps, root mean squares: a loop over layers may be fused otherwise than all of
+# them at once, an ulp (6e-8) here or there, which AdamW's first steps make more of where a gradient
+# is small.
 TOLERANCE = 1e-5
 
 
@@ -72,11 +101,19 @@ def batches(config: Config, count: int) -> list[dict[str, np.ndarray]]:
     return [{"tokens": rows[:, :-1], "labels": rows[:, 1:]} for rows in ids]
 
 
-def trained(config: Config, steps: int = 3) -> tuple[TrainState, list[float], Any]:
+def trained(
+    config: Config,
+    steps: int = 3,
+) -> tuple[TrainState, list[float], Any]:
     """The state after some steps, the losses and gradient norms, and the compiled step's plan."""
-    count = math.prod(config.mesh.__dict__[axis] for axis in ("data", "fsdp", "stage", "context", "tensor", "expert"))
-    plan, model = make_plan(config, jax.devices()[:count]), Model(config.model)
-    state, step = init_state(model, config, plan), make_train_step(model, config, plan)
+    count = math.prod(
+        config.mesh.__dict__[axis]
+        for axis in ("data", "fsdp", "stage", "context", "tensor", "expert")
+    )
+    plan = make_plan(config, jax.devices()[:count])
+    model = Model(config.model)
+    state = init_state(model, config, plan)
+    step = make_train_step(model, config, plan)
     numbers = []
     for batch in batches(config, steps):
         state, metrics = step(state, put_batch(batch, plan))
@@ -92,7 +129,12 @@ def plain(name: str) -> tuple[Any, list[float]]:
 
 
 def marked(name: str) -> Any:
-    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long)
+    if name in FAST:
+        return name
+    return pytest.param(
+        name,
+        marks=pytest.mark.slow if name in IN_CI else pytest.mark.long,
+    )
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in PLANS])
@@ -102,8 +144,13 @@ def test_training_is_the_same_with_state_in_host_memory(name: str) -> None:
     want, want_numbers = plain(name)
     np.testing.assert_allclose(numbers, want_numbers, rtol=TOLERANCE)
     ours = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, state))
-    for (path, x), y in zip(ours, jax.tree.leaves(want), strict=True):
-        if "k_bias" not in str(path):  # its gradient is zero by mathematics, and AdamW makes steps of what is rounding
+    for (path, x), y in zip(
+        ours,
+        jax.tree.leaves(want),
+        strict=True,
+    ):
+        # its gradient is zero by mathematics, and AdamW makes steps of what is rounding
+        if "k_bias" not in str(path):
             assert np.linalg.norm(x - y) <= TOLERANCE * np.linalg.norm(y), path
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params["blocks"])}
     assert kinds == {"pinned_host" if plan.parameters == "offload" else "device"}
@@ -122,7 +169,9 @@ def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     config = override(config_of("llama", fsdp=2), SMALL | STATE)
     state, _, plan = trained(config, 1)
     with_state = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
-    with_state.save(1, state, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
+    with_state.save(
+        1, state, {"iterator": None, "training_tokens": None, "layer_order": None}, None
+    )
     for changes in (STATE, {"memory.optimizer": "device", "memory.parameters": "device"}):
         other = override(config, changes)
         plan = make_plan(other, jax.devices()[:2])
@@ -142,19 +191,30 @@ def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     ],
 )
 def test_moments_in_bfloat16_train_alike(mesh: dict[str, int]) -> None:
-    """The update of three steps, relative to that of float32 moments: a bfloat16 has 8 bits, and a moment's root goes
-    into the update."""
+    """The update of three steps, relative to that of float32 moments: a bfloat16 has 8 bits, and a
+    moment's root goes into the update."""
     config = override(
-        config_of("llama", **mesh), SMALL | {"precision.moments": "bfloat16", "train.learning_rate": 1e-3}
+        config_of("llama", **mesh),
+        SMALL | {"precision.moments": "bfloat16", "train.learning_rate": 1e-3},
     )
-    config = staged(config, "1f1b", 2) if "stage" in mesh else config
+    if "stage" in mesh:
+        config = staged(config, "1f1b", 2)
     exact = override(config, {"precision.moments": "float32"})
     (state, _, plan), (want, _, _) = trained(config), trained(exact)
     start = init_state(Model(config.model), config, plan)
     moved, wanted = (
-        jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), x.params, start.params) for x in (state, want)
+        jax.tree.map(
+            lambda a, b: np.asarray(a) - np.asarray(b),
+            x.params,
+            start.params,
+        )
+        for x in (state, want)
     )
-    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(moved),
+        jax.tree.leaves(wanted),
+        strict=True,
+    ):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < 0.02, error
     first, second = moments_of(state.opt_state)
@@ -163,9 +223,12 @@ def test_moments_in_bfloat16_train_alike(mesh: dict[str, int]) -> None:
 
 
 def test_the_update_is_adamw_on_clipped_gradients() -> None:
-    """Beside optax's own chain, from the gradients that the step itself reports nothing of but their norm."""
+    """Beside optax's own chain, from the gradients that the step itself reports nothing of but
+    their norm.
+    """
     config = override(config_of("llama"), SMALL | {"train.clip_norm": 0.1})
-    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
     state = init_state(model, config, plan)
     (batch,) = batches(config, 1)
 
@@ -178,16 +241,25 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
     want = optax.chain(
         optax.clip_by_global_norm(0.1),
         optax.adamw(
-            learning_rate(train), train.beta1, train.beta2, train.eps, weight_decay=train.weight_decay,
+            learning_rate(train),
+            train.beta1,
+            train.beta2,
+            train.eps,
+            weight_decay=train.weight_decay,
             mask=decay_mask(model.axes),
         ),
-    )  # fmt: skip
-    updates, _ = jax.jit(lambda grads, params: want.update(grads, want.init(params), params))(grads, state.params)
+    )
+    updates, _ = jax.jit(lambda grads, params: want.update(grads, want.init(params), params))(
+        grads, state.params
+    )
     wanted = jax.tree.map(np.asarray, optax.apply_updates(state.params, updates))
     new, metrics = make_train_step(model, config, plan)(state, put_batch(batch, plan))
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
-    # A first step is the sign of a gradient, but for those near eps; a gradient is off by some 1e-6 of the largest.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), new.params, wanted)
+    # A first step is the sign of a gradient, but for those near eps; a gradient is off by some 1e-6
+    # of the largest.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), new.params, wanted
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,9 +273,14 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
         ),
     ],
 )
-def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan_of: Callable[..., Plan]) -> None:
-    """Nor does a number that overflows in a step whose loss and gradients are finite: it stays as it was."""
-    plan, axes = dataclasses.replace(plan_of(fsdp=2), **changes), {"blocks": {"w": ("layers", "embed", "mlp")}}
+def test_a_step_that_is_not_finite_changes_nothing(
+    changes: dict[str, Any], plan_of: Callable[..., Plan]
+) -> None:
+    """Nor does a number that overflows in a step whose loss and gradients are finite: it stays as
+    it was.
+    """
+    plan = dataclasses.replace(plan_of(fsdp=2), **changes)
+    axes = {"blocks": {"w": ("layers", "embed", "mlp")}}
     train = TrainConfig(learning_rate=1e3, warmup_steps=1, clip_norm=0.0)
     largest = float(jnp.finfo(jnp.float32).max)
     params = {"blocks": {"w": jnp.ones((2, 4, 32)).at[0, 0, 0].set(largest)}}
@@ -215,30 +292,55 @@ def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan
         grads = {"blocks": {"w": jnp.ones((2, 4, 32)).at[1, 2, 3].set(slope)}}
         place = on_host if plan.streams else lambda x: x
         moments = (jax.tree.map(place, moment) for moment in moments_of(opt_state))
-        state = jax.tree.map(place, params), optax.tree.set(opt_state, mu=next(moments), nu=next(moments))
-        new = update(*state, grads, LossSums(nll, nll, jnp.float32(8)), axes, train, plan)
+        state = (
+            jax.tree.map(place, params),
+            optax.tree.set(opt_state, mu=next(moments), nu=next(moments)),
+        )
+        new = update(
+            *state,
+            grads,
+            LossSums(nll, nll, jnp.float32(8)),
+            axes,
+            train,
+            plan,
+        )
         return jax.tree.map(on_device, (new.params, new.opt_state, new.overflows))
 
     *first, overflows = jax.tree.map(np.asarray, stepped(opt_state, 2.0, 5.0))
     assert overflows == 1
     weights = first[0]["blocks"]["w"]
     assert weights[0, 0, 0] == largest and np.all(weights[1] < 0) and np.all(np.isfinite(weights))
-    assert not np.array_equal(moments_of(first[1])[0]["blocks"]["w"], 0)
+    assert not np.array_equal(
+        moments_of(first[1])[0]["blocks"]["w"],
+        0,
+    )
     for slope, nll in ((math.nan, 5.0), (-math.inf, 5.0), (2.0, math.nan), (1e30, 5.0)):
         new_params, new_state, overflows = stepped(first[1], slope, nll)
-        jax.tree.map(np.testing.assert_array_equal, (new_params, new_state), (params, first[1]))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            (new_params, new_state),
+            (params, first[1]),
+        )
         assert overflows == 0  # the loss or the norm says it
 
 
-@pytest.mark.parametrize(("beta2", "dtype"), [(0.999, "bfloat16"), (0.95, "bfloat16")])
+@pytest.mark.parametrize(
+    ("beta2", "dtype"),
+    [(0.999, "bfloat16"), (0.95, "bfloat16")],
+)
 def test_moments_follow_gradients_that_grow_and_shrink(
     beta2: float, dtype: Literal["bfloat16"], plan_of: Callable[..., Plan]
 ) -> None:
-    """Both moments, in closed form, with 16 bits asked for: 1,000 steps of gradients of 1e-2, then 5,000 of 1e-4."""
-    plan, axes = dataclasses.replace(plan_of(), moments=dtype), {"head": {"w": ("embed", "mlp")}}
+    """Both moments, in closed form, with 16 bits asked for: 1,000 steps of gradients of 1e-2, then
+    5,000 of 1e-4.
+    """
+    plan = dataclasses.replace(plan_of(), moments=dtype)
+    axes = {"head": {"w": ("embed", "mlp")}}
     train = TrainConfig(beta2=beta2, weight_decay=0.0, clip_norm=0.0)
     params = {"head": {"w": jnp.ones((2, 2))}}
-    opt_state = pack_moments(make_optimizer(train, axes).init(params), decay_mask(axes), plan.moments)
+    opt_state = pack_moments(
+        make_optimizer(train, axes).init(params), decay_mask(axes), plan.moments
+    )
     one = jnp.float32(1)
 
     @jax.jit
@@ -255,9 +357,12 @@ def test_moments_follow_gradients_that_grow_and_shrink(
         params, opt_state = run(params, opt_state, slope, steps)
         decay = np.array([train.beta1, beta2]) ** steps
         exact = decay * exact + (1 - decay) * np.array([slope, slope**2])
-        found = [np.asarray(moment["head"]["w"], np.float64)[0, 0] for moment in moments_of(opt_state)]
-        # A bfloat16 is off by 2^-8 at most, so that a first moment of beta1 0.9 stops within 2^-8 / 0.1 of a gradient
-        # that stays the same; the second moment has float32's rounding, over 1 / (1 - beta2) steps.
+        found = [
+            np.asarray(moment["head"]["w"], np.float64)[0, 0] for moment in moments_of(opt_state)
+        ]
+        # A bfloat16 is off by 2^-8 at most, so that a first moment of beta1 0.9 stops within 2^-8 /
+        # 0.1 of a gradient that stays the same; the second moment has float32's rounding, over 1 /
+        # (1 - beta2) steps.
         np.testing.assert_allclose(found[0], exact[0], rtol=0.04)
         np.testing.assert_allclose(found[1], exact[1], rtol=1e-4)
 
@@ -268,24 +373,47 @@ def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     plan = make_plan(config, jax.devices()[:1])
     state = init_state(Model(config.model), config, plan)
     first, second = moments_of(state.opt_state)
-    half = jax.tree.map(lambda x: jnp.full_like(x, 0.3, jnp.bfloat16), second)
-    old = state._replace(opt_state=optax.tree.set(state.opt_state, mu=first, nu=half))
+    half = jax.tree.map(
+        lambda x: jnp.full_like(x, 0.3, jnp.bfloat16),
+        second,
+    )
+    old = state._replace(
+        opt_state=optax.tree.set(
+            state.opt_state,
+            mu=first,
+            nu=half,
+        )
+    )
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, old, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
     _, found = moments_of(restore_state(checkpoints, 1, config, plan)[0].opt_state)
     checkpoints.close()
-    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(half), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves(found),
+        jax.tree.leaves(half),
+        strict=True,
+    ):
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])  # untied, and tied
+# untied, and tied
+@pytest.mark.parametrize(
+    "family",
+    ["llama", pytest.param("gpt2", marks=pytest.mark.slow)],
+)
 def test_matrices_in_bfloat16(family: str) -> None:
-    config = override(config_of(family, fsdp=2), SMALL | {"precision.params": "bfloat16", "train.accumulation": 2})
+    config = override(
+        config_of(family, fsdp=2), SMALL | {"precision.params": "bfloat16", "train.accumulation": 2}
+    )
     state, numbers, _ = trained(config)
     want = trained(override(config, {"precision.params": "float32"}))[1]
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
+        jnp.dtype("bfloat16"),
+        jnp.dtype("float32"),
+    }
     assert (
-        state.params["blocks"]["q"].dtype == jnp.bfloat16 and state.params["head"]["norm"]["scale"].dtype == "float32"
+        state.params["blocks"]["q"].dtype == jnp.bfloat16
+        and state.params["head"]["norm"]["scale"].dtype == "float32"
     )
     np.testing.assert_allclose(numbers, want, rtol=0.01)  # weights of 8 bits

@@ -1,4 +1,6 @@
-"""`verify` with a split sequence: every strategy gives the gradients of one device, and planted faults do not."""
+"""`verify` with a split sequence: every strategy gives the gradients of one device, and planted
+faults do not.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,58 @@ from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import parameter_order
 
 
-def config_of(family: str, strategy: str = "ring", packed: bool = False, **changes: Any) -> Config:
-    keys = {"model.family": family, "model.heads": 8, "model.vocab_size": 250, "model.tied_head": family == "gpt2"}
-    keys |= {"data.pack": packed, "train.batch": 8, "context.strategy": strategy, "model.scan_layers": False}
+def config_of(
+    family: str,
+    strategy: str = "ring",
+    packed: bool = False,
+    **changes: Any,
+) -> Config:
+    keys = {
+        "model.family": family,
+        "model.heads": 8,
+        "model.vocab_size": 250,
+        "model.tied_head": family == "gpt2",
+    }
+    keys |= {
+        "data.pack": packed,
+        "train.batch": 8,
+        "context.strategy": strategy,
+        "model.scan_layers": False,
+    }
     keys |= {"model.kv_heads": 4} if family == "llama" else {}
-    return override(Config(), keys | {name.replace("__", "."): value for name, value in changes.items()})
+    return override(
+        Config(), keys | {name.replace("__", "."): value for name, value in changes.items()}
+    )
 
 
-SPLIT_IN_ALL = {"rules__heads": (), "rules__kv_heads": (), "rules__attention_seq": ("context", "tensor")}
+SPLIT_IN_ALL = {
+    "rules__heads": (),
+    "rules__kv_heads": (),
+    "rules__attention_seq": ("context", "tensor"),
+}
 PLANS = {
     "llama, ring of 4 x tensor, packed, window": config_of(
         "llama", packed=True, mesh__context=4, mesh__tensor=2, model__masks=("window(100)",)
     ),
     "gpt2, ring of 8": config_of("gpt2", mesh__context=8),
     "llama, data x ring of 2 x tensor, parameters over context": config_of(
-        "llama", mesh__data=2, mesh__context=2, mesh__tensor=2, rules__embed=("fsdp", "context"),
-        memory__policy="full", train__accumulation=2, train__batch=16,
+        "llama",
+        mesh__data=2,
+        mesh__context=2,
+        mesh__tensor=2,
+        rules__embed=("fsdp", "context"),
+        memory__policy="full",
+        train__accumulation=2,
+        train__batch=16,
     ),
-    "llama, ring over context x tensor": config_of("llama", mesh__context=2, mesh__tensor=2, **SPLIT_IN_ALL),
-    "llama, ulysses over 4, packed": config_of("llama", "ulysses", True, mesh__context=4, model__scan_layers=True),
+    "llama, ring over context x tensor": config_of(
+        "llama", mesh__context=2, mesh__tensor=2, **SPLIT_IN_ALL
+    ),
+    "llama, ulysses over 4, packed": config_of(
+        "llama", "ulysses", True, mesh__context=4, model__scan_layers=True
+    ),
     "gpt2, ulysses over 2 x tensor": config_of("gpt2", "ulysses", mesh__context=2, mesh__tensor=2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", some([*PLANS], 2))
@@ -50,7 +83,8 @@ def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(PLANS[name], jax.devices())
     assert found.equal, str(found)
     errors = [row.error for row in found.checks[0].rows]
-    assert 0 < max(errors) < verify.FLOAT32 / 3  # merged softmaxes round a little more: 2.1e-6 was seen, of 1e-5
+    # merged softmaxes round a little more: 2.1e-6 was seen, of 1e-5
+    assert 0 < max(errors) < verify.FLOAT32 / 3
 
 
 # Planted faults. Each is a mistake of several devices only: one device has no split sequence.
@@ -58,7 +92,9 @@ def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
 FAULTY = config_of("llama", mesh__context=4)
 
 
-def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any, config: Config = FAULTY) -> Any:
+def failed_with(
+    monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any, config: Config = FAULTY
+) -> Any:
     monkeypatch.setattr(home, name, fault)
     failed = verify.verify(config, jax.devices()).first_difference
     assert failed is not None
@@ -73,7 +109,10 @@ def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) 
     own = batches.in_order
 
     def left_behind(batch: Any, plan: Any, *strategy: Any) -> Any:
-        positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
+        positions = jnp.broadcast_to(
+            jnp.arange(batch["tokens"].shape[1]),
+            batch["tokens"].shape,
+        )
         return own(batch, plan, *strategy) | {"positions": positions}
 
     failed, wrong, names = failed_with(monkeypatch, model_module, "in_order", left_behind)
@@ -97,13 +136,31 @@ def test_a_mask_that_is_off_by_one_at_a_border_is_caught(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is weighed by its sum of exponentials as it has them, less its own largest score."""
+    """Each part is weighed by its sum of exponentials as it has them, less its own largest
+    score.
+    """
 
-    def without(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, call: Any) -> Any:
-        scores = jnp.einsum("bshd,bthd->bhst", q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)) / math.sqrt(
-            q.shape[-1]
+    def without(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: Any,
+        call: Any,
+    ) -> Any:
+        scores = jnp.einsum(
+            "bshd,bthd->bhst",
+            q,
+            jnp.repeat(
+                k,
+                q.shape[2] // k.shape[2],
+                axis=2,
+            ),
+        ) / math.sqrt(q.shape[-1])
+        scores = jnp.where(
+            dense(mask, Tiles(*scores.shape[2:], 1, 1)),
+            scores,
+            -jnp.inf,
         )
-        scores = jnp.where(dense(mask, Tiles(*scores.shape[2:], 1, 1)), scores, -jnp.inf)
         out, lse = forward(q, k, v, mask, call)
         return out, lse - jnp.max(scores, axis=-1)
 
@@ -113,9 +170,14 @@ def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) 
     assert wrong == names
 
 
-def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is right, and so is what lies nearer to it than the keys and values of the last layer."""
-    own, backward = ContextTask.hop, context.ring_backward
+def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss is right, and so is what lies nearer to it than the keys and values of the last
+    layer.
+    """
+    own = ContextTask.hop
+    backward = context.ring_backward
 
     def wrong_way(*args: Any) -> Any:
         sent: list[Any] = []
@@ -125,7 +187,10 @@ def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: p
             if len(sent) < self.size:  # keys and values: they are sent on first
                 return own(self, tree)
             there = [((i + 1) % self.size, i) for i in range(self.size)]
-            return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
+            return jax.tree.map(
+                lambda x: jax.lax.ppermute(x, self.axes, there),
+                tree,
+            )
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ContextTask, "hop", hop)

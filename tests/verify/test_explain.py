@@ -1,4 +1,6 @@
-"""What a wrong gradient is compared with: contributions that add up, copies by mesh axis, other masks."""
+"""What a wrong gradient is compared with: contributions that add up, copies by mesh axis, other
+masks.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,23 @@ from jaxpar.verify.report import GradientRow
 
 
 def case_of(mesh: MeshSpec, **changes: object) -> Case:
-    small, _ = shrink(override(Config(), {"model.family": "llama", "train.batch": 36, **changes}), mesh)
+    small, _ = shrink(
+        override(Config(), {"model.family": "llama", "train.batch": 36, **changes}), mesh
+    )
     return Case.draw(small, jax.devices()[:8])
 
 
 @pytest.mark.quick
 def test_partitions_have_every_row_once() -> None:
-    case = case_of(MeshSpec(data=2, fsdp=2, context=2), **{"train.accumulation": 3})
+    case = case_of(
+        MeshSpec(data=2, fsdp=2, context=2),
+        **{"train.accumulation": 3},
+    )
     rows = {row.tobytes(): n for n, row in enumerate(case.batch["tokens"])}
     found = {
-        part.what + part.of: [[rows[row.tobytes()] for row in batch["tokens"]] for batch in part.batches]
+        part.what + part.of: [
+            [rows[row.tobytes()] for row in batch["tokens"]] for batch in part.batches
+        ]
         for part in partitions_of(case, case.plan("float32"))
     }
     shards = ["shard of data", "shard of fsdp", "shard of data x fsdp"]
@@ -53,8 +62,15 @@ def test_contributions_add_up_to_the_gradient() -> None:
     assert not means
     assert [name for _, name, _ in parts] == [f"shard {at} of data" for at in range(4)]
     for name, grad in want.grads.items():
-        total = np.sum([grads[name] for _, _, grads in parts], axis=0)
-        np.testing.assert_allclose(total, grad, atol=1e-5 * np.max(np.abs(grad)))
+        total = np.sum(
+            [grads[name] for _, _, grads in parts],
+            axis=0,
+        )
+        np.testing.assert_allclose(
+            total,
+            grad,
+            atol=1e-5 * np.max(np.abs(grad)),
+        )
         assert not np.allclose(parts[0][2][name], grad, rtol=0.1)
 
 
@@ -62,11 +78,16 @@ def test_contributions_add_up_to_the_gradient() -> None:
 def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of(data=2, fsdp=2, tensor=2)
 
-    def local(x: jax.Array) -> jax.Array:  # what a device holds depends on where it is, though the spec denies it
+    # what a device holds depends on where it is, though the spec denies it
+    def local(x: jax.Array) -> jax.Array:
         return x + 10 * jax.lax.axis_index("data") + 100 * jax.lax.axis_index("tensor")
 
     x = jnp.arange(4.0)
-    wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))(x)
+    wrong = jax.jit(
+        jax.shard_map(
+            local, mesh=plan.mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False
+        )
+    )(x)
     assert isinstance(wrong.sharding, NamedSharding)
     found = copies_by_axis(copies(wrong), wrong.sharding)
     assert set(found) == {"data", "tensor"}
@@ -79,7 +100,9 @@ def test_the_wrong_gradient_nearest_to_the_loss() -> None:
     def wrong(*rows: tuple[str, tuple[int, ...] | None]) -> tuple[GradientRow, ...]:
         return tuple(GradientRow(name, (1,), 1.0, 0.1, layers=layers) for name, layers in rows)
 
-    table, q, up = ("embed.tokens", None), ("blocks.q", (0, 1)), ("blocks.up", (0,))
+    table = ("embed.tokens", None)
+    q = ("blocks.q", (0, 1))
+    up = ("blocks.up", (0,))
     assert nearest_to_loss(wrong(table)) == "embed.tokens"
     assert nearest_to_loss(wrong(table, q, up)) == "blocks.q of layer 1"
     assert nearest_to_loss(wrong(table, up)) == "blocks.up of layer 0"

@@ -26,23 +26,46 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model.family": "qwen2"},
     "qwen3": {"model.family": "qwen3", "model.head_dim": 24},
     "mistral": {"model.family": "llama", "model.masks": ("window(90)",)},
-    "gemma2": {"model.family": "gemma2", "model.attention_softcap": 5.0, "model.logit_softcap": 3.0,
-               "model.query_scale": 0.3} | LOCAL,
-    "gemma3": {"model.family": "gemma3", "model.masks": ("window(90)",) * 5 + ("causal",), "model.layers": 20,
-               "model.rope_local_theta": 100.0, "model.rope_factor": 8.0, "model.rope_scaling": "linear"},
+    "gemma2": {
+        "model.family": "gemma2",
+        "model.attention_softcap": 5.0,
+        "model.logit_softcap": 3.0,
+        "model.query_scale": 0.3,
+    }
+    | LOCAL,
+    "gemma3": {
+        "model.family": "gemma3",
+        "model.masks": ("window(90)",) * 5 + ("causal",),
+        "model.layers": 20,
+        "model.rope_local_theta": 100.0,
+        "model.rope_factor": 8.0,
+        "model.rope_scaling": "linear",
+    },
     "sparse": {"model.family": "llama"} | SPARSE,
-}  # fmt: skip
+}
 COMMON = {"model.heads": 8, "model.kv_heads": 4, "model.vocab_size": 250, "train.batch": 48}
 Plan = tuple[str, dict[str, int], dict[str, Any]]
 
 
-def piped(schedule: str, M: int, virtual: int = 1) -> dict[str, Any]:
+def piped(
+    schedule: str,
+    M: int,
+    virtual: int = 1,
+) -> dict[str, Any]:
     return {"pipeline.schedule": schedule, "pipeline.microbatches": M, "pipeline.virtual": virtual}
 
 
 # Stages begin with the first of six kinds.
-PIPED: dict[str, dict[str, Any]] = {"gemma3": {"model.layers": 26, "pipeline.layers": (12, 14)}}
-VIRTUAL: dict[str, dict[str, Any]] = {"gemma3": {"model.layers": 24}, "gemma2": {"model.layers": 8}}
+PIPED: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model.layers": 26,
+        "pipeline.layers": (12, 14),
+    }
+}
+VIRTUAL: dict[str, dict[str, Any]] = {
+    "gemma3": {"model.layers": 24},
+    "gemma2": {"model.layers": 8},
+}
 VIRTUAL["sparse"] = VIRTUAL["gemma2"]
 FAST: list[Plan] = [
     ("gemma3", {"context": 2, "fsdp": 2}, {"memory.policy": "dots"}),
@@ -53,17 +76,50 @@ POLICIES = ("full", "block_inputs", "attention_out", "selective", "dots", "none"
 PLANS: list[Plan] = [
     *FAST,
     *((model, {"fsdp": 2, "tensor": 4}, BFLOAT16 | {"train.accumulation": 3}) for model in MODELS),
-    *((model, {"data": 2, "context": 4}, {"context.strategy": name, "data.pack": True, "model.layers": 5})
-      for model, name in zip(MODELS, STRATEGIES, strict=True)),
-    *((model, {"fsdp": 2, "tensor": 2}, RING | {"overlap.domino": "on", "memory.policy": policy})
-      for model, policy in zip(MODELS, POLICIES, strict=True)),
-    *((model, {"stage": 2, "fsdp": 2}, piped("1f1b", 4) | PIPED.get(model, {})) for model in [*MODELS][::2]),
-    *((model, {"stage": 2, "context": 2}, piped("interleaved", 4, 2) | BLOCKS | VIRTUAL.get(model, {}))
-      for model in [*MODELS][1::2]),
-    ("gemma3", {"stage": 2, "tensor": 2}, piped("1f1b", 4) | FULL | PIPED["gemma3"]),
-    ("gemma3", {"fsdp": 8}, {"memory.parameters": "offload", "memory.optimizer": "offload", "memory.policy": "full"}),
+    *(
+        (
+            model,
+            {"data": 2, "context": 4},
+            {"context.strategy": name, "data.pack": True, "model.layers": 5},
+        )
+        for model, name in zip(MODELS, STRATEGIES, strict=True)
+    ),
+    *(
+        (
+            model,
+            {"fsdp": 2, "tensor": 2},
+            RING | {"overlap.domino": "on", "memory.policy": policy},
+        )
+        for model, policy in zip(MODELS, POLICIES, strict=True)
+    ),
+    *(
+        (
+            model,
+            {"stage": 2, "fsdp": 2},
+            piped("1f1b", 4) | PIPED.get(model, {}),
+        )
+        for model in [*MODELS][::2]
+    ),
+    *(
+        (
+            model,
+            {"stage": 2, "context": 2},
+            piped("interleaved", 4, 2) | BLOCKS | VIRTUAL.get(model, {}),
+        )
+        for model in [*MODELS][1::2]
+    ),
+    (
+        "gemma3",
+        {"stage": 2, "tensor": 2},
+        piped("1f1b", 4) | FULL | PIPED["gemma3"],
+    ),
+    (
+        "gemma3",
+        {"fsdp": 8},
+        {"memory.parameters": "offload", "memory.optimizer": "offload", "memory.policy": "full"},
+    ),
     ("gemma3", {"tensor": 8}, {"model.heads": 4, "model.kv_heads": 2}),
-]  # fmt: skip
+]
 
 
 def verified(plan: Plan) -> verify.Verification:
@@ -74,7 +130,10 @@ def verified(plan: Plan) -> verify.Verification:
 
 REFUSED = pytest.mark.xfail(
     jax.__version_info__ >= (0, 11),
-    reason="XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library refuses the program",
+    reason=(
+        "XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library "
+        "refuses the program"
+    ),
     raises=UserError,
     strict=True,
 )
@@ -82,7 +141,10 @@ REFUSED = pytest.mark.xfail(
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(FAST[0], marks=REFUSED), pytest.param(FAST[1], marks=pytest.mark.slow)],
+    [
+        pytest.param(FAST[0], marks=REFUSED),
+        pytest.param(FAST[1], marks=pytest.mark.slow),
+    ],
     ids=lambda plan: plan[0],
 )
 def test_a_family_gives_the_gradients_of_one_device(plan: Plan) -> None:
@@ -108,7 +170,8 @@ def words(plan: Plan) -> tuple[str, str]:
     """A plan in a table's cells."""
     _, mesh, changes = plan
     parts = [
-        f"{name.partition('.')[2]} {' '.join(map(str, value)) if isinstance(value, tuple) else str(value).lower()}"
+        f"{name.partition('.')[2]} "
+        f"{' '.join(map(str, value)) if isinstance(value, tuple) else str(value).lower()}"
         for name, value in changes.items()
         if value not in ("off", "xla")
     ]

@@ -1,4 +1,6 @@
-"""`verify.gradients` on a loss of a few lines: mistakes that the caller names, and what is printed and kept."""
+"""`verify.gradients` on a loss of a few lines: mistakes that the caller names, and what is printed
+and kept.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,14 @@ from jaxpar import verify
 pytestmark = pytest.mark.quick
 
 RNG = np.random.default_rng(0)
-PARAMS = {"w": RNG.standard_normal((4, 3)).astype(np.float32), "b": RNG.standard_normal(3).astype(np.float32)}
-BATCH = {"x": RNG.standard_normal((16, 4)).astype(np.float32), "mask": RNG.uniform(0.2, 2, 16).astype(np.float32)}
+PARAMS = {
+    "w": RNG.standard_normal((4, 3)).astype(np.float32),
+    "b": RNG.standard_normal(3).astype(np.float32),
+}
+BATCH = {
+    "x": RNG.standard_normal((16, 4)).astype(np.float32),
+    "mask": RNG.uniform(0.2, 2, 16).astype(np.float32),
+}
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -29,7 +37,9 @@ def without_mask(params: Any, batch: Any) -> Any:
 
 def verdict_of(program: Any, **options: Any) -> verify.Verdict:
     layout = jaxpar.Layout(jaxpar.make_mesh(data=4, fsdp=2))
-    return verify.gradients(program, loss, PARAMS, BATCH, (layout.sharding(()), layout.sharding(("batch",))), **options)
+    return verify.gradients(
+        program, loss, PARAMS, BATCH, (layout.sharding(()), layout.sharding(("batch",))), **options
+    )
 
 
 def test_a_mistake_that_nothing_explains_is_one_all_the_same() -> None:
@@ -40,7 +50,9 @@ def test_a_mistake_that_nothing_explains_is_one_all_the_same() -> None:
 
 
 def test_a_small_error_is_one_all_the_same() -> None:
-    """The limit is 1e-5 for a loss that is as little sensitive to rounding as this one, and it is 3e-5 off."""
+    """The limit is 1e-5 for a loss that is as little sensitive to rounding as this one, and it is
+    3e-5 off.
+    """
     assert not verdict_of(lambda params, batch: (1 + 3e-5) * loss(params, batch)).equal
 
 
@@ -49,7 +61,17 @@ def test_one_shard_of_two_mesh_axes_together_is_missing() -> None:
 
     def without_a_shard(params: Any, batch: Any) -> Any:
         rows = jnp.arange(16)
-        return loss(params, batch | {"mask": jnp.where((rows == 6) | (rows == 7), 0, batch["mask"])})
+        return loss(
+            params,
+            batch
+            | {
+                "mask": jnp.where(
+                    (rows == 6) | (rows == 7),
+                    0,
+                    batch["mask"],
+                )
+            },
+        )
 
     (bias, weight) = verdict_of(without_a_shard).wrong
     for row in (bias, weight):

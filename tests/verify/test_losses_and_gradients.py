@@ -21,7 +21,12 @@ from jaxpar.parallel.padding import TokenCounts
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.checks import FLOAT32_LOSS, compare_answers
-from jaxpar.verify.of_config.losses_and_gradients import Case, one_device, parameter_order, under_plan
+from jaxpar.verify.of_config.losses_and_gradients import (
+    Case,
+    one_device,
+    parameter_order,
+    under_plan,
+)
 from jaxpar.verify.of_config.shrink import shrink
 
 pytestmark = pytest.mark.quick
@@ -35,8 +40,19 @@ def test_parameters_stand_in_the_order_of_the_forward_pass(family: str, tied: bo
     names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.shapes())}
     assert len(order) == len(set(order))
     assert set(order) == names
-    places = [order.index(name) for name in ("embed.tokens", "blocks.attention_norm.scale", "blocks.q", "blocks.out",
-              "blocks.mlp_norm.scale", "blocks.up", "blocks.down", "head.norm.scale")]  # fmt: skip
+    places = [
+        order.index(name)
+        for name in (
+            "embed.tokens",
+            "blocks.attention_norm.scale",
+            "blocks.q",
+            "blocks.out",
+            "blocks.mlp_norm.scale",
+            "blocks.up",
+            "blocks.down",
+            "head.norm.scale",
+        )
+    ]
     assert places == sorted(places)
 
 
@@ -47,20 +63,36 @@ def test_every_copy_is_fetched(plan_of: Callable[..., Plan]) -> None:
         return x + 10 * jax.lax.axis_index("data")
 
     x = jnp.arange(4.0)
-    wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False))
+    wrong = jax.jit(
+        jax.shard_map(
+            local, mesh=plan.mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False
+        )
+    )
     np.testing.assert_array_equal(copies(wrong(x)), [x, x + 10])
     np.testing.assert_array_equal(copies(x), [x])
 
 
-def test_the_reference_weighs_the_losses_of_routers_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_weighs_the_losses_of_routers_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A mistake in their weight, which every layout would share, is no part of it."""
-    changes = {"model.family": "llama", "model.experts": 4, "train.balance_loss": 0.1, "train.router_z_loss": 0.05}
+    changes = {
+        "model.family": "llama",
+        "model.experts": 4,
+        "train.balance_loss": 0.1,
+        "train.router_z_loss": 0.05,
+    }
     small, _ = shrink(override(Config(), changes), MeshSpec())
     case = Case.draw(small, jax.devices()[:1])
-    plan, weights = case.plan("float32"), step.loss_weights(small.train)
+    plan = case.plan("float32")
+    weights = step.loss_weights(small.train)
 
     def loss() -> float:
-        return float(jax.jit(lambda batch: case.model.loss(case.params, batch, plan, None, weights).loss)(case.batch))
+        return float(
+            jax.jit(lambda batch: case.model.loss(case.params, batch, plan, None, weights).loss)(
+                case.batch
+            )
+        )
 
     right = loss()
     monkeypatch.setattr(TokenCounts, "labels_per_token", 1.0)
@@ -70,9 +102,13 @@ def test_the_reference_weighs_the_losses_of_routers_by_itself(monkeypatch: pytes
 
 
 def test_the_plan_is_run_as_in_training() -> None:
-    """The training step's arguments, float32 matmuls in full when asked, gradients laid out as parameters."""
+    """The training step's arguments, float32 matmuls in full when asked, gradients laid out as
+    parameters.
+    """
     small, _ = shrink(
-        override(Config(), {"train.accumulation": 3, "train.z_loss": 0.1, "train.balance_loss": 0.2}),
+        override(
+            Config(), {"train.accumulation": 3, "train.z_loss": 0.1, "train.balance_loss": 0.2}
+        ),
         MeshSpec(data=2, tensor=2),
     )
     seen = []
@@ -81,29 +117,57 @@ def test_the_plan_is_run_as_in_training() -> None:
         seen.append((*args[3:], jax.config.jax_default_matmul_precision))  # pyright: ignore[reportAttributeAccessIssue]
         return step.LossSums(*jnp.ones(3)), args[1]
 
-    case = Case.draw(small, jax.devices()[:4], cast(Any, gradients))
+    case = Case.draw(
+        small,
+        jax.devices()[:4],
+        cast(Any, gradients),
+    )
     for precision, exact in (("float32", True), ("bfloat16", False)):
         answer = under_plan(case, precision, exact)
         plan, key, accumulation, weights, matmuls = seen.pop()
-        assert (plan.compute, plan.mesh.shape["tensor"], key, accumulation) == (precision, 2, None, 3)
+        assert (plan.compute, plan.mesh.shape["tensor"], key, accumulation) == (
+            precision,
+            2,
+            None,
+            3,
+        )
         assert weights == LossWeights(z_loss=0.1, balance_loss=0.2)
         assert matmuls == ("highest" if exact else None)
     assert answer.shardings["blocks.up"].spec == P(None, None, "tensor")
-    np.testing.assert_array_equal(answer.grads["blocks.up"], np.stack([case.params["blocks"]["up"]] * 2))
+    np.testing.assert_array_equal(
+        answer.grads["blocks.up"], np.stack([case.params["blocks"]["up"]] * 2)
+    )
 
 
 def test_an_error_of_a_few_times_the_tolerance_is_seen() -> None:
-    """The worst that rounding does in float32 is 3.6e-6 of a gradient (docs/verify.md). The limits are 1e-5 of it and
-    3e-6 of the loss; in bfloat16 three times the error of one device and 2^-7, and 2^-8 of the loss."""
-    case = Case.draw(shrink(Config(), MeshSpec())[0], jax.devices()[:1])
+    """The worst that rounding does in float32 is 3.6e-6 of a gradient (docs/verify.md). The limits
+    are 1e-5 of it and 3e-6 of the loss; in bfloat16 three times the error of one device and 2^-7,
+    and 2^-8 of the loss."""
+    case = Case.draw(
+        shrink(Config(), MeshSpec())[0],
+        jax.devices()[:1],
+    )
     names = parameter_order(case.model)
-    want = Answer(np.full(1, 4.0), {name: np.ones((1, 3)) for name in names})
+    want = Answer(
+        np.full(1, 4.0),
+        {name: np.ones((1, 3)) for name in names},
+    )
 
     def off(gradient: float = 0.0, loss: float = 0.0) -> Answer:
         """The answer with errors of this size in the last gradient, or in the loss."""
-        return Answer(want.losses * (1 + loss), {**want.grads, names[-1]: np.full((1, 3), 1 + gradient)})
+        return Answer(
+            want.losses * (1 + loss),
+            {
+                **want.grads,
+                names[-1]: np.full((1, 3), 1 + gradient),
+            },
+        )
 
-    def equal(got: Answer, near: Answer | None = None, ops: Answer | None = None) -> bool:
+    def equal(
+        got: Answer,
+        near: Answer | None = None,
+        ops: Answer | None = None,
+    ) -> bool:
         return compare_answers("", case, got, want, near, ops).equal
 
     assert equal(off(7e-6)) and not equal(off(2e-5))
@@ -111,6 +175,7 @@ def test_an_error_of_a_few_times_the_tolerance_is_seen() -> None:
     near = off(1e-3)
     assert equal(off(0.01), near) and not equal(off(0.02), near)
     assert equal(off(loss=3e-3), near) and not equal(off(loss=6e-3), near)
-    ops = off(0.02)  # twice what one device with the library's ops is off by, unless that is more than 2^-4
+    # twice what one device with the library's ops is off by, unless that is more than 2^-4
+    ops = off(0.02)
     assert equal(off(0.04), near, ops) and not equal(off(0.06), near, ops)
     assert not equal(off(0.02), near, off(0.1))

@@ -1,5 +1,6 @@
-"""`verify` with every policy and with activations in host memory: the gradients are those of one device, and those of
-the same plan with everything kept, to the bit where both run the same operations.
+"""`verify` with every policy and with activations in host memory: the gradients are those of one
+device, and those of the same plan with everything kept, to the bit where both run the same
+operations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import Case, one_device, under_plan
 
 Changes = dict[str, Any]
-COMMON = {"model.vocab_size": 250, "data.seq_len": 240, "precision.compute": "float32", "train.batch": 16}
+COMMON = {
+    "model.vocab_size": 250,
+    "data.seq_len": 240,
+    "precision.compute": "float32",
+    "train.batch": 16,
+}
 GPT2 = {"model.family": "gpt2", "model.heads": 8}
 LLAMA = {"model.family": "llama", "model.heads": 8, "model.kv_heads": 4, "model.tied_head": False}
 MOE = {"model.family": "llama", "model.heads": 8, "model.experts": 8, "train.balance_loss": 0.1}
@@ -26,7 +32,12 @@ UNROLLED = {"model.scan_layers": False}
 RINGS = {"overlap.gather": "ring", "overlap.scatter": "bidirectional"}
 
 
-def piped(schedule: str, microbatches: int, virtual: int = 1, **more: Any) -> Changes:
+def piped(
+    schedule: str,
+    microbatches: int,
+    virtual: int = 1,
+    **more: Any,
+) -> Changes:
     changes = {"schedule": schedule, "microbatches": microbatches, "virtual": virtual} | more
     return {f"pipeline.{name}": value for name, value in changes.items()}
 
@@ -42,53 +53,84 @@ def policy(name: str) -> Changes:
 PARAMETERS = keep("dots", "offload", "block_input") | {"memory.parameters": "offload"}
 PRESETS = [policy(name) for name in ("full", "block_inputs", "attention_out", "selective", "dots")]
 OFFLOAD_INPUT = keep("full", "offload", "block_input")
-OFFLOAD_DOTS = keep("dots", "offload", "block_input", "q", "k", "v", "attention_out", "mlp_input", "gate", "up")
+OFFLOAD_DOTS = keep(
+    "dots", "offload", "block_input", "q", "k", "v", "attention_out", "mlp_input", "gate", "up"
+)
 OFFLOAD_UP = keep("none", "offload", "up", "mlp_hidden")
 OFFLOAD_INPUTS = keep("block_inputs", "offload", "block_input", "mlp_input")
 OFFLOAD_ATTENTION = keep("attention_out", "offload", "attention_out", "attention_lse")
 
 TABLES: dict[str, tuple[Changes, dict[str, int], list[Changes]]] = {
-    "llama alone": (LLAMA, {}, [*PRESETS, OFFLOAD_INPUT, OFFLOAD_DOTS, keep("none", "recompute", "gate", "q")]),
+    "llama alone": (
+        LLAMA,
+        {},
+        [*PRESETS, OFFLOAD_INPUT, OFFLOAD_DOTS, keep("none", "recompute", "gate", "q")],
+    ),
     "gpt2, data x fsdp x tensor": (
-        GPT2, {"data": 2, "fsdp": 2, "tensor": 2}, [*PRESETS, OFFLOAD_INPUT, OFFLOAD_UP, PARAMETERS],
+        GPT2,
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        [*PRESETS, OFFLOAD_INPUT, OFFLOAD_UP, PARAMETERS],
     ),
     "llama, fsdp x tensor, rings, kv heads copied": (
-        LLAMA | RINGS, {"fsdp": 2, "tensor": 4}, [*PRESETS[1:], OFFLOAD_INPUTS],
+        LLAMA | RINGS,
+        {"fsdp": 2, "tensor": 4},
+        [*PRESETS[1:], OFFLOAD_INPUTS],
     ),
     "llama, fsdp x context, ring attention": (
-        LLAMA, {"fsdp": 2, "context": 4}, [*PRESETS, OFFLOAD_ATTENTION, OFFLOAD_DOTS, PARAMETERS],
+        LLAMA,
+        {"fsdp": 2, "context": 4},
+        [*PRESETS, OFFLOAD_ATTENTION, OFFLOAD_DOTS, PARAMETERS],
     ),
     "gpt2, context x tensor, Ulysses, unrolled": (
-        GPT2 | UNROLLED | {"context.strategy": "ulysses"}, {"context": 2, "tensor": 2},
+        GPT2 | UNROLLED | {"context.strategy": "ulysses"},
+        {"context": 2, "tensor": 2},
         [policy("attention_out"), policy("dots"), policy("selective"), OFFLOAD_INPUT],
     ),
     "llama, context, packed": (
-        LLAMA | {"data.pack": True}, {"data": 2, "context": 2},
+        LLAMA | {"data.pack": True},
+        {"data": 2, "context": 2},
         [policy("attention_out"), policy("block_inputs"), OFFLOAD_ATTENTION],
     ),
     "moe, expert x fsdp x tensor": (
-        MOE, {"expert": 2, "fsdp": 2, "tensor": 2},
-        [policy("full"), policy("dots"), policy("block_inputs"),
-         keep("dots", "offload", "expert_input", "gate", "up", "expert_out")],
+        MOE,
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+        [
+            policy("full"),
+            policy("dots"),
+            policy("block_inputs"),
+            keep("dots", "offload", "expert_input", "gate", "up", "expert_out"),
+        ],
     ),
     "llama, Domino, accumulation": (
-        LLAMA | {"overlap.domino": "on", "train.accumulation": 2}, {"fsdp": 2, "tensor": 2},
+        LLAMA | {"overlap.domino": "on", "train.accumulation": 2},
+        {"fsdp": 2, "tensor": 2},
         [policy("dots"), OFFLOAD_INPUTS],
     ),
     "llama, 1F1B x fsdp x tensor": (
-        LLAMA | piped("1f1b", 4), {"stage": 2, "fsdp": 2, "tensor": 2},
-        [*PRESETS, policy("attention_out") | {"pipeline.stash": "stage"}, OFFLOAD_INPUT, OFFLOAD_DOTS, PARAMETERS],
+        LLAMA | piped("1f1b", 4),
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+        [
+            *PRESETS,
+            policy("attention_out") | {"pipeline.stash": "stage"},
+            OFFLOAD_INPUT,
+            OFFLOAD_DOTS,
+            PARAMETERS,
+        ],
     ),
     "llama, interleaved x context": (
-        LLAMA | piped("interleaved", 4, 2) | {"model.layers": 4}, {"stage": 2, "context": 2},
+        LLAMA | piped("interleaved", 4, 2) | {"model.layers": 4},
+        {"stage": 2, "context": 2},
         [policy("block_inputs"), policy("attention_out"), OFFLOAD_ATTENTION],
     ),
-}  # fmt: skip
-"""What the model and the plan are, its mesh, and what is kept. The first row of each is everything kept."""
+}
+"""What the model and the plan are, its mesh, and what is kept. The first row of each is everything
+kept.
+"""
 
 IN_CI = ("llama, fsdp x context, ring attention",)
 
-# Float32, the same matmuls in the same order: what is made again may be fused otherwise, an ulp (6e-8) here or there.
+# Float32, the same matmuls in the same order: what is made again may be fused otherwise, an ulp
+# (6e-8) here or there.
 AGAIN = 1e-6
 
 
@@ -111,31 +153,47 @@ def largest_difference(got: Answer, other: Answer) -> float:
 
 def saved(changes: Changes) -> Changes:
     """What is offloaded, saved on the device instead."""
-    there = {key: "save" if ".keep." in key else "device" for key, value in changes.items() if value == "offload"}
+    there = {
+        key: "save" if ".keep." in key else "device"
+        for key, value in changes.items()
+        if value == "offload"
+    }
     return changes | there
 
 
 def words(changes: Changes) -> str:
     """`dots, offload q, k`."""
-    actions = [f"{value} {key.removeprefix('memory.keep.')}" for key, value in changes.items() if "keep" in key]
+    actions = [
+        f"{value} {key.removeprefix('memory.keep.')}"
+        for key, value in changes.items()
+        if "keep" in key
+    ]
     others = [
-        f"{key}={value}" for key, value in changes.items() if not key.startswith(("memory.keep", "memory.policy"))
+        f"{key}={value}"
+        for key, value in changes.items()
+        if not key.startswith(("memory.keep", "memory.policy"))
     ]
     return ", ".join([changes["memory.policy"], *actions, *others])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long) for name in TABLES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long)
+        for name in TABLES
+    ],
 )
 def test_the_table_of_memory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the rows of docs/memory.md."""
     base, mesh, kept = TABLES[name]
     case = case_of(base, mesh)
-    want, whole = reference(case), under_plan(case, "float32", exact=True)
+    want = reference(case)
+    whole = under_plan(case, "float32", exact=True)
     for changes in kept:
         case = case_of(base | changes, mesh)
         got = under_plan(case, "float32", exact=True)
-        check, off = verify.compare_answers("float32", case, got, want), largest_difference(got, whole)
+        check = verify.compare_answers("float32", case, got, want)
+        off = largest_difference(got, whole)
         worst = max(row.error for row in check.rows)
         row = [name, words(changes), f"{worst:.1e}", "to the bit" if off == 0 else f"{off:.0e}"]
         with capsys.disabled():
@@ -149,31 +207,45 @@ def test_the_table_of_memory(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("gpt2, data x fsdp x tensor", policy("dots")), ("llama, 1F1B x fsdp x tensor", OFFLOAD_INPUT)],
+    [
+        ("gpt2, data x fsdp x tensor", policy("dots")),
+        ("llama, 1F1B x fsdp x tensor", OFFLOAD_INPUT),
+    ],
 )
 def test_what_is_kept_changes_no_gradient(name: str, changes: Changes) -> None:
     base, mesh, _ = TABLES[name]
     case = case_of(base | changes, mesh)
-    check = verify.compare_answers("float32", case, under_plan(case, "float32", exact=True), reference(case))
+    check = verify.compare_answers(
+        "float32", case, under_plan(case, "float32", exact=True), reference(case)
+    )
     assert check.equal, str(check)
 
 
 def test_a_wrong_offload_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in openxla/xla#46231, where the backward pass read another layer's: what comes back is of the wrong rows."""
+    """As in openxla/xla#46231, where the backward pass read another layer's: what comes back is of
+    the wrong rows.
+    """
     own = remat_module.named
 
     @jax.custom_vjp
     def shifted(x: Any) -> Any:
         return x
 
-    shifted.defvjp(lambda x: (x, None), lambda _, dx: (jax.numpy.roll(dx, 1, axis=0),))
+    shifted.defvjp(
+        lambda x: (x, None),
+        lambda _, dx: (jax.numpy.roll(dx, 1, axis=0),),
+    )
     from jaxpar.models import transformer
 
     def wrong(x: Any, name: str) -> Any:
-        return shifted(own(x, name)) if name == "mlp_input" else own(x, name)
+        if name == "mlp_input":
+            return shifted(own(x, name))
+        return own(x, name)
 
     monkeypatch.setattr(transformer, "named", wrong)
-    found = verify.verify(override(Config(), COMMON | LLAMA | OFFLOAD_INPUTS | {"mesh.fsdp": 2}), jax.devices()[:2])
+    found = verify.verify(
+        override(Config(), COMMON | LLAMA | OFFLOAD_INPUTS | {"mesh.fsdp": 2}), jax.devices()[:2]
+    )
     assert not found.equal
     failed = found.first_difference
     assert failed is not None and failed.loss_ok

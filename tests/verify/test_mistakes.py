@@ -1,4 +1,6 @@
-"""Each mistake is recognised from the arrays alone, and a gradient that is merely rounded is not taken for one."""
+"""Each mistake is recognised from the arrays alone, and a gradient that is merely rounded is not
+taken for one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def split_in(count: int) -> list[np.ndarray]:
 
 
 def found(got: np.ndarray, **changes: Any) -> tuple[str, str]:
-    evidence = Evidence(got + np.float32(1e-7) * ERROR[..., ::-1], WANT, **{"axis_sizes": SIZES, **changes})
+    evidence = Evidence(
+        got + np.float32(1e-7) * ERROR[..., ::-1], WANT, **{"axis_sizes": SIZES, **changes}
+    )
     finding = diagnose(evidence)
     assert finding.kind in get_args(Kind)
     assert finding.fits == (finding.kind not in ("unknown", "rounding"))
@@ -59,52 +63,86 @@ def test_a_factor_is_named_by_what_has_that_size(factor: float, kind: str, says:
 def test_two_axes_of_one_size_are_both_named() -> None:
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}
     _, says = found(2 * WANT, sizes={"accumulation": 2}, axis_sizes=sizes)
-    assert says == "2 times the reference, the size of data or fsdp or tensor, as if summed over it once more"
+    assert says == (
+        "2 times the reference, the size of data or fsdp or tensor, as if summed over it once more"
+    )
 
 
 @pytest.mark.parametrize(
     ("dim", "order", "names"),
-    [(0, [1, 2, 3, 0], "fsdp"), (0, [0, 2, 1, 3], "fsdp"), (2, [1, 0], "data")],
+    [
+        (0, [1, 2, 3, 0], "fsdp"),
+        (0, [0, 2, 1, 3], "fsdp"),
+        (2, [1, 0], "data"),
+    ],
 )
 def test_permuted_blocks_are_put_in_order(dim: int, order: list[int], names: str) -> None:
     blocks = np.split(WANT, len(order), axis=dim)
     got = np.concatenate([blocks[place] for place in order], axis=dim)
-    kind, says = found(got, split=[("fsdp",), (), ("data",)])
+    kind, says = found(
+        got,
+        split=[("fsdp",), (), ("data",)],
+    )
     assert kind == "permuted"
-    assert says == f"the reference with its {len(order)} blocks along dim {dim} ({names}) in the order {order}"
+    assert says == (
+        f"the reference with its {len(order)} blocks along dim {dim} ({names}) in the order {order}"
+    )
 
 
 def test_some_layers_of_a_stacked_parameter_need_not_divide_over_stages() -> None:
     """Of eight layers on four stages three may differ, and be explained by themselves."""
-    got, want = drawn(2, 3, 8, 8), WANT[:3, :8]
-    assert diagnose(Evidence(got, want, axis_sizes={"stage": 4}, split=[("stage",), (), ()])).kind == "unknown"
+    got = drawn(2, 3, 8, 8)
+    want = WANT[:3, :8]
+    assert (
+        diagnose(Evidence(got, want, axis_sizes={"stage": 4}, split=[("stage",), (), ()])).kind
+        == "unknown"
+    )
 
 
 def test_blocks_of_two_axes_together_are_permuted() -> None:
     order = [4, 5, 6, 7, 0, 1, 3, 2]
-    kind, says = found(WANT[order], split=[("data", "fsdp"), (), ()])
+    kind, says = found(
+        WANT[order],
+        split=[("data", "fsdp"), (), ()],
+    )
     assert (kind, f"(data x fsdp) in the order {order}" in says) == ("permuted", True)
 
 
 def test_one_contribution_twice_alone_or_left_out() -> None:
-    shards, batches = split_in(4), split_in(3)
+    shards = split_in(4)
+    batches = split_in(3)
     parts = [("shard", f"shard {i} of fsdp", value) for i, value in enumerate(shards)]
     parts += [("microbatch", f"microbatch {i}", value) for i, value in enumerate(batches)]
     guesses = [guess for part in parts for guess in guesses_of_part(*part, WANT)]
-    assert found(shards[2], guesses=guesses) == ("sum missing", "the contribution of shard 2 of fsdp alone")
-    assert found(WANT - shards[1], guesses=guesses) == ("sum missing", "the reference without shard 1 of fsdp")
+    assert found(shards[2], guesses=guesses) == (
+        "sum missing",
+        "the contribution of shard 2 of fsdp alone",
+    )
+    assert found(WANT - shards[1], guesses=guesses) == (
+        "sum missing",
+        "the reference without shard 1 of fsdp",
+    )
     assert found(WANT + shards[0], guesses=guesses) == (
         "sum doubled",
         "the reference with shard 0 of fsdp counted twice",
     )
-    assert found(WANT + batches[1], guesses=guesses) == ("microbatch", "the reference with microbatch 1 counted twice")
-    assert found(WANT - batches[2], guesses=guesses) == ("microbatch", "the reference without microbatch 2")
+    assert found(WANT + batches[1], guesses=guesses) == (
+        "microbatch",
+        "the reference with microbatch 1 counted twice",
+    )
+    assert found(WANT - batches[2], guesses=guesses) == (
+        "microbatch",
+        "the reference without microbatch 2",
+    )
 
 
 def test_copies_that_add_up_tell_of_a_missing_sum() -> None:
     copies = np.stack(split_in(2))
     assert found(copies[0], copies={"data": copies})[0] == "sum missing"
-    kind, says = found(copies[0], copies={"data": copies * np.float32(1.5)})
+    kind, says = found(
+        copies[0],
+        copies={"data": copies * np.float32(1.5)},
+    )
     assert (kind, "copies along data differ by" in says) == ("copies", True)
     same = np.stack([2 * WANT, 2 * WANT])
     assert found(2 * WANT, copies={"data": same})[0] == "sum doubled"
@@ -112,7 +150,10 @@ def test_copies_that_add_up_tell_of_a_missing_sum() -> None:
 
 def test_another_computation_is_recognised() -> None:
     other = drawn(2, *WANT.shape)
-    guesses = [("mask", "a token sees the one after it", other), ("documents", "documents mix", -other)]
+    guesses = [
+        ("mask", "a token sees the one after it", other),
+        ("documents", "documents mix", -other),
+    ]
     assert found(other, guesses=guesses) == ("mask", "a token sees the one after it")
 
 

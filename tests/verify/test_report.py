@@ -13,13 +13,27 @@ from jaxpar.verify.report import GradientRow, Verdict, table
 
 pytestmark = pytest.mark.quick
 
-SETUP = Setup(Config(mesh=MeshSpec(data=2)), jax.devices()[:2], ("a note",))
+SETUP = Setup(
+    Config(mesh=MeshSpec(data=2)),
+    jax.devices()[:2],
+    ("a note",),
+)
 RIGHT = GradientRow("embed.tokens", (4, 3), 1e-7, 1e-5)
-SIGN = GradientRow("blocks.up", (2, 3, 4), 2.0, 1e-5, Finding("sign", "minus the reference", 1e-7))
-TWICE = GradientRow("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 times the reference", 1e-7))
+SIGN = GradientRow(
+    "blocks.up",
+    (2, 3, 4),
+    2.0,
+    1e-5,
+    Finding("sign", "minus the reference", 1e-7),
+)
+TWICE = GradientRow(
+    "head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 times the reference", 1e-7)
+)
 
 
-def found(*rows: GradientRow, loss_error: float = 0.0, origin: str = "", alone: bool = False) -> Verification:
+def found(
+    *rows: GradientRow, loss_error: float = 0.0, origin: str = "", alone: bool = False
+) -> Verification:
     check = Verdict("float32", loss_error, 1e-6, rows, True, origin, alone)
     return Verification(SETUP, (check,), 12.3)
 
@@ -27,7 +41,10 @@ def found(*rows: GradientRow, loss_error: float = 0.0, origin: str = "", alone: 
 def test_an_equal_plan() -> None:
     said = found(RIGHT)
     assert said.equal
-    assert str(said) == "EQUAL: loss and 1 gradients on data=2 (2 x cpu) as on one device; float32; 12 s"
+    assert (
+        str(said)
+        == "EQUAL: loss and 1 gradients on data=2 (2 x cpu) as on one device; float32; 12 s"
+    )
 
 
 def test_the_first_difference_and_the_one_nearest_to_the_loss() -> None:

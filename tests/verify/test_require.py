@@ -21,13 +21,18 @@ pytestmark = pytest.mark.quick
 CONFIG = load_config("tiny")
 
 
-def required(monkeypatch: pytest.MonkeyPatch, equal: bool, config: Config = CONFIG, devices: Any = None) -> list[str]:
+def required(
+    monkeypatch: pytest.MonkeyPatch, equal: bool, config: Config = CONFIG, devices: Any = None
+) -> list[str]:
     """What is said where a verification, which is not run, ends so."""
 
     def run(setup: Setup, gradients: Any, say: Any) -> Verification:
         for note in setup.notes:
             say(f"note: {note}")
-        finding = None if equal else Finding("sign", "minus the reference", 0.0)
+        if equal:
+            finding = None
+        else:
+            finding = Finding("sign", "minus the reference", 0.0)
         row = GradientRow("blocks.q", (2, 3), 0.0 if equal else 2.0, 1e-5, finding)
         verdict = Verdict("float32", 0.0, 1e-6, (row,), origin="blocks.q of layer 1")
         return Verification(setup, (verdict,), 12.3)
@@ -46,19 +51,25 @@ def test_an_equal_plan_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_difference_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"refuses to train this plan: DIFFERS .* blocks\.q .* sign, it is minus"):
+    with pytest.raises(
+        UserError, match=r"refuses to train this plan: DIFFERS .* blocks\.q .* sign, it is minus"
+    ):
         required(monkeypatch, False)
 
 
 def test_a_smaller_mesh_is_said_before_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     larger = override(CONFIG, {"mesh.data": 1, "mesh.fsdp": 16, "mesh.tensor": 4})
     said = required(monkeypatch, True, larger, jax.devices()[:4])
-    assert said[0].startswith("note: SMALLER MESH: fsdp=16 x tensor=4 needs 64 devices and 4 are here")
+    assert said[0].startswith(
+        "note: SMALLER MESH: fsdp=16 x tensor=4 needs 64 devices and 4 are here"
+    )
     with pytest.raises(UserError, match="2 devices are here, too few to keep 2 along each axis"):
         required(monkeypatch, True, devices=jax.devices()[:2])
 
 
-def test_train_asks_before_it_makes_a_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_train_asks_before_it_makes_a_run_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked = []
 
     def refuse(config: Config, devices: Any, say: Any) -> None:

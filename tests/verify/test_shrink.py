@@ -1,4 +1,6 @@
-"""The small model keeps what matters of the large one, and the small mesh every axis of the large one."""
+"""The small model keeps what matters of the large one, and the small mesh every axis of the
+large one.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,61 @@ def sizes(mesh: MeshSpec | None) -> dict[str, int]:
 
 
 FITS = [
-    (MeshSpec(fsdp=4, tensor=2), 8, {"fsdp": 4, "tensor": 2}),
+    (
+        MeshSpec(fsdp=4, tensor=2),
+        8,
+        {"fsdp": 4, "tensor": 2},
+    ),
     (MeshSpec(fsdp=3), 8, {"fsdp": 3}),
-    (MeshSpec(data=-1, tensor=2), 8, {"data": 4, "tensor": 2}),
+    (
+        MeshSpec(data=-1, tensor=2),
+        8,
+        {"data": 4, "tensor": 2},
+    ),
     (MeshSpec(data=-1), 1, {}),
-    (MeshSpec(fsdp=16, tensor=4), 8, {"fsdp": 4, "tensor": 2}),
-    (MeshSpec(fsdp=16, tensor=4), 4, {"fsdp": 2, "tensor": 2}),
+    (
+        MeshSpec(fsdp=16, tensor=4),
+        8,
+        {"fsdp": 4, "tensor": 2},
+    ),
+    (
+        MeshSpec(fsdp=16, tensor=4),
+        4,
+        {"fsdp": 2, "tensor": 2},
+    ),
     (MeshSpec(fsdp=256), 8, {"fsdp": 8}),
-    (MeshSpec(data=3, fsdp=3), 8, {"data": 2, "fsdp": 2}),
-    (MeshSpec(data=-1, fsdp=16), 8, {"data": 4, "fsdp": 2}),
-    (MeshSpec(fsdp=16, dcn=DcnSpec(data=4)), 8, {"fsdp": 4, "data": 2}),
-    (MeshSpec(fsdp=16, tensor=2, dcn=DcnSpec(fsdp=4)), 8, {"fsdp": 4, "tensor": 2}),
-    (MeshSpec(stage=2, data=2, fsdp=2, tensor=2), 16, {"stage": 2, "data": 2, "fsdp": 2, "tensor": 2}),
+    (
+        MeshSpec(data=3, fsdp=3),
+        8,
+        {"data": 2, "fsdp": 2},
+    ),
+    (
+        MeshSpec(data=-1, fsdp=16),
+        8,
+        {"data": 4, "fsdp": 2},
+    ),
+    (
+        MeshSpec(fsdp=16, dcn=DcnSpec(data=4)),
+        8,
+        {"fsdp": 4, "data": 2},
+    ),
+    (
+        MeshSpec(fsdp=16, tensor=2, dcn=DcnSpec(fsdp=4)),
+        8,
+        {"fsdp": 4, "tensor": 2},
+    ),
+    (
+        MeshSpec(stage=2, data=2, fsdp=2, tensor=2),
+        16,
+        {"stage": 2, "data": 2, "fsdp": 2, "tensor": 2},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "devices", "want"), FITS)
-def test_a_mesh_is_kept_or_made_smaller_along_each_axis(mesh: MeshSpec, devices: int, want: dict[str, int]) -> None:
+def test_a_mesh_is_kept_or_made_smaller_along_each_axis(
+    mesh: MeshSpec, devices: int, want: dict[str, int]
+) -> None:
     fitted = fit_mesh(mesh, devices)
     assert sizes(fitted) == want
     assert fitted is not None
@@ -79,23 +119,37 @@ def test_sizes_that_are_none_are_refused() -> None:
         (MeshSpec(fsdp=-1), 8),
         (MeshSpec(fsdp=-1, tensor=8), 16),
         (MeshSpec(stage=4, data=4, fsdp=4, tensor=4), 16),
-        (MeshSpec(stage=4, data=4, fsdp=4, context=4, tensor=4), 32),
-        (MeshSpec(stage=4, data=4, fsdp=4, context=4, expert=4, tensor=4), 64),
+        (
+            MeshSpec(stage=4, data=4, fsdp=4, context=4, tensor=4),
+            32,
+        ),
+        (
+            MeshSpec(
+                stage=4,
+                data=4,
+                fsdp=4,
+                context=4,
+                expert=4,
+                tensor=4,
+            ),
+            64,
+        ),
     ],
 )
 def test_enough_devices_are_simulated(mesh: MeshSpec, count: int) -> None:
     assert simulated_devices(mesh) == count
     fitted = fit_mesh(mesh, count)
     assert fitted is not None
-    assert {axis for axis, size in vars(mesh).items() if axis != "dcn" and size in (-1, 4, 8, 16, 32)} == set(
-        sizes(fitted)
-    )
+    assert {
+        axis for axis, size in vars(mesh).items() if axis != "dcn" and size in (-1, 4, 8, 16, 32)
+    } == set(sizes(fitted))
 
 
 def test_a_smaller_mesh_is_said_loudly() -> None:
     asked = MeshSpec(fsdp=16, tensor=4)
     assert mesh_note(asked, MeshSpec(fsdp=4, tensor=2), 8).startswith(
-        "SMALLER MESH: fsdp=16 x tensor=4 needs 64 devices and 8 are here, so this verifies fsdp=4 x tensor=2"
+        "SMALLER MESH: fsdp=16 x tensor=4 needs 64 devices and 8 are here, so this verifies "
+        "fsdp=4 x tensor=2"
     )
     assert mesh_note(MeshSpec(fsdp=-1), MeshSpec(fsdp=8), 8) == "mesh fsdp=-1 is fsdp=8 here"
     assert mesh_note(MeshSpec(fsdp=8), MeshSpec(fsdp=8), 8) == ""
@@ -103,18 +157,29 @@ def test_a_smaller_mesh_is_said_loudly() -> None:
 
 @pytest.mark.parametrize("name", presets("jaxpar.configs"))
 @pytest.mark.parametrize(
-    "mesh", [MeshSpec(fsdp=4, tensor=2), MeshSpec(tensor=8), MeshSpec(data=2, context=2, tensor=2)]
+    "mesh",
+    [
+        MeshSpec(fsdp=4, tensor=2),
+        MeshSpec(tensor=8),
+        MeshSpec(data=2, context=2, tensor=2),
+    ],
 )
 def test_every_preset_shrinks_to_what_its_mesh_divides(name: str, mesh: MeshSpec) -> None:
     config = load_config(name)
     small, note = shrink(config, mesh)
-    model, whole, split = small.model, config.model, total_sizes(mesh)
+    model = small.model
+    whole = config.model
+    split = total_sizes(mesh)
 
     def divides(axis: Any, size: int) -> bool:
         return size % pieces(axis, small.rules, split) == 0
 
     kv_heads = model.kv_heads or model.heads
-    assert divides("heads", model.heads) and divides("kv_heads", kv_heads) and divides("mlp", model.mlp)
+    assert (
+        divides("heads", model.heads)
+        and divides("kv_heads", kv_heads)
+        and divides("mlp", model.mlp)
+    )
     assert divides("embed", model.embed) and divides("seq", small.data.seq_len)
     assert divides("residual_seq", small.data.seq_len) and divides("vocab", model.vocab_multiple)
     assert divides("experts", model.experts) and model.experts <= whole.experts
@@ -122,13 +187,19 @@ def test_every_preset_shrinks_to_what_its_mesh_divides(name: str, mesh: MeshSpec
     assert model.heads // kv_heads == whole.heads // (whole.kv_heads or whole.heads)
     assert abs(model.mlp / model.embed / (whole.mlp / whole.embed) - 1) < 0.3
     assert model.embed < 400
-    assert (model.vocab_size % model.vocab_multiple == 0) == (whole.vocab_size % whole.vocab_multiple == 0)
+    assert (model.vocab_size % model.vocab_multiple == 0) == (
+        whole.vocab_size % whole.vocab_multiple == 0
+    )
     kept = ("family", "tied_head", "norm_eps", "rope_theta", "rope_factor", "scan_layers")
     assert [getattr(model, key) for key in kept] == [getattr(whole, key) for key in kept]
     assert (small.rules, small.memory, small.precision, small.mesh) == (
-        config.rules, config.memory, config.precision, mesh,
-    )  # fmt: skip
-    layers = {"gemma2_9b": 6, "gemma3_1b": 5}.get(name, 2)  # whole groups of two kinds of layers, and what is left over
+        config.rules,
+        config.memory,
+        config.precision,
+        mesh,
+    )
+    # whole groups of two kinds of layers, and what is left over
+    layers = {"gemma2_9b": 6, "gemma3_1b": 5}.get(name, 2)
     assert (model.layers, small.train.accumulation) == (layers, min(config.train.accumulation, 4))
     assert (small.train.steps, small.data.source) == (Config().train.steps, Config().data.source)
     assert note.startswith("model shrunk: model.")
@@ -143,7 +214,8 @@ FEW_HEADS = [
     ((12, 6), 4, 4, (12, 6)),
     ((16, 1), 8, 8, (16, 1)),
     ((64, 8), 16, 2, (24, 3)),  # two devices divide every even number of kv heads
-    ((12, 4), 12, 4, (12, 2)),  # and four any 3 K that they divide: six query heads a kv head, not three
+    # and four any 3 K that they divide: six query heads a kv head, not three
+    ((12, 4), 12, 4, (12, 2)),
     ((32, 8), 64, 8, (12, 3)),
     ((5, 0), 8, 2, (3, 3)),
     ((32, 8), 8, 8, (32, 8)),
@@ -152,11 +224,19 @@ FEW_HEADS = [
 
 
 @pytest.mark.parametrize(("whole", "tensor", "here", "want"), FEW_HEADS)
-def test_more_devices_than_heads_stay_so(whole: Any, tensor: int, here: int, want: tuple[int, int]) -> None:
-    changes = {"model.heads": whole[0], "model.kv_heads": whole[1], "model.head_dim": 8, "mesh.tensor": tensor}
+def test_more_devices_than_heads_stay_so(
+    whole: Any, tensor: int, here: int, want: tuple[int, int]
+) -> None:
+    changes = {
+        "model.heads": whole[0],
+        "model.kv_heads": whole[1],
+        "model.head_dim": 8,
+        "mesh.tensor": tensor,
+    }
     config = override(Config(), changes | {"model.family": "llama"})
     small, _ = shrink(config, MeshSpec(tensor=here))
-    heads, kv_heads = small.model.heads, small.model.kv_heads or small.model.heads
+    heads = small.model.heads
+    kv_heads = small.model.kv_heads or small.model.heads
     assert (heads, kv_heads) == want
     assert small.rules == config.rules, "the plan fits them again"
     fitted = rules_of(small, total_sizes(small.mesh))
@@ -178,9 +258,15 @@ def test_what_is_turned_off_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("experts", "chosen", "mesh", "want"),
-    [(8, 2, {}, 3), (8, 2, {"expert": 2}, 4), (8, 2, {"expert": 8}, 8), (64, 6, {"expert": 4}, 8),
-     (3, 2, {"expert": 2}, 4), (2, 2, {}, 2)],
-)  # fmt: skip
+    [
+        (8, 2, {}, 3),
+        (8, 2, {"expert": 2}, 4),
+        (8, 2, {"expert": 8}, 8),
+        (64, 6, {"expert": 4}, 8),
+        (3, 2, {"expert": 2}, 4),
+        (2, 2, {}, 2),
+    ],
+)
 def test_experts_are_two_a_device_where_that_is_fewer(
     experts: int, chosen: int, mesh: dict[str, int], want: int
 ) -> None:
@@ -192,7 +278,10 @@ def test_experts_are_two_a_device_where_that_is_fewer(
 
 
 def test_packing_and_a_longer_position_table_are_kept() -> None:
-    small, _ = shrink(override(Config(), {"data.pack": True, "data.seq_len": 512}), MeshSpec())
+    small, _ = shrink(
+        override(Config(), {"data.pack": True, "data.seq_len": 512}),
+        MeshSpec(),
+    )
     assert small.data.pack
     assert small.model.max_seq_len > small.data.seq_len
     small, _ = shrink(override(Config(), {"data.seq_len": 1024}), MeshSpec())
@@ -201,7 +290,9 @@ def test_packing_and_a_longer_position_table_are_kept() -> None:
 
 @pytest.mark.parametrize("least", LEAST)
 def test_a_sequence_and_a_head_stay_as_large_as_an_op_needs(least: Least) -> None:
-    small, _ = shrink(override(Config(), {"data.seq_len": 1024}), MeshSpec(tensor=2, context=2), least)
+    small, _ = shrink(
+        override(Config(), {"data.seq_len": 1024}), MeshSpec(tensor=2, context=2), least
+    )
     assert least.seq_len <= small.data.seq_len < 3 * least.seq_len
     assert small.data.seq_len % math.lcm(4, least.block) == 0
     assert least.head_dim <= small.model.head_dim <= least.head_dim + 2
@@ -215,18 +306,36 @@ def test_mesh_presets_fit_eight_devices() -> None:
 
 
 def test_odd_multiples() -> None:
-    assert [odd_multiple(*pair) for pair in ((12, 1), (12, 2), (12, 4), (12, 8), (24, 8), (25, 8))] == [
-        13, 14, 12, 24, 24, 40,
-    ]  # fmt: skip
+    assert [
+        odd_multiple(*pair) for pair in ((12, 1), (12, 2), (12, 4), (12, 8), (24, 8), (25, 8))
+    ] == [
+        13,
+        14,
+        12,
+        24,
+        24,
+        40,
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_a_split_sequence_stays_one(strategy: str, context: int) -> None:
-    """Three tokens a chunk; heads that Ulysses can deal out, kv heads too where it could; a window that matters."""
-    keys = {"context.strategy": strategy, "model.masks": ("window(40)",), "data.seq_len": 1024, "model.heads": 16}
-    small, _ = shrink(override(Config(), keys | {"model.kv_heads": 8}), MeshSpec(context=context))
-    model, chunks = small.model, context if strategy == "ulysses" else 2 * context
+    """Three tokens a chunk; heads that Ulysses can deal out, kv heads too where it could; a window
+    that matters.
+    """
+    keys = {
+        "context.strategy": strategy,
+        "model.masks": ("window(40)",),
+        "data.seq_len": 1024,
+        "model.heads": 16,
+    }
+    small, _ = shrink(
+        override(Config(), keys | {"model.kv_heads": 8}),
+        MeshSpec(context=context),
+    )
+    model = small.model
+    chunks = context if strategy == "ulysses" else 2 * context
     assert small.data.seq_len % chunks == 0
     assert small.data.seq_len >= 3 * chunks
     assert model.heads == 2 * model.kv_heads

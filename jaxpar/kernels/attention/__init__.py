@@ -1,1 +1,3 @@
-"""Attention by the fastest implementation that serves a device, each held against `call.reference`."""
+"""Attention by the fastest implementation that serves a device, each held against
+`call.reference`.
+"""

@@ -1,16 +1,18 @@
-"""What every implementation of attention is given, what it returns, and the definition that it is held against.
+"""What every implementation of attention is given, what it returns, and the definition that it is
+held against.
 
 An implementation is a pair of functions on local arrays, with no gradient of their own:
 
-    forward(q_BSHh, k_BTKh, v_BTKh, mask, call) -> out_BSHh, lse_BHS
-    backward(q_BSHh, k_BTKh, v_BTKh, dout_BSHh, lse_BHS, delta_BHS, mask, call) -> dq_BSHh, dk_BTKh, dv_BTKh
+    forward(q_BSHh, k_BTKh, v_BTKh, mask, call) -> out_BSHh, lse_BHS backward(q_BSHh, k_BTKh,
+    v_BTKh, dout_BSHh, lse_BHS, delta_BHS, mask, call) -> dq_BSHh, dk_BTKh, dv_BTKh
 
-`lse` is the float32 log-sum-exp of a query's scores over the keys that it sees. For a query that sees nothing it is at
-most `BLIND`, and the output is zeros. `delta` is the sum over h of the output times its gradient, less the gradient of
-lse. The backward computes the weights again from lse, which may cover more keys than these (ring attention).
+`lse` is the float32 log-sum-exp of a query's scores over the keys that it sees. For a query that
+sees nothing it is at most `BLIND`, and the output is zeros. `delta` is the sum over h of the output
+times its gradient, less the gradient of lse. The backward computes the weights again from lse,
+which may cover more keys than these (ring attention).
 
-Shapes: B batch, S queries, T keys, H heads, K kv heads (head n has kv head n // (H // K)), G heads a kv head, h
-head_dim.
+Shapes: B batch, S queries, T keys, H heads, K kv heads (head n has kv head n // (H // K)), G heads
+a kv head, h head_dim.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ Index: TypeAlias = int | np.integer | Array
 """The number of a tile, a head or a program, which may be traced."""
 Ref: TypeAlias = Any
 """A ref of a Pallas kernel, or several. Jax has no public type for what a kernel is given."""
-MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
+# a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
+MASKED = -1e30
 BLIND = MASKED / 2  # below any score and above what is masked: exp(MASKED - BLIND) is exactly 0
 
 
 class Unserved(Exception):
-    """An implementation cannot serve. The text is the reason: `head_dim 80 is no multiple of 128`."""
+    """An implementation cannot serve. The text is the reason: `head_dim 80 is no multiple of
+    128`.
+    """
 
 
 class Call(NamedTuple):
@@ -64,7 +69,12 @@ class Call(NamedTuple):
 
     def starts(self) -> Array:
         """The places of the first query and the first key, int32 [2], as kernels read them."""
-        return jnp.stack([jnp.int32(self.q_start), jnp.int32(self.k_start)])
+        return jnp.stack(
+            [
+                jnp.int32(self.q_start),
+                jnp.int32(self.k_start),
+            ]
+        )
 
 
 DEFAULT = Call()
@@ -72,19 +82,32 @@ DEFAULT = Call()
 
 def cap_scores(scores: Array, softcap: float) -> Array:
     """Apply the soft cap to the scores, as the softmax takes them."""
-    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+    if softcap:
+        return softcap * jnp.tanh(scores / softcap)
+    return scores
 
 
 def through_cap(dscores: Array, capped_scores: Array, softcap: float) -> Array:
-    """The gradient of the scores, from the gradient of the capped scores, some of which may be masked."""
-    return dscores * (1 - jnp.maximum(capped_scores / softcap, -1) ** 2) if softcap else dscores
+    """The gradient of the scores, from the gradient of the capped scores, some of which may be
+    masked.
+    """
+    if softcap:
+        return dscores * (1 - jnp.maximum(capped_scores / softcap, -1) ** 2)
+    return dscores
 
 
-def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """(out, lse) over two sets of keys together, from those over each, weighted by exp(lse - the larger lse)."""
-    (first_out, first_lse), (second_out, second_lse) = first, second
+def merge(
+    first: tuple[Array, Array],
+    second: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    """(out, lse) over two sets of keys together, from those over each, weighted by exp(lse - the
+    larger lse).
+    """
+    (first_out, first_lse) = first
+    (second_out, second_lse) = second
     most = jnp.maximum(first_lse, second_lse)
-    weight, other = jnp.exp(first_lse - most), jnp.exp(second_lse - most)
+    weight = jnp.exp(first_lse - most)
+    other = jnp.exp(second_lse - most)
     total = weight + other
     shares = [(x / total).swapaxes(1, 2)[..., None] for x in (weight, other)]
     return shares[0] * first_out + shares[1] * second_out, most + jnp.log(total)
@@ -93,30 +116,50 @@ def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arra
 def pad_to(x: Array, dim: int, multiple: int) -> Array:
     """Pad one dim with zeros at its end, up to a multiple."""
     missing = -x.shape[dim] % multiple
-    return jnp.pad(x, [(0, missing if n == dim % x.ndim else 0) for n in range(x.ndim)]) if missing else x
+    if missing:
+        return jnp.pad(
+            x,
+            [(0, missing if n == dim % x.ndim else 0) for n in range(x.ndim)],
+        )
+    return x
 
 
 def reference(
-    q_BSHh: Float[Array, "B S H h"], k_BTKh: Float[Array, "B T K h"], v_BTKh: Float[Array, "B T K h"], mask: Mask,
-    call: Call = DEFAULT, dropout_rate: float = 0.0, key: jax.Array | None = None,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:  # fmt: skip
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    call: Call = DEFAULT,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
     """Attention by its definition, all scores at once: (out, lse), which jax differentiates.
 
-    Scores and softmax are float32, or float64 for float64 inputs. No weights are dropped out when `key` is None.
+    Scores and softmax are float32, or float64 for float64 inputs. No weights are dropped out when
+    `key` is None.
     """
-    (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
+    (B, S, H, h) = q_BSHh.shape
+    (T, K) = k_BTKh.shape[1:3]
     exact = jnp.promote_types(q_BSHh.dtype, jnp.float32)
     q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
     scores_BKGST = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=exact)
     scores_BKGST = cap_scores(scores_BKGST * call.scale_of(q_BSHh), call.softcap)
-    seen = mask.visible(jnp.arange(S)[:, None] + call.q_start, jnp.arange(T)[None] + call.k_start)
-    seen = seen if seen.ndim == 2 else seen[:, None, None]
+    seen = mask.visible(
+        jnp.arange(S)[:, None] + call.q_start,
+        jnp.arange(T)[None] + call.k_start,
+    )
+    if seen.ndim != 2:
+        seen = seen[:, None, None]
     scores_BKGST = jnp.where(seen, scores_BKGST, MASKED)
-    most_BKGS1 = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGST, axis=-1, keepdims=True), BLIND))
+    most_BKGS1 = jax.lax.stop_gradient(
+        jnp.maximum(jnp.max(scores_BKGST, axis=-1, keepdims=True), BLIND)
+    )
     weights_BKGST = jnp.exp(scores_BKGST - most_BKGS1)
     total_BKGS1 = jnp.sum(weights_BKGST, axis=-1, keepdims=True)
     total_BKGS1 = jnp.where(total_BKGS1 == 0, 1, total_BKGS1)
-    weights_BKGST = drop_weights(weights_BKGST / total_BKGS1, dropout_rate, key).astype(v_BTKh.dtype)
+    weights_BKGST = drop_weights(weights_BKGST / total_BKGS1, dropout_rate, key).astype(
+        v_BTKh.dtype
+    )
     out_BSKGh = jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGST, v_BTKh, preferred_element_type=exact)
     lse_BHS = (most_BKGS1 + jnp.log(total_BKGS1)).reshape(B, H, S)
     return out_BSKGh.reshape(B, S, H, h).astype(call.out_dtype or q_BSHh.dtype), lse_BHS

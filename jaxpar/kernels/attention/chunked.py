@@ -1,10 +1,13 @@
-"""Attention in plain XLA, a tile of scores at a time: memory grows with queries and keys, never with their product.
+"""Attention in plain XLA, a tile of scores at a time: memory grows with queries and keys, never
+with their product.
 
-The softmax's maximum and sum are carried along, and the backward makes the weights again from the log-sum-exp
-(FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out, either while tracing, if that is
-known then, or by a branch. This serves every mask, shape and dtype on every platform.
+The softmax's maximum and sum are carried along, and the backward makes the weights again from the
+log-sum-exp (FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out,
+either while tracing, if that is known then, or by a branch. This serves every mask, shape and dtype
+on every platform.
 
-Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head, r queries and c keys of a tile.
+Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head, r queries and c keys of a
+tile.
 """
 
 from __future__ import annotations
@@ -18,23 +21,39 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.kernels.attention.call import BLIND, MASKED, Call, cap_scores, drop_weights, pad_to, through_cap
+from jaxpar.kernels.attention.call import (
+    BLIND,
+    MASKED,
+    Call,
+    cap_scores,
+    drop_weights,
+    pad_to,
+    through_cap,
+)
 from jaxpar.kernels.attention.visits import possible_states
 from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 
 State = TypeVar("State")
-ROWS, COLUMNS = 512, 1024  # the most that a tile has
+ROWS = 512
+COLUMNS = 1024  # the most that a tile has
 
 
 class Dropout(NamedTuple):
-    """Dropout of the weights, one draw a tile. The same key on the whole array gives the same bits on every mesh."""
+    """Dropout of the weights, one draw a tile. The same key on the whole array gives the same bits
+    on every mesh.
+    """
 
     rate: float
     key: jax.Array
 
 
 def forward(
-    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call, dropout: Dropout | None = None
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    mask: Mask,
+    call: Call,
+    dropout: Dropout | None = None,
 ) -> tuple[Array, Array]:
     """Return (out, lse) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
@@ -46,49 +65,105 @@ def forward(
             v_BKch = at.columns_of(v_BKTh)
             scores = at.scores(q_BKGSh, k_BKTh)
             highest = jnp.maximum(most, jnp.max(scores, axis=-1))
-            weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(most - highest)
+            weights = jnp.exp(scores - highest[..., None])
+            kept = jnp.exp(most - highest)
             added = _product("BKGrc,BKch->BKGrh", at.drop(weights).astype(v_BKch.dtype), v_BKch)
-            return out * kept[..., None] + added, highest, total * kept + jnp.sum(weights, axis=-1)
+            return (
+                out * kept[..., None] + added,
+                highest,
+                total * kept
+                + jnp.sum(
+                    weights,
+                    axis=-1,
+                ),
+            )
 
         out, most, total = old = tuple(at.rows_of(x) for x in state)
-        return tuple(at.put_rows(x, new) for x, new in zip(state, at.where_seen(seen, old), strict=True))
+        return tuple(
+            at.put_rows(x, new)
+            for x, new in zip(
+                state,
+                at.where_seen(seen, old),
+                strict=True,
+            )
+        )
 
-    nothing = jnp.zeros(q_BKGSh.shape, jnp.float32), jnp.full(rows, BLIND, jnp.float32), jnp.zeros(rows, jnp.float32)
+    nothing = (
+        jnp.zeros(q_BKGSh.shape, jnp.float32),
+        jnp.full(rows, BLIND, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
     out, most, total = (x[:, :, :, : work.tiles.S] for x in work.visit_all(visit, nothing))
     total = jnp.where(total == 0, 1, total)
     out_BSHh = _ungroup_heads(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
-    return out_BSHh, (most + jnp.log(total)).reshape(out.shape[0], -1, out.shape[3])
+    return out_BSHh, (most + jnp.log(total)).reshape(
+        out.shape[0],
+        -1,
+        out.shape[3],
+    )
 
 
 def backward(
-    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, mask: Mask,
-    call: Call, dropout: Dropout | None = None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    dout_BSHh: Array,
+    lse_BHS: Array,
+    delta_BHS: Array,
+    mask: Mask,
+    call: Call,
+    dropout: Dropout | None = None,
+) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
-    dout_BKGSh = work.pad_rows(_group_heads(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
+    dout_BKGSh = work.pad_rows(
+        _group_heads(
+            dout_BSHh.astype(v_BTKh.dtype),
+            k_BTKh.shape[2],
+        )
+    )
     of_rows = (*q_BKGSh.shape[:3], lse_BHS.shape[-1])
-    lse, delta = (work.pad_rows(x.reshape(of_rows)) for x in (jnp.maximum(lse_BHS, BLIND), delta_BHS))
+    lse, delta = (
+        work.pad_rows(x.reshape(of_rows)) for x in (jnp.maximum(lse_BHS, BLIND), delta_BHS)
+    )
 
     def visit(state: tuple[Array, ...], at: _Tile) -> tuple[Array, ...]:
         def seen() -> tuple[Array, ...]:
-            q_BKGrh, dout_BKGrh = at.rows_of(q_BKGSh), at.rows_of(dout_BKGSh)
-            k_BKch, v_BKch = at.columns_of(k_BKTh), at.columns_of(v_BKTh)
+            q_BKGrh = at.rows_of(q_BKGSh)
+            dout_BKGrh = at.rows_of(dout_BKGSh)
+            k_BKch = at.columns_of(k_BKTh)
+            v_BKch = at.columns_of(v_BKTh)
             scores = at.scores(q_BKGSh, k_BKTh)
             weights = jnp.exp(scores - at.rows_of(lse)[..., None])
             dweights = at.drop(_product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
-            dscores = through_cap(weights * (dweights - at.rows_of(delta)[..., None]), scores, call.softcap)
-            dscores, weights = dscores.astype(k_BKch.dtype), at.drop(weights).astype(v_BKch.dtype)
+            dscores = through_cap(
+                weights * (dweights - at.rows_of(delta)[..., None]), scores, call.softcap
+            )
+            dscores = dscores.astype(k_BKch.dtype)
+            weights = at.drop(weights).astype(v_BKch.dtype)
             return (
                 dq + _product("BKGrc,BKch->BKGrh", dscores, k_BKch),
                 dk + _product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
                 dv + _product("BKGrc,BKGrh->BKch", weights, dout_BKGrh),
             )
 
-        dq, dk, dv = old = at.rows_of(state[0]), at.columns_of(state[1]), at.columns_of(state[2])
+        dq, dk, dv = old = (
+            at.rows_of(state[0]),
+            at.columns_of(state[1]),
+            at.columns_of(
+                state[2],
+            ),
+        )
         dq, dk, dv = at.where_seen(seen, old)
-        return at.put_rows(state[0], dq), at.put_columns(state[1], dk), at.put_columns(state[2], dv)
+        return (
+            at.put_rows(state[0], dq),
+            at.put_columns(state[1], dk),
+            at.put_columns(
+                state[2],
+                dv,
+            ),
+        )
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
     dq, dk, dv = work.visit_all(visit, zeros)
@@ -110,12 +185,32 @@ class _Work(NamedTuple):
     dropout: Dropout | None
 
     @staticmethod
-    def of(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, dropout: Dropout | None) -> _Work:
-        S, T = q_BSHh.shape[1], k_BTKh.shape[1]
-        tiles = Tiles(S, T, _even_part(S, ROWS), _even_part(T, COLUMNS), call.q_start, call.k_start, call.multiple)
+    def of(
+        q_BSHh: Array,
+        k_BTKh: Array,
+        mask: Mask,
+        call: Call,
+        dropout: Dropout | None,
+    ) -> _Work:
+        S = q_BSHh.shape[1]
+        T = k_BTKh.shape[1]
+        tiles = Tiles(
+            S,
+            T,
+            _even_part(S, ROWS),
+            _even_part(T, COLUMNS),
+            call.q_start,
+            call.k_start,
+            call.multiple,
+        )
         return _Work(tiles, mask, call, call.scale_of(q_BSHh), dropout)
 
-    def lay_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
+    def lay_out(
+        self,
+        q_BSHh: Array,
+        k_BTKh: Array,
+        v_BTKh: Array,
+    ) -> tuple[Array, Array, Array]:
         """Lay the arrays out as [B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
         k_BKTh, v_BKTh = (pad_to(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
         return self.pad_rows(_group_heads(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
@@ -127,18 +222,39 @@ class _Work(NamedTuple):
         """The state after a visit to every tile in which something may be seen."""
         found = tile_states(self.mask, self.tiles)
         known = isinstance(found, np.ndarray) and found.ndim == 2
-        likely = found if known else possible_states(self.mask, self.tiles)
-        full = (likely == FULL) if known else np.zeros_like(likely, bool)
+        if known:
+            likely = found
+        else:
+            likely = possible_states(self.mask, self.tiles)
+        if known:
+            full = likely == FULL
+        else:
+            full = np.zeros_like(likely, bool)
         if self.tiles.T % self.tiles.block_k:
             full[:, -1] = False
-        state_of: Array | None = None if known else jnp.max(found, axis=0) if found.ndim == 3 else jnp.asarray(found)
+        state_of: Array | None = (
+            None if known else jnp.max(found, axis=0) if found.ndim == 3 else jnp.asarray(found)
+        )
         for places, masked in ((full, False), ((likely != EMPTY) & ~full, True)):
             numbers = np.argwhere(places).astype(np.int32)
             if len(numbers) == 1:
-                state = visit(state, _Tile(self, int(numbers[0][0]), int(numbers[0][1]), masked, state_of))
+                state = visit(
+                    state,
+                    _Tile(
+                        self,
+                        int(numbers[0][0]),
+                        int(numbers[0][1]),
+                        masked,
+                        state_of,
+                    ),
+                )
             elif len(numbers):
 
-                def step(state: State, number: Array, masked: bool = masked) -> tuple[State, None]:
+                def step(
+                    state: State,
+                    number: Array,
+                    masked: bool = masked,
+                ) -> tuple[State, None]:
                     return visit(state, _Tile(self, number[0], number[1], masked, state_of)), None
 
                 state, _ = jax.lax.scan(step, state, jnp.asarray(numbers))
@@ -146,7 +262,9 @@ class _Work(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """One tile: its numbers, whether any of it may be hidden, and the states of all tiles if found at run time."""
+    """One tile: its numbers, whether any of it may be hidden, and the states of all tiles if found
+    at run time.
+    """
 
     work: _Work
     row: int | Array
@@ -163,21 +281,34 @@ class _Tile(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(x, self.column * size, size, axis=2)
 
     def put_rows(self, x: Array, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, self.row * self.work.tiles.block_q, axis=3)
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, part, self.row * self.work.tiles.block_q, axis=3
+        )
 
     def put_columns(self, x: Array, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, self.column * self.work.tiles.block_k, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(
+            x, part, self.column * self.work.tiles.block_k, axis=2
+        )
 
     def where_seen(self, seen: Callable[[], State], otherwise: State) -> State:
         """`seen()`, or `otherwise` where ids or places leave nothing to see."""
         if self.states is None:
             return seen()
-        return jax.lax.cond(self.states[self.row, self.column] != EMPTY, seen, lambda: otherwise)
+        return jax.lax.cond(
+            self.states[self.row, self.column] != EMPTY,
+            seen,
+            lambda: otherwise,
+        )
 
     def scores(self, q_BKGSh: Array, k_BKTh: Array) -> Float[Array, "B K G r c"]:
-        """The float32 scores as the softmax takes them, with the places that may not be seen masked out."""
+        """The float32 scores as the softmax takes them, with the places that may not be seen masked
+        out.
+        """
         work = self.work
-        scores = _product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh)) * work.scale
+        scores = (
+            _product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh))
+            * work.scale
+        )
         scores = cap_scores(scores, work.call.softcap)
         if not self.masked:
             return scores
@@ -188,25 +319,43 @@ class _Tile(NamedTuple):
         def of_tile(leaf: Mask) -> Mask:
             if not isinstance(leaf, Segments):
                 return leaf
-            # Places past the end read as the last one: their rows are dropped, and their columns are hidden below.
-            rows, columns = jnp.minimum(row, tiles.S - 1), jnp.minimum(column, tiles.T - 1)
-            q_ids, kv_ids = jnp.asarray(leaf.q_ids)[:, rows], jnp.asarray(leaf.kv_ids)[:, columns]
+            # Places past the end read as the last one: their rows are dropped, and their columns
+            # are hidden below.
+            rows = jnp.minimum(row, tiles.S - 1)
+            columns = jnp.minimum(column, tiles.T - 1)
+            q_ids = jnp.asarray(leaf.q_ids)[:, rows]
+            kv_ids = jnp.asarray(leaf.kv_ids)[:, columns]
             return replace(leaf, q_ids=q_ids, kv_ids=kv_ids)
 
-        visible = work.mask.replaced(of_tile).visible(row[:, None] + tiles.q_start, column + tiles.k_start)
+        visible = work.mask.replaced(of_tile).visible(
+            row[:, None] + tiles.q_start, column + tiles.k_start
+        )
         visible = visible & (column < tiles.T)
-        return jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED)
+        return jnp.where(
+            visible if visible.ndim == 2 else visible[:, None, None],
+            scores,
+            MASKED,
+        )
 
     def drop(self, weights: Array) -> Array:
         """The weights, with some of them dropped."""
         if self.work.dropout is None:
             return weights
         rate, key = self.work.dropout
-        return drop_weights(weights, rate, jax.random.fold_in(key, self.row * self.work.tiles.shape[1] + self.column))
+        return drop_weights(
+            weights,
+            rate,
+            jax.random.fold_in(
+                key,
+                self.row * self.work.tiles.shape[1] + self.column,
+            ),
+        )
 
 
 def _even_part(size: int, most: int) -> int:
-    """The size of the fewest equal parts that are no larger than `most`; the last part may be smaller."""
+    """The size of the fewest equal parts that are no larger than `most`; the last part may be
+    smaller.
+    """
     return -(-size // -(-size // most))
 
 
@@ -218,10 +367,21 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
 def _group_heads(x_BSHh: Array, K: int) -> Array:
     """Turn [B, S, H, h] into [B, K, G, S, h]."""
     B, S, H, h = x_BSHh.shape
-    return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
+    return x_BSHh.reshape(B, S, K, H // K, h).transpose(
+        0,
+        2,
+        3,
+        1,
+        4,
+    )
 
 
 def _ungroup_heads(x_BKGSh: Array) -> Array:
     """The inverse of `_group_heads`."""
     B, K, G, S, h = x_BKGSh.shape
-    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)
+    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(
+        B,
+        S,
+        K * G,
+        h,
+    )

@@ -1,4 +1,5 @@
-"""Attention behind one function, which takes the fastest implementation that can serve what is asked.
+"""Attention behind one function, which takes the fastest implementation that can serve what is
+asked.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -27,11 +28,18 @@ from jaxpar.kernels.masks import Mask, require_mask, segments_in
 Implementation = Literal["pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"]
 PAIRS = {"pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
 """The modules that have both a forward and a backward, which a ring can use; see `pair`."""
-LIBRARIES: dict[str, Callable[..., Array]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
-_KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
+LIBRARIES: dict[str, Callable[..., Array]] = {
+    "cudnn": libraries.cudnn,
+    "splash": libraries.splash,
+}
+_KERNELS: dict[str, tuple[str, ...]] = {
+    "tpu": ("splash", "pallas_tpu"),
+    "gpu": ("cudnn", "pallas_gpu"),
+}
 """The kernels of each platform in order of speed; plain XLA by tiles comes after them.
 
-The libraries' kernels come first: our own were interpreted and compiled for absent chips but have not run on one.
+The libraries' kernels come first: our own were interpreted and compiled for absent chips but have
+not run on one.
 """
 log = logging.getLogger(__name__)
 
@@ -54,37 +62,57 @@ class Asked(NamedTuple):
     parts: bool = False
     """Whether the answers are parts, to be merged or added up."""
     capability: str = ""
-    """The compute capability of the GPU that it is compiled for, `9.0`; empty = that of the one here."""
+    """The compute capability of the GPU that it is compiled for, `9.0`; empty = that of the one
+    here.
+    """
     cut: str = ""
-    """Why the arrays are not whole heads of one device, so that only plain XLA takes them; empty = they are."""
+    """Why the arrays are not whole heads of one device, so that only plain XLA takes them; empty =
+    they are.
+    """
 
 
 def attention(
-    q_BSHh: Float[Array, "B S H h"], k_BTKh: Float[Array, "B T K h"], v_BTKh: Float[Array, "B T K h"], mask: Mask, *,
-    scale: float | None = None, softcap: float = 0.0, implementation: str | None = None, platform: str | None = None,
-    dropout_rate: float = 0.0, key: jax.Array | None = None, with_lse: bool = True, capability: str = "",
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:  # fmt: skip
-    """Return (out, lse): softmax attention with grouped query heads (arXiv:2305.13245), and the log-sum-exp of each
-    query's scores. Both have gradients. A query that sees nothing has an output of zeros and an lse of about -1e30.
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    implementation: str | None = None,
+    platform: str | None = None,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+    with_lse: bool = True,
+    capability: str = "",
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:
+    """Return (out, lse): softmax attention with grouped query heads (arXiv:2305.13245), and the
+    log-sum-exp of each query's scores. Both have gradients. A query that sees nothing has an output
+    of zeros and an lse of about -1e30.
 
     Args:
-      q_BSHh: queries, of a floating dtype such as float32 or bfloat16; scores and softmax are float32.
+      q_BSHh: queries, of a floating dtype such as float32 or bfloat16; scores and softmax are
+        float32.
       k_BTKh: keys; H is a multiple of K.
       v_BTKh: values.
       mask: a mask of `jaxpar.kernels.masks`.
       scale: the factor of the scores; None = 1 / sqrt(h).
       softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
-      implementation: one of `Implementation`; None = the first that serves, in the platform's order.
-      platform: the platform that it is compiled for; None = that of a rehearsal's target, or else jax's default
-        backend, with their capability.
+      implementation: one of `Implementation`; None = the first that serves, in the platform's
+        order.
+      platform: the platform that it is compiled for; None = that of a rehearsal's target, or else
+        jax's default backend, with their capability.
       dropout_rate: the dropout of the weights, from 0 to below 1.
       key: of the dropout; there is none when it is None.
-      with_lse: False = lse may be None, so that libraries can serve that give no lse with a gradient.
-      capability: the compute capability of the GPU that it is compiled for; empty = that of the one here.
+      with_lse: False = lse may be None, so that libraries can serve that give no lse with a
+        gradient.
+      capability: the compute capability of the GPU that it is compiled for; empty = that of the one
+        here.
 
     Raises:
-      UserError: the shapes or dtypes do not go together, a number is out of its range, the ids have other lengths, or
-        the implementation is unknown or cannot serve; the message has the reason and names those that can.
+      UserError: the shapes or dtypes do not go together, a number is out of its range, the ids have
+        other lengths, or the implementation is unknown or cannot serve; the message has the reason
+        and names those that can.
     """
     check_arguments(q_BSHh, k_BTKh, v_BTKh, mask, softcap, dropout_rate)
     if scale is not None:
@@ -105,14 +133,21 @@ def attention(
             both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
         return cast(tuple[Array, Array], both)  # custom_vjp hides the type of what it wraps
     except Unserved as unserved:  # some reasons show only when the tiles are laid out
-        raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
+        raise UserError(
+            f"attention by {name} cannot serve: {unserved}; chunked and reference do"
+        ) from unserved
 
 
-def choose(asked: Asked, platform: str, implementation: str | None = None) -> tuple[str, str]:
+def choose(
+    asked: Asked,
+    platform: str,
+    implementation: str | None = None,
+) -> tuple[str, str]:
     """The implementation that serves, and why those before it do not; the log says so once.
 
     Args:
-      implementation: None or "auto" = the first that serves, which is plain XLA by tiles where no kernel does.
+      implementation: None or "auto" = the first that serves, which is plain XLA by tiles where no
+        kernel does.
 
     Raises:
       UserError: the implementation asked for is unknown or cannot serve.
@@ -120,12 +155,19 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
     if implementation not in (None, "auto"):
         if implementation not in get_args(Implementation):
             known = ", ".join(get_args(Implementation))
-            raise UserError(f"no implementation of attention is called {implementation!r}: try one of {known}")
+            raise UserError(
+                f"no implementation of attention is called {implementation!r}: try one of {known}"
+            )
         if why := refusal(implementation, asked, platform):
-            serve = ", ".join(name for name in get_args(Implementation) if not refusal(name, asked, platform))
-            raise UserError(f"attention by {implementation} was asked for, but: {why}; what serves: {serve}")
+            serve = ", ".join(
+                name for name in get_args(Implementation) if not refusal(name, asked, platform)
+            )
+            raise UserError(
+                f"attention by {implementation} was asked for, but: {why}; what serves: {serve}"
+            )
         return implementation, ""
-    name, reasons = "chunked", list[str]()
+    name = "chunked"
+    reasons = list[str]()
     for kernel in (name for name in _KERNELS.get(platform, ()) if name in PAIRS or not asked.parts):
         refused = refusal(kernel, asked, platform)
         if not refused:
@@ -159,15 +201,28 @@ def refusal(name: str, asked: Asked, platform: str) -> str:
     if name in PAIRS:
         if platform != ("tpu" if name == "pallas_tpu" else "gpu"):
             return f"on {platform}"
-        return pair(name).refusal(asked.q.shape, asked.k.shape, asked.q.dtype, asked.mask, asked.call)
-    return libraries.refusal(name, asked.q, asked.k, asked.mask, asked.call, platform)
+        return pair(name).refusal(
+            asked.q.shape, asked.k.shape, asked.q.dtype, asked.mask, asked.call
+        )
+    return libraries.refusal(
+        name,
+        asked.q,
+        asked.k,
+        asked.mask,
+        asked.call,
+        platform,
+    )
 
 
 def _too_old(capability: str) -> str:
-    """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it may have them."""
+    """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it
+    may have them.
+    """
     capability = capability or place_of_compilation().capability
     old = re.fullmatch(r"[1-7]\.\d", capability)
-    return f"compute capability {capability} is below 8.0" if old else ""
+    if old:
+        return f"compute capability {capability} is below 8.0"
+    return ""
 
 
 @lru_cache(maxsize=64)
@@ -177,25 +232,45 @@ def say_once(line: str) -> None:
 
 
 def check_arguments(
-    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, softcap: float = 0.0, dropout_rate: float = 0.0
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    mask: Mask,
+    softcap: float = 0.0,
+    dropout_rate: float = 0.0,
 ) -> None:
-    """Refuse arguments of attention that are not of the right types, do not fit together, or are out of their range."""
+    """Refuse arguments of attention that are not of the right types, do not fit together, or are
+    out of their range.
+    """
     shapes = f"q {q_BSHh.shape}, k {k_BTKh.shape}, v {v_BTKh.shape}"
     if not q_BSHh.ndim == k_BTKh.ndim == v_BTKh.ndim == 4:
-        raise UserError(f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}")
+        raise UserError(
+            f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}"
+        )
     require_mask(mask, "attention")
-    (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
+    (B, S, H, h) = q_BSHh.shape
+    (T, K) = k_BTKh.shape[1:3]
     if 0 in (S, H, h, T, K):
-        raise UserError(f"attention needs at least one token, one head and one number a head: {shapes}")
+        raise UserError(
+            f"attention needs at least one token, one head and one number a head: {shapes}"
+        )
     if k_BTKh.shape != v_BTKh.shape or k_BTKh.shape != (B, T, K, h):
-        raise UserError(f"attention needs k and v of one shape, and batch and head_dim as q has them: {shapes}")
+        raise UserError(
+            f"attention needs k and v of one shape, and batch and head_dim as q has them: {shapes}"
+        )
     if H % K:
-        raise UserError(f"attention needs heads ({H}) that are a multiple of kv heads ({K}): {shapes}")
+        raise UserError(
+            f"attention needs heads ({H}) that are a multiple of kv heads ({K}): {shapes}"
+        )
     if not q_BSHh.dtype == k_BTKh.dtype == v_BTKh.dtype:
-        raise UserError(f"attention needs q, k and v of one dtype: {q_BSHh.dtype}, {k_BTKh.dtype}, {v_BTKh.dtype}")
+        raise UserError(
+            f"attention needs q, k and v of one dtype: {q_BSHh.dtype}, {k_BTKh.dtype}, "
+            f"{v_BTKh.dtype}"
+        )
     if not jnp.issubdtype(q_BSHh.dtype, jnp.floating):
         raise UserError(
-            f"attention takes q, k and v of a floating dtype, such as bfloat16, and was given {q_BSHh.dtype}"
+            "attention takes q, k and v of a floating dtype, such as bfloat16, and was given "
+            f"{q_BSHh.dtype}"
         )
     require_number("attention", "softcap", softcap, least=0)
     require_number("attention", "dropout_rate", dropout_rate, least=0, below=1)
@@ -208,25 +283,67 @@ def check_arguments(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _of_pair(
-    name: str, call: Call, rate: float, q: Array, k: Array, v: Array, mask: Mask, key: jax.Array | None
+    name: str,
+    call: Call,
+    rate: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    key: jax.Array | None,
 ) -> tuple[Array, Array]:
-    return pair(name).forward(q, k, v, mask, call, *_dropout(rate, key))
+    return pair(name).forward(
+        q,
+        k,
+        v,
+        mask,
+        call,
+        *_dropout(rate, key),
+    )
 
 
 def _of_pair_forward(name, call, rate, q, k, v, mask, key):
-    out, lse = pair(name).forward(q, k, v, mask, call, *_dropout(rate, key))
+    out, lse = pair(name).forward(
+        q,
+        k,
+        v,
+        mask,
+        call,
+        *_dropout(rate, key),
+    )
     return (out, lse), (q, k, v, mask, key, out, lse)
 
 
 def _of_pair_backward(name, call, rate, residuals, cotangents):
     q, k, v, mask, key, out, lse = residuals
     dout, dlse = cotangents
-    delta_BHS = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - dlse
-    return (*pair(name).backward(q, k, v, dout, lse, delta_BHS, mask, call, *_dropout(rate, key)), None, None)
+    delta_BHS = (
+        jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - dlse
+    )
+    return (
+        *pair(name).backward(
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta_BHS,
+            mask,
+            call,
+            *_dropout(rate, key),
+        ),
+        None,
+        None,
+    )
 
 
 _of_pair.defvjp(_of_pair_forward, _of_pair_backward)
 
 
-def _dropout(rate: float, key: jax.Array | None) -> tuple[chunked.Dropout, ...]:
-    return () if key is None or not rate else (chunked.Dropout(rate, key),)
+def _dropout(
+    rate: float,
+    key: jax.Array | None,
+) -> tuple[chunked.Dropout, ...]:
+    if key is None or not rate:
+        return ()
+    return (chunked.Dropout(rate, key),)

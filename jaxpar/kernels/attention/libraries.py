@@ -1,4 +1,5 @@
-"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve bands of keys without lse.
+"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve bands of
+keys without lse.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -13,32 +14,56 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash_kernel,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version
 from jaxpar.kernels.attention.call import Arrays, Call
-from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states, without_segments
+from jaxpar.kernels.masks import (
+    EMPTY,
+    And,
+    Causal,
+    Full,
+    Mask,
+    Segments,
+    Tiles,
+    Window,
+    tile_states,
+    without_segments,
+)
 
-_COMPUTED = "computed="  # splash's kernels state no cost: a name around them tells the share of scores they compute
+# splash's kernels state no cost: a name around them tells the share of scores they compute
+_COMPUTED = "computed="
 _FOR_CUDNN = "for_cudnn="  # a name around a kernel that is there because cuDNN is not: which kernel
 _NO_CUDNN = "cuDNN is not installed"
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
 
 
 class _Band(NamedTuple):
-    """The keys from `left` before the query to `right` after it, in the same document; None = however far."""
+    """The keys from `left` before the query to `right` after it, in the same document; None =
+    however far.
+    """
 
     left: int | None = None
     right: int | None = None
     segments: Segments | None = None
 
 
-def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, platform: str) -> str:
+def refusal(
+    name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, platform: str
+) -> str:
     """Why `cudnn` or `splash` cannot serve arrays or shapes like these; empty = it can."""
-    (S, h), T, band = (q_BSHh.shape[1], q_BSHh.shape[3]), k_BTKh.shape[1], _band_of(mask)
+    (S, h), T, band = (
+        (q_BSHh.shape[1], q_BSHh.shape[3]),
+        k_BTKh.shape[1],
+        _band_of(
+            mask,
+        ),
+    )
     wanted = {"cudnn": "gpu", "splash": "tpu"}[name]
     if platform != wanted and not call.interpret:
         return f"on {platform}"
@@ -54,8 +79,14 @@ def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, p
             (q_BSHh.dtype == jnp.float32, "float32"),
             (band.segments is not None, "documents"),
             (call.softcap != 0, "a soft cap"),
-            ((band.left, band.right) not in ((None, None), (band.left, 0)), f"no mask like {mask}"),
-            (h % 8 != 0 or h > _CUDNN_HEAD_DIM, f"head_dim {h} is no multiple of 8 up to {_CUDNN_HEAD_DIM}"),
+            (
+                (band.left, band.right) not in ((None, None), (band.left, 0)),
+                f"no mask like {mask}",
+            ),
+            (
+                h % 8 != 0 or h > _CUDNN_HEAD_DIM,
+                f"head_dim {h} is no multiple of 8 up to {_CUDNN_HEAD_DIM}",
+            ),
         ],
     }
     why = next((why for applies, why in reasons[name] if applies), "")
@@ -65,8 +96,9 @@ def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, p
 
 
 def stand_in_scope(name: str, why: str) -> contextlib.AbstractContextManager[object]:
-    """A named scope around attention by `name` that says that it stands there for want of cuDNN, where the reasons
-    `why` of `dispatch.choose` say so; a program carries it along, and `stand_ins_in` finds it."""
+    """A named scope around attention by `name` that says that it stands there for want of cuDNN,
+    where the reasons `why` of `dispatch.choose` say so; a program carries it along, and
+    `stand_ins_in` finds it."""
     if f"cudnn: {_NO_CUDNN}" not in why:
         return contextlib.nullcontext()
     return jax.named_scope(f"{_FOR_CUDNN}{name}")
@@ -82,54 +114,100 @@ def has_cudnn() -> bool:
     return cudnn_version() > 0
 
 
-def cudnn(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Array:
+def cudnn(
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    mask: Mask,
+    call: Call,
+) -> Array:
     """The output, computed by `jax.nn.dot_product_attention`."""
     band = _band_of(mask)
     assert band is not None
     return jax.nn.dot_product_attention(
-        q_BSHh, k_BTKh, v_BTKh, scale=call.scale_of(q_BSHh), is_causal=band.right == 0,
-        local_window_size=None if band.left is None else (band.left, 0), implementation="cudnn",
-    )  # fmt: skip
+        q_BSHh,
+        k_BTKh,
+        v_BTKh,
+        scale=call.scale_of(q_BSHh),
+        is_causal=band.right == 0,
+        local_window_size=None if band.left is None else (band.left, 0),
+        implementation="cudnn",
+    )
 
 
-def splash(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Array:
-    """The output, computed by jax's own Pallas kernel for TPUs, on local arrays only: the compiler cannot split it."""
-    band, (S, H), T = _band_of(mask), q_BSHh.shape[1:3], k_BTKh.shape[1]
+def splash(
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    mask: Mask,
+    call: Call,
+) -> Array:
+    """The output, computed by jax's own Pallas kernel for TPUs, on local arrays only: the compiler
+    cannot split it.
+    """
+    band = _band_of(mask)
+    (S, H) = q_BSHh.shape[1:3]
+    T = k_BTKh.shape[1]
     assert band is not None
     largest = _splash_block(q_BSHh, call)
-    block_q, block_k = math.gcd(S, largest), math.gcd(T, largest)
+    block_q = math.gcd(S, largest)
+    block_k = math.gcd(T, largest)
     sizes = splash_kernel.BlockSizes(
-        block_q=block_q, block_kv=block_k, block_kv_compute=block_k, block_q_dkv=block_q, block_kv_dkv=block_k,
-        block_kv_dkv_compute=block_k, block_q_dq=block_q, block_kv_dq=block_k,
-    )  # fmt: skip
+        block_q=block_q,
+        block_kv=block_k,
+        block_kv_compute=block_k,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_k,
+        block_kv_dkv_compute=block_k,
+        block_q_dq=block_q,
+        block_kv_dq=block_k,
+    )
     one: splash_mask.Mask = splash_mask.FullMask((S, T))
     if (band.left, band.right) == (None, 0):
         one = splash_mask.CausalMask((S, T))
     elif (band.left, band.right) != (None, None):
         one = splash_mask.LocalMask((S, T), (band.left, band.right), 0)
     kernel = splash_kernel.make_splash_mha(
-        splash_mask.MultiHeadMask([one] * H), head_shards=1, q_seq_shards=1, block_sizes=sizes,
-        attn_logits_soft_cap=call.softcap or None, interpret=call.interpret, residual_checkpoint_name="attention_out",
-    )  # fmt: skip
+        splash_mask.MultiHeadMask([one] * H),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=call.softcap or None,
+        interpret=call.interpret,
+        residual_checkpoint_name="attention_out",
+    )
 
     def of_sequence(q_HSh: Array, k_KTh: Array, v_KTh: Array, ids: Segments | None) -> Array:
-        segments = None if ids is None else splash_kernel.SegmentIds(ids.q_ids, ids.kv_ids)
-        return cast(Array, kernel(q_HSh, k_KTh, v_KTh, segments))  # if asked, it may also give the log-sum-exp
+        if ids is None:
+            segments = None
+        else:
+            segments = splash_kernel.SegmentIds(ids.q_ids, ids.kv_ids)
+        # if asked, it may also give the log-sum-exp
+        return cast(Array, kernel(q_HSh, k_KTh, v_KTh, segments))
 
-    # The kernel does not scale. We scale in float32, because the scale itself may not fit the dtype.
-    q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(q_BSHh.dtype)
+    # The kernel does not scale. We scale in float32, because the scale itself may not fit the
+    # dtype.
+    q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(
+        q_BSHh.dtype
+    )
     # Splash skips the tiles that the band leaves out, but none because of documents.
     computed = np.mean(tile_states(without_segments(mask), Tiles(S, T, block_q, block_k)) != EMPTY)
     with jax.named_scope(f"{_COMPUTED}{float(computed)}"):
-        out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
+        out_BHSh = jax.vmap(of_sequence)(
+            q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments
+        )
     return out_BHSh.swapaxes(1, 2)
 
 
 def _splash_block(q_BSHh: Array, call: Call) -> int:
-    """The largest tiles whose forward and backward compile within the 16 MiB of VMEM that every chip allows a kernel,
-    as tried with the compilers for v4 and v5e, with documents in a window."""
+    """The largest tiles whose forward and backward compile within the 16 MiB of VMEM that every
+    chip allows a kernel, as tried with the compilers for v4 and v5e, with documents in a window."""
     row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
-    return 1024 if row <= 256 and not call.softcap else 512 if row <= 1024 else 256
+    if row <= 256 and not call.softcap:
+        return 1024
+    if row <= 1024:
+        return 512
+    return 256
 
 
 def _band_of(mask: Mask) -> _Band | None:
@@ -145,23 +223,44 @@ def _band_of(mask: Mask) -> _Band | None:
     if not isinstance(mask, And):
         return None
     bands = _band_of(mask.left), _band_of(mask.right)
-    if bands[0] is None or bands[1] is None or (bands[0].segments is not None and bands[1].segments is not None):
+    if (
+        bands[0] is None
+        or bands[1] is None
+        or (bands[0].segments is not None and bands[1].segments is not None)
+    ):
         return None
-    ends = zip(bands[0][:2], bands[1][:2], strict=True)
+    ends = zip(
+        bands[0][:2],
+        bands[1][:2],
+        strict=True,
+    )
     left, right = ([x for x in both if x is not None] for both in ends)
-    return _Band(min(left, default=None), min(right, default=None), bands[0].segments or bands[1].segments)
+    return _Band(
+        min(left, default=None), min(right, default=None), bands[0].segments or bands[1].segments
+    )
 
 
-def kernel_cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
-    """The FLOPs of one call of a kernel, which the compiled program does not state; None for a kernel not from here.
+def kernel_cost(
+    name: str,
+    path: str,
+    shapes: list[tuple[int, ...]],
+) -> float | None:
+    """The FLOPs of one call of a kernel, which the compiled program does not state; None for a
+    kernel not from here.
 
-    `name` is that of the call's instruction (`splash_mha_fwd_residuals.3`), and `shapes` are those of its operands. In
-    jax's `path` of the operation `splash` leaves the share of the scores that are computed; where something else called
-    the kernel the share is taken as half, that of a causal mask.
+    `name` is that of the call's instruction (`splash_mha_fwd_residuals.3`), and `shapes` are those
+    of its operands. In jax's `path` of the operation `splash` leaves the share of the scores that
+    are computed; where something else called the kernel the share is taken as half, that of a
+    causal mask.
     """
     matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-    count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)
-    arrays = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8]
+    count = next(
+        (n for prefix, n in matmuls.items() if name.startswith(prefix)),
+        None,
+    )
+    arrays = [
+        shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8
+    ]
     share = re.search(rf"{_COMPUTED}([\d.e-]+)", path)
     if count is None or len(arrays) < 2:
         return None

@@ -1,23 +1,28 @@
-"""Attention on TPUs: three Pallas kernels after FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
+"""Attention on TPUs: three Pallas kernels after FlashAttention-2 (arXiv:2307.08691, algorithms 1
+and 2).
 
-Each step of the grid is a visited tile. The tiles stand row after row in one flat list; a row is a tile of queries for
-the output and dq, and a tile of keys for dk and dv. A grid of all rows by the longest row would idle where rows differ
-in length, as with BigBird's global blocks. Where ids or places are traced, the number of steps is traced too. The list
-goes to SMEM ahead of the kernel (scalar prefetch), so that the arrays of a step are copied during the step before.
+Each step of the grid is a visited tile. The tiles stand row after row in one flat list; a row is a
+tile of queries for the output and dq, and a tile of keys for dk and dv. A grid of all rows by the
+longest row would idle where rows differ in length, as with BigBird's global blocks. Where ids or
+places are traced, the number of steps is traced too. The list goes to SMEM ahead of the kernel
+(scalar prefetch), so that the arrays of a step are copied during the step before.
 
-A row's sums stay in VMEM from its first step to its last; dk and dv sum over the query heads of a kv head there too.
-Scores lie as [keys, queries], so that a number for each query, such as its maximum, lies along the lanes, and sums over
-keys need no shuffles between lanes. In this layout libtpu 0.0.42 makes 1,440 bundles of instructions on v5e and 1,058
-on v6e for the forward of a tile of 512 x 512 with head_dim 128; for [queries, keys] it makes 1,832 and 1,779.
+A row's sums stay in VMEM from its first step to its last; dk and dv sum over the query heads of a
+kv head there too. Scores lie as [keys, queries], so that a number for each query, such as its
+maximum, lies along the lanes, and sums over keys need no shuffles between lanes. In this layout
+libtpu 0.0.42 makes 1,440 bundles of instructions on v5e and 1,058 on v6e for the forward of a tile
+of 512 x 512 with head_dim 128; for [queries, keys] it makes 1,832 and 1,779.
 
-Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, as [h, S]. They
-then take no padding in HBM, half the room of [S, 64], and XLA's matmuls read and write them as they are, whereas XLA
-copied every array of the other kind to a layout without gaps. A visited tile of 512 x 512 with head_dim 64 takes 1,166,
-1,155 and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 with [S, 64]. To pack two heads of 64
-into one tile of lanes gained nothing: for the forward 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and
-942.
+Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes
+instead, as [h, S]. They then take no padding in HBM, half the room of [S, 64], and XLA's matmuls
+read and write them as they are, whereas XLA copied every array of the other kind to a layout
+without gaps. A visited tile of 512 x 512 with head_dim 64 takes 1,166, 1,155 and 1,899 bundles on
+v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 with [S, 64]. To pack two heads of 64 into
+one tile of lanes gained nothing: for the forward 1,178 bundles a head on v5e and 953 on v6e,
+against 1,197 and 942.
 
-Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W; L steps.
+Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up
+to W; L steps.
 """
 
 from __future__ import annotations
@@ -35,25 +40,43 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
-from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Ref, Unserved, cap_scores, pad_to, through_cap
+from jaxpar.kernels.attention.call import (
+    BLIND,
+    DEFAULT,
+    MASKED,
+    Call,
+    Ref,
+    Unserved,
+    cap_scores,
+    pad_to,
+    through_cap,
+)
 from jaxpar.kernels.attention.visits import block_units, in_tile, most_steps, visits
 from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Mask, Tiles, numpy_for, segments_in
 
-TILE, LONG_TILE = 512, 1024
+TILE = 512
+LONG_TILE = 1024
 """The most queries, and the most keys, of a tile; LONG_TILE is for sequences longer than 16 TILE.
 
-A long tile takes 10 to 22% fewer bundles for each score on v6e, but computes more scores that no query sees.
+A long tile takes 10 to 22% fewer bundles for each score on v6e, but computes more scores that no
+query sees.
 """
 _SUBLANES = 8
 _HEAD_DIM = 256
 _LIST_BYTES = 3 * 2**18  # the lists' share of a core's SMEM, which is 1 MiB
 
 Kind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
-"""The kinds of arrays: [B, H, S, h], [B, K, T, h] (or with `_Walk.across` [B, H, h, S], [B, K, h, T]), [B, H, Q, 1, q],
-and ids [B, Q, 1, q] and [B, N, 1, t]."""
+"""The kinds of arrays: [B, H, S, h], [B, K, T, h] (or with `_Walk.across` [B, H, h, S], [B, K, h,
+T]), [B, H, Q, 1, q], and ids [B, Q, 1, q] and [B, N, 1, t]."""
 
 
-def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT) -> str:
+def refusal(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    dtype: DTypeLike,
+    mask: Mask,
+    call: Call = DEFAULT,
+) -> str:
     """Why these arrays cannot be served; empty = they can."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype).name} is not float32 or bfloat16"
@@ -74,40 +97,97 @@ def forward(
     """Return (out, lse); `tile` is the most queries, and the most keys, of a tile; 0 = as fits."""
     B, S, H, h = q_BSHh.shape
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
-    q, t = walk.tiles.block_q, walk.tiles.block_k
+    q = walk.tiles.block_q
+    t = walk.tiles.block_k
     arrays: dict[Kind, list[Array]] = {
-        "queries": [walk.by_head(q_BSHh, q)], "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)]
-    }  # fmt: skip
-    outputs: list[tuple[Kind, DTypeLike]] = [("queries", call.out_dtype or q_BSHh.dtype), ("per_query", jnp.float32)]
+        "queries": [walk.by_head(q_BSHh, q)],
+        "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)],
+    }
+    outputs: list[tuple[Kind, DTypeLike]] = [
+        ("queries", call.out_dtype or q_BSHh.dtype),
+        ("per_query", jnp.float32),
+    ]
     sums = [(1, q), (1, q), (h, q)]
     out, lse_BHQ1q = _launch(_forward_kernel, walk, arrays, outputs, sums, products=2)
-    return walk.by_place(out, S), lse_BHQ1q.reshape(B, H, -1)[:, :, :S]
+    return walk.by_place(out, S), lse_BHQ1q.reshape(B, H, -1)[
+        :,
+        :,
+        :S,
+    ]
 
 
 def backward(
-    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, mask: Mask,
-    call: Call = DEFAULT, tile: int = 0,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    dout_BSHh: Array,
+    lse_BHS: Array,
+    delta_BHS: Array,
+    mask: Mask,
+    call: Call = DEFAULT,
+    tile: int = 0,
+) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv); `tile` is as in the forward."""
-    (S, h), T = q_BSHh.shape[1::2], k_BTKh.shape[1]
-    of_queries, of_keys = (_walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True))
-    q, t = of_queries.tiles.block_q, of_queries.tiles.block_k
+    (S, h) = q_BSHh.shape[1::2]
+    T = k_BTKh.shape[1]
+    of_queries, of_keys = (
+        _walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True)
+    )
+    q = of_queries.tiles.block_q
+    t = of_queries.tiles.block_k
     arrays: dict[Kind, list[Array]] = {
-        "queries": [of_queries.by_head(q_BSHh, q), of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q)],
+        "queries": [
+            of_queries.by_head(q_BSHh, q),
+            of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q),
+        ],
         "keys": [of_keys.by_head(k_BTKh, t), of_keys.by_head(v_BTKh, t)],
-        "per_query": [_by_tile(jnp.maximum(lse_BHS, BLIND), q), _by_tile(delta_BHS, q)],
+        "per_query": [
+            _by_tile(jnp.maximum(lse_BHS, BLIND), q),
+            _by_tile(delta_BHS, q),
+        ],
     }
     of_q, of_k, of_v = (call.out_dtype or x.dtype for x in (q_BSHh, k_BTKh, v_BTKh))
-    (dq,) = _launch(_dq_kernel, of_queries, arrays, [("queries", of_q)], sums=[(h, q)], products=3)
-    dk, dv = _launch(_dkv_kernel, of_keys, arrays, [("keys", of_k), ("keys", of_v)], sums=[(t, h), (t, h)], products=4)
-    return of_queries.by_place(dq, S), of_keys.by_place(dk, T), of_keys.by_place(dv, T)
+    (dq,) = _launch(
+        _dq_kernel,
+        of_queries,
+        arrays,
+        [("queries", of_q)],
+        sums=[(h, q)],
+        products=3,
+    )
+    dk, dv = _launch(
+        _dkv_kernel,
+        of_keys,
+        arrays,
+        [("keys", of_k), ("keys", of_v)],
+        sums=[(t, h), (t, h)],
+        products=4,
+    )
+    return (
+        of_queries.by_place(dq, S),
+        of_keys.by_place(dk, T),
+        of_keys.by_place(
+            dv,
+            T,
+        ),
+    )
 
 
-# The kernels. Each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums. `rows` gives an
-# array as [places, h] and `columns` gives it as [h, places], whichever way it lies.
+# The kernels. Each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums.
+# `rows` gives an array as [places, h] and `columns` gives it as [h, places], whichever way it lies.
 
 
-def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> None:
+def _forward_kernel(
+    step: _Step,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    most,
+    total,
+    weighted,
+) -> None:
     @pl.when(step.first)
     def _() -> None:
         most[...] = jnp.full_like(most, BLIND)
@@ -117,11 +197,23 @@ def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> No
     @step.visit
     def _(shown: _Shown) -> None:
         scores = shown(step.scores(q, k), MASKED)
-        before, now = most[...], jnp.maximum(most[...], jnp.max(scores, axis=0, keepdims=True))
-        weights, kept = jnp.exp(scores - now), jnp.exp(before - now)
+        before = most[...]
+        now = jnp.maximum(
+            most[...],
+            jnp.max(scores, axis=0, keepdims=True),
+        )
+        weights = jnp.exp(scores - now)
+        kept = jnp.exp(before - now)
         most[...] = now
-        total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
-        weighted[...] = weighted[...] * kept + _product(step.columns(v), weights.astype(v.dtype))
+        total[...] = total[...] * kept + jnp.sum(
+            weights,
+            axis=0,
+            keepdims=True,
+        )
+        weighted[...] = weighted[...] * kept + _product(
+            step.columns(v),
+            weights.astype(v.dtype),
+        )
 
     @pl.when(step.last)
     def _() -> None:
@@ -130,7 +222,17 @@ def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> No
         lse[...] = most[...] + jnp.log(divisor)
 
 
-def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
+def _dq_kernel(
+    step: _Step,
+    q,
+    dout,
+    k,
+    v,
+    lse,
+    delta,
+    dq,
+    dq_sum,
+) -> None:
     @pl.when(step.first)
     def _() -> None:
         dq_sum[...] = jnp.zeros_like(dq_sum)
@@ -145,7 +247,19 @@ def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
         dq[...] = step.columns(dq_sum[...] * step.scale).astype(dq.dtype)
 
 
-def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) -> None:
+def _dkv_kernel(
+    step: _Step,
+    q,
+    dout,
+    k,
+    v,
+    lse,
+    delta,
+    dk,
+    dv,
+    dk_sum,
+    dv_sum,
+) -> None:
     @pl.when(step.first)
     def _() -> None:
         dk_sum[...] = jnp.zeros_like(dk_sum)
@@ -165,14 +279,19 @@ def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) 
 
 def _product(a: Array, b: Array) -> Array:
     """A matrix product summed in float32; float32 factors keep all their bits."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    if a.dtype == jnp.float32:
+        precision = jax.lax.Precision.HIGHEST
+    else:
+        precision = jax.lax.Precision.DEFAULT
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 # Steps.
 
 _Shown = Callable[[Array, float], Array]
-"""Takes a tile's array and a value for the places that are not seen, and gives an array that may be summed."""
+"""Takes a tile's array and a value for the places that are not seen, and gives an array that may be
+summed.
+"""
 
 
 class _Step(NamedTuple):
@@ -192,18 +311,29 @@ class _Step(NamedTuple):
     """As in `_Walk`."""
 
     def rows(self, x: Ref) -> Array:
-        """Turn an array as it lies into [places, h], or turn such rows into an array that lies so."""
+        """Turn an array as it lies into [places, h], or turn such rows into an array that lies
+        so.
+        """
         return x[...].T if self.across else x[...]
 
     def columns(self, x: Ref) -> Array:
-        """Turn an array as it lies into [h, places], or turn such columns into an array that lies so."""
+        """Turn an array as it lies into [h, places], or turn such columns into an array that
+        lies so.
+        """
         return x[...] if self.across else x[...].T
 
     def scores(self, q: Ref, k: Ref) -> Array:
-        return cap_scores(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
+        return cap_scores(
+            _product(self.rows(k), self.columns(q)) * self.scale,
+            self.call.softcap,
+        )
 
-    def gradients(self, shown: _Shown, q: Ref, dout: Ref, k: Ref, v: Ref, lse: Ref, delta: Ref) -> tuple[Array, Array]:
-        """Return the weights of the tile, made again from the log-sum-exp, and the gradient of its scores."""
+    def gradients(
+        self, shown: _Shown, q: Ref, dout: Ref, k: Ref, v: Ref, lse: Ref, delta: Ref
+    ) -> tuple[Array, Array]:
+        """Return the weights of the tile, made again from the log-sum-exp, and the gradient of its
+        scores.
+        """
         scores = self.scores(q, k)
         weights = shown(jnp.exp(scores - lse[...]), 0.0)
         dcapped = weights * (_product(self.rows(v), self.columns(dout)) - delta[...])
@@ -211,7 +341,9 @@ class _Step(NamedTuple):
 
     def visit(self, body: Callable[[_Shown], None]) -> None:
         pl.when(self.state == FULL)(lambda: body(lambda x, hidden: x))
-        pl.when(self.state == PARTIAL)(lambda: body(lambda x, hidden: jnp.where(self.seen(), x, hidden)))
+        pl.when(self.state == PARTIAL)(
+            lambda: body(lambda x, hidden: jnp.where(self.seen(), x, hidden))
+        )
 
 
 class _Walk(NamedTuple):
@@ -236,42 +368,77 @@ class _Walk(NamedTuple):
     """Whether arrays lie with their places along the lanes."""
 
     def by_head(self, x_BSHh: Array, block: int) -> Array:
-        """Turn [B, S, H, h] into [B, H, S, h], or across into [B, H, h, S], with zeros up to whole tiles."""
+        """Turn [B, S, H, h] into [B, H, S, h], or across into [B, H, h, S], with zeros up to whole
+        tiles.
+        """
         x = x_BSHh.transpose((0, 2, 3, 1) if self.across else (0, 2, 1, 3))
         return pad_to(x, 3 if self.across else 2, block)
 
     def by_place(self, x: Array, S: int) -> Array:
         """The inverse of `by_head`."""
-        return x[..., :S].transpose(0, 3, 1, 2) if self.across else x[:, :, :S].swapaxes(1, 2)
+        if self.across:
+            return x[..., :S].transpose(0, 3, 1, 2)
+        return x[:, :, :S].swapaxes(1, 2)
 
-    def at(self, b: int | Array, n: int | Array, rows: Ref, codes: Ref) -> tuple[Array, Array]:
+    def at(
+        self,
+        b: int | Array,
+        n: int | Array,
+        rows: Ref,
+        codes: Ref,
+    ) -> tuple[Array, Array]:
         """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
-        row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> 2
+        row = rows[self.stride * b + n]
+        tile = codes[self.stride * b + n] >> 2
         return (tile, row) if self.of_keys else (row, tile)
 
 
-def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_keys: bool = False) -> _Walk:
-    tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
+def _walk(
+    q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_keys: bool = False
+) -> _Walk:
+    tiles = _tiles(
+        q_BSHh.shape,
+        k_BTKh.shape[1],
+        q_BSHh.dtype,
+        mask,
+        call,
+        tile,
+    )
     entries_BRW, full_BR, some_BR = visits(mask, tiles, of_keys)
     (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
     xp = numpy_for(entries_BRW)
-    ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row without visits also has a step, which writes its zeros
+    # a row without visits also has a step, which writes its zeros
+    ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)
     count = xp.max(ends_BR[:, -1])
     L = R * W if traced else int(count)
     _check_list(B * L)
     # A sequence with fewer steps than another stays at its last step, and visits nothing more.
     n_BL = xp.minimum(np.arange(L), ends_BR[:, -1:] - 1)
-    rows_BL = xp.sum(ends_BR[:, None] <= n_BL[:, :, None], axis=2)
-    w_BL = n_BL - xp.take_along_axis(ends_BR - xp.maximum(some_BR, 1), rows_BL, axis=1)
-    entries_BL = xp.take_along_axis(entries_BRW.reshape(B, R * W), rows_BL * W + w_BL, axis=1)
+    rows_BL = xp.sum(
+        ends_BR[:, None] <= n_BL[:, :, None],
+        axis=2,
+    )
+    w_BL = n_BL - xp.take_along_axis(
+        ends_BR - xp.maximum(some_BR, 1),
+        rows_BL,
+        axis=1,
+    )
+    entries_BL = xp.take_along_axis(
+        entries_BRW.reshape(B, R * W),
+        rows_BL * W + w_BL,
+        axis=1,
+    )
     full_BL, some_BL = (xp.take_along_axis(x, rows_BL, axis=1) for x in (full_BR, some_BR))
     visited = (w_BL < some_BL) & (np.arange(L) < ends_BR[:, -1:])
     states_BL = xp.where(visited, xp.where(w_BL < full_BL, FULL, PARTIAL), EMPTY)
     rows, codes = (x.astype(np.int32).reshape(-1) for x in (rows_BL, entries_BL << 2 | states_BL))
     stride = L if B > 1 else 0
     across = q_BSHh.shape[3] % LANES != 0 and tiles.block_q % LANES == tiles.block_k % LANES == 0
-    count = count if traced else L
-    return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, across)
+    if not traced:
+        count = L
+    return _Walk(
+        mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, across
+    )
 
 
 def _check_list(steps: int) -> None:
@@ -279,18 +446,23 @@ def _check_list(steps: int) -> None:
         raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
 
 
-def _tiles(q_shape: Sequence[int], T: int, dtype: DTypeLike, mask: Mask, call: Call, tile: int = 0) -> Tiles:
+def _tiles(
+    q_shape: Sequence[int], T: int, dtype: DTypeLike, mask: Mask, call: Call, tile: int = 0
+) -> Tiles:
     _, S, _, h = q_shape
-    # With more bytes for each place, a long tile does not fit in the 16 MiB of VMEM that all chips have.
+    # With more bytes for each place, a long tile does not fit in the 16 MiB of VMEM that all chips
+    # have.
     long = max(S, T) > 16 * TILE and h * jnp.dtype(dtype).itemsize <= 2 * LANES
     tile = tile or (LONG_TILE if long else TILE)
     unit_q, unit_k = block_units(mask, call)
-    block_q, block_k = _block(S, tile, unit_q), _block(T, tile, unit_k)
+    block_q = _block(S, tile, unit_q)
+    block_k = _block(T, tile, unit_k)
     return Tiles(S, T, block_q, block_k, call.q_start, call.k_start, call.multiple)
 
 
 def _block(length: int, most: int, unit: int) -> int:
-    """How many places a tile has: of the fewest equal tiles, or for a mask of blocks a number that divides `unit`.
+    """How many places a tile has: of the fewest equal tiles, or for a mask of blocks a number that
+    divides `unit`.
 
     Raises:
       Unserved: no size of a tile divides `unit`.
@@ -300,57 +472,97 @@ def _block(length: int, most: int, unit: int) -> int:
         return -(-math.ceil(length / math.ceil(length / most)) // lanes) * lanes
     sizes = [size for size in range(_SUBLANES, min(most, unit) + 1, _SUBLANES) if unit % size == 0]
     if not sizes:
-        raise Unserved(f"blocks of a mask at multiples of {unit} places are no tiles of a multiple of {_SUBLANES}")
+        raise Unserved(
+            f"blocks of a mask at multiples of {unit} places are no tiles of a multiple of "
+            f"{_SUBLANES}"
+        )
     return sizes[-1]
 
 
-def _step(walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_ids: Sequence[Ref]) -> _Step:
+def _step(
+    walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_ids: Sequence[Ref]
+) -> _Step:
     """The step that a kernel is at; the refs are those of its lists and of its tile's ids."""
-    (rows, codes, starts), (_, T, block_q, block_k, *_) = lists, walk.tiles
+    (rows, codes, starts) = lists
+    (_, T, block_q, block_k, *_) = walk.tiles
     of_n, of_g = (2, 3) if walk.of_keys else (3, 2)
-    b, g, n = pl.program_id(0), pl.program_id(of_g), pl.program_id(of_n)
-    at, end = walk.stride * b + n, rows.shape[0] - 1
+    b = pl.program_id(0)
+    g = pl.program_id(of_g)
+    n = pl.program_id(of_n)
+    at = walk.stride * b + n
+    end = rows.shape[0] - 1
     first = (n == 0) | (rows[jnp.maximum(at - 1, 0)] != rows[at])
     last = (n == pl.num_programs(of_n) - 1) | (rows[jnp.minimum(at + 1, end)] != rows[at])
     if walk.of_keys:
-        first, last = first & (g == 0), last & (g == G - 1)
+        first = first & (g == 0)
+        last = last & (g == G - 1)
     query_tile, key_tile = walk.at(b, n, rows, codes)
     code = codes[at]
 
     def seen() -> Array:
-        i = starts[0] + query_tile * block_q + jax.lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
+        i = (
+            starts[0]
+            + query_tile * block_q
+            + jax.lax.broadcasted_iota(
+                jnp.int32,
+                (1, block_q),
+                1,
+            )
+        )
         column = key_tile * block_k + jax.lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
-        ids = [(of_keys[0], of_queries[0]) for of_keys, of_queries in zip(kv_ids, q_ids, strict=True)]
+        ids = [
+            (of_keys[0], of_queries[0]) for of_keys, of_queries in zip(kv_ids, q_ids, strict=True)
+        ]
         seen = in_tile(walk.mask, i, starts[1] + column, ids)
         return seen & (column < T) if T % block_k else seen
 
-    return _Step(walk.call, walk.scale, first, last, code & 3, seen, walk.across)
+    return _Step(
+        walk.call,
+        walk.scale,
+        first,
+        last,
+        code & 3,
+        seen,
+        walk.across,
+    )
 
 
 # Launching.
 
 
 def _launch(
-    kernel: Callable[..., None], walk: _Walk, arrays: dict[Kind, list[Array]],
-    outputs: list[tuple[Kind, DTypeLike]], sums: list[tuple[int, int]], products: int,
-) -> list[Array]:  # fmt: skip
-    """Run a kernel that reads arrays filled up to whole tiles, writes `outputs` and has float32 `sums` of these shapes.
+    kernel: Callable[..., None],
+    walk: _Walk,
+    arrays: dict[Kind, list[Array]],
+    outputs: list[tuple[Kind, DTypeLike]],
+    sums: list[tuple[int, int]],
+    products: int,
+) -> list[Array]:
+    """Run a kernel that reads arrays filled up to whole tiles, writes `outputs` and has float32
+    `sums` of these shapes.
 
     It makes `products` matrix products for a tile, which is for XLA's estimate of its time.
     """
-    (B, H, *last), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
+    (B, H, *last) = arrays["queries"][0].shape
+    K = arrays["keys"][0].shape[1]
+    tiles = walk.tiles
     h = last[0 if walk.across else 1]
     segments = segments_in(walk.mask)
     ids: dict[Kind, list[Array]] = {
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
     }
-    kinds, inputs = zip(*((kind, x) for kind, found in (ids | arrays).items() for x in found), strict=True)
+    kinds, inputs = zip(
+        *((kind, x) for kind, found in (ids | arrays).items() for x in found), strict=True
+    )
     specs = _specs(walk, H // K, h)
 
     def body(*refs: Ref) -> None:
         n = len(segments)
-        lists, q_ids, kv_ids, others = refs[:3], refs[3 : 3 + n], refs[3 + n : 3 + 2 * n], refs[3 + 2 * n :]
+        lists = refs[:3]
+        q_ids = refs[3 : 3 + n]
+        kv_ids = refs[3 + n : 3 + 2 * n]
+        others = refs[3 + 2 * n :]
         kernel(_step(walk, H // K, lists, q_ids, kv_ids), *others)
 
     shapes: dict[Kind, tuple[int, ...]] = {kind: found[0].shape for kind, found in arrays.items()}
@@ -369,42 +581,87 @@ def _launch(
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-        cost_estimate=pl.CostEstimate(flops=2 * products * places * h, transcendentals=places, bytes_accessed=moved),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * places * h, transcendentals=places, bytes_accessed=moved
+        ),
         interpret=walk.call.interpret,
         name=f"attention{kernel.__name__.removesuffix('_kernel')}",
     )(walk.rows, walk.codes, walk.call.starts(), *inputs)
 
 
-def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
+def _specs(
+    walk: _Walk,
+    G: int,
+    h: int,
+) -> dict[Kind, pl.BlockSpec]:
     """The block of each kind of array that a step takes."""
-    q, t = walk.tiles.block_q, walk.tiles.block_k
+    q = walk.tiles.block_q
+    t = walk.tiles.block_k
 
-    def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[int | Array, ...]]) -> pl.BlockSpec:
-        """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a tile of keys."""
+    def spec(
+        shape: tuple[int | None, ...], index: Callable[..., tuple[int | Array, ...]]
+    ) -> pl.BlockSpec:
+        """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a
+        tile of keys.
+        """
 
         def of_step(
-            b: int | Array, kv_head: int | Array, outer: int | Array, inner: int | Array, rows: Ref, codes: Ref, _: Ref
+            b: int | Array,
+            kv_head: int | Array,
+            outer: int | Array,
+            inner: int | Array,
+            rows: Ref,
+            codes: Ref,
+            _: Ref,
         ) -> tuple[int | Array, ...]:
             n, g = (outer, inner) if walk.of_keys else (inner, outer)
-            return index(b, kv_head, kv_head * G + g, *walk.at(b, n, rows, codes))
+            return index(
+                b,
+                kv_head,
+                kv_head * G + g,
+                *walk.at(b, n, rows, codes),
+            )
 
         return pl.BlockSpec(shape, of_step)
 
     def lying(block: int) -> tuple[int | None, ...]:
-        return (None, None, h, block) if walk.across else (None, None, block, h)
+        if walk.across:
+            return (None, None, h, block)
+        return (None, None, block, h)
 
     def place(tile: int | Array) -> tuple[int | Array, int | Array]:
         return (0, tile) if walk.across else (tile, 0)
 
     return {
-        "queries": spec(lying(q), lambda b, kv_head, head, Q, N: (b, head, *place(Q))),
-        "keys": spec(lying(t), lambda b, kv_head, head, Q, N: (b, kv_head, *place(N))),
-        "per_query": spec((None, None, None, 1, q), lambda b, kv_head, head, Q, N: (b, head, Q, 0, 0)),
-        "q_ids": spec((None, None, 1, q), lambda b, kv_head, head, Q, N: (b, Q, 0, 0)),
-        "kv_ids": spec((None, None, 1, t), lambda b, kv_head, head, Q, N: (b, N, 0, 0)),
+        "queries": spec(
+            lying(q),
+            lambda b, kv_head, head, Q, N: (b, head, *place(Q)),
+        ),
+        "keys": spec(
+            lying(t),
+            lambda b, kv_head, head, Q, N: (b, kv_head, *place(N)),
+        ),
+        "per_query": spec(
+            (None, None, None, 1, q), lambda b, kv_head, head, Q, N: (b, head, Q, 0, 0)
+        ),
+        "q_ids": spec(
+            (None, None, 1, q),
+            lambda b, kv_head, head, Q, N: (b, Q, 0, 0),
+        ),
+        "kv_ids": spec(
+            (None, None, 1, t),
+            lambda b, kv_head, head, Q, N: (b, N, 0, 0),
+        ),
     }
 
 
 def _by_tile(x: Array, block: int) -> Array:
-    """Turn [..., S] into [..., Q, 1, q], zeros up to whole tiles; a block has the last two dims whole for any q."""
-    return pad_to(x, -1, block).reshape(*x.shape[:-1], -1, 1, block)
+    """Turn [..., S] into [..., Q, 1, q], zeros up to whole tiles; a block has the last two dims
+    whole for any q.
+    """
+    return pad_to(x, -1, block).reshape(
+        *x.shape[:-1],
+        -1,
+        1,
+        block,
+    )

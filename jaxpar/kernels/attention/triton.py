@@ -1,11 +1,14 @@
-"""Attention on NVIDIA GPUs by Pallas' Triton lowering, after FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
+"""Attention on NVIDIA GPUs by Pallas' Triton lowering, after FlashAttention-2 (arXiv:2307.08691,
+algorithms 1 and 2).
 
-There are three kernels. One gives the output and its log-sum-exp, and one gives dq; both have a program for each tile
-of queries of a head. The third gives dk and dv: it has a program for each tile of keys of a kv head, which walks the
-query heads of that kv head, so that nothing is added atomically. A program walks a row of `visits`.
+There are three kernels. One gives the output and its log-sum-exp, and one gives dq; both have a
+program for each tile of queries of a head. The third gives dk and dv: it has a program for each
+tile of keys of a kv head, which walks the query heads of that kv head, so that nothing is added
+atomically. A program walks a row of `visits`.
 
-Arrays are read where they lie. The part of a tile past the end of the sequence, or past a head_dim that is no power of
-two, is masked out of loads and stores, and costs no copy. Exponentials are in base 2, the base that the hardware has.
+Arrays are read where they lie. The part of a tile past the end of the sequence, or past a head_dim
+that is no power of two, is masked out of loads and stores, and costs no copy. Exponentials are in
+base 2, the base that the hardware has.
 
 jax 0.12 still has this lowering, but warns that a later version will not.
 
@@ -39,10 +42,18 @@ LEAST = 16
 """The fewest entries that a side of a tile may have in Triton's matrix products."""
 MOST_HEAD_DIM = 256
 ONLY = np.int32(0)
-"""The head in a program that has only one. It is a numpy integer, as the interpreter asks an index for its shape."""
+"""The head in a program that has only one. It is a numpy integer, as the interpreter asks an index
+for its shape.
+"""
 
 
-def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT) -> str:
+def refusal(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    dtype: DTypeLike,
+    mask: Mask,
+    call: Call = DEFAULT,
+) -> str:
     """Why these arrays cannot be served; empty = they can."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
@@ -56,27 +67,54 @@ def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, ma
 
 
 def forward(
-    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call = DEFAULT, sizes: Sizes | None = None
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    mask: Mask,
+    call: Call = DEFAULT,
+    sizes: Sizes | None = None,
 ) -> tuple[Array, Array]:
-    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
+    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the
+    chip.
+    """
     B, S, H, h = q_BSHh.shape
     tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
     out = jax.ShapeDtypeStruct(q_BSHh.shape, call.out_dtype or q_BSHh.dtype)
     lse = jax.ShapeDtypeStruct((B, H, S), jnp.float32)
-    out_BSHh, lse_BHS = _run(attention_forward, 2, tile, [q_BSHh, k_BTKh, v_BTKh], [out, lse], mask, call)
+    out_BSHh, lse_BHS = _run(
+        attention_forward, 2, tile, [q_BSHh, k_BTKh, v_BTKh], [out, lse], mask, call
+    )
     return out_BSHh, lse_BHS
 
 
 def backward(
-    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, mask: Mask,
-    call: Call = DEFAULT, sizes: Sizes | None = None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
+    q_BSHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    dout_BSHh: Array,
+    lse_BHS: Array,
+    delta_BHS: Array,
+    mask: Mask,
+    call: Call = DEFAULT,
+    sizes: Sizes | None = None,
+) -> tuple[Array, Array, Array]:
+    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the
+    chip.
+    """
     _, dq_tile, dkv_tile = sizes or sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])
     (dq_BSHh,) = _run(attention_dq, 3, dq_tile, arrays, [dq], mask, call)
-    dk_BTKh, dv_BTKh = _run(attention_dkv, 4, dkv_tile, arrays, [dk, dv], mask, call, of_keys=True)
+    dk_BTKh, dv_BTKh = _run(
+        attention_dkv,
+        4,
+        dkv_tile,
+        arrays,
+        [dk, dv],
+        mask,
+        call,
+        of_keys=True,
+    )
     return dq_BSHh, dk_BTKh, dv_BTKh
 
 
@@ -84,7 +122,8 @@ class _Plan(NamedTuple):
     """What a kernel knows while it is traced."""
 
     mask: Mask
-    tiles: Tiles  # the tiles, with places counted within the arrays; the kernel adds where queries and keys start
+    # the tiles, with places counted within the arrays; the kernel adds where queries and keys start
+    tiles: Tiles
     h: int  # head_dim
     scale: float  # the factor of the scores
     softcap: float  # see `Call`
@@ -96,20 +135,44 @@ class _Plan(NamedTuple):
 
 
 def _run(
-    kernel: Callable[..., None], products: int, tile: Tile, arrays: Sequence[Array],
-    outs: Sequence[jax.ShapeDtypeStruct], mask: Mask, call: Call, of_keys: bool = False,
-) -> list[Array]:  # fmt: skip
-    """Run a program for each tile of queries of each head; with `of_keys`, for each tile of keys of each kv head.
+    kernel: Callable[..., None],
+    products: int,
+    tile: Tile,
+    arrays: Sequence[Array],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    mask: Mask,
+    call: Call,
+    of_keys: bool = False,
+) -> list[Array]:
+    """Run a program for each tile of queries of each head; with `of_keys`, for each tile of keys of
+    each kv head.
 
-    A visited tile takes `products` matrix products. The program states their FLOPs, which with ids are an upper bound.
+    A visited tile takes `products` matrix products. The program states their FLOPs, which with ids
+    are an upper bound.
     """
-    (B, S, H, h), (T, K) = arrays[0].shape, arrays[1].shape[1:3]
+    (B, S, H, h) = arrays[0].shape
+    (T, K) = arrays[1].shape[1:3]
     tile = _fit_tile(tile, S, T, mask, call)
-    tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
+    tiles = Tiles(
+        S,
+        T,
+        tile.block_q,
+        tile.block_k,
+        call.q_start,
+        call.k_start,
+        call.multiple,
+    )
     lists = visits(mask, tiles, of_keys)
     ids = [(leaf.q_ids, leaf.kv_ids) for leaf in segments_in(mask)]
     heads = K if of_keys else H
-    given = [jnp.asarray(x) for x in lists], call.starts(), ids, list(arrays)
+    given = (
+        [jnp.asarray(x) for x in lists],
+        call.starts(),
+        ids,
+        list(
+            arrays,
+        ),
+    )
     plan = _Plan(mask, tiles, h, call.scale_of(arrays[0]), call.softcap)
     entries, _, some = lists
     visited = (entries.size if isinstance(some, jax.Array) else int(some.sum())) * B // len(some)
@@ -119,8 +182,10 @@ def _run(
         partial(kernel, plan),
         grid=(lists[0].shape[1], heads, B),
         in_specs=(
-            [_of_sequence(x) for x in lists], pl.BlockSpec((2,), lambda *_: (0,)),
-            [(_of_sequence(q), _of_sequence(kv)) for q, kv in ids], [_of_head(x, heads) for x in arrays],
+            [_of_sequence(x) for x in lists],
+            pl.BlockSpec((2,), lambda *_: (0,)),
+            [(_of_sequence(q), _of_sequence(kv)) for q, kv in ids],
+            [_of_head(x, heads) for x in arrays],
         ),
         out_specs=[_of_head(x, heads) for x in outs],
         out_shape=list(outs),
@@ -128,127 +193,229 @@ def _run(
         interpret=call.interpret,
         name=kernel.__name__,
         metadata={"flops": str(flops), "bytes_accessed": str(moved)},
-    )(*given)  # fmt: skip
+    )(*given)
 
 
-def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
-    """The tile, made smaller where the sequence is short or where it would cut a block mask's blocks.
+def _fit_tile(
+    tile: Tile,
+    S: int,
+    T: int,
+    mask: Mask,
+    call: Call,
+) -> Tile:
+    """The tile, made smaller where the sequence is short or where it would cut a block mask's
+    blocks.
 
     Raises:
       Unserved: no tile divides the blocks.
     """
     unit_q, unit_k = block_units(mask, call)
-    block_q = math.gcd(min(tile.block_q, pl.next_power_of_2(max(S, LEAST))), unit_q)
-    block_k = math.gcd(min(tile.block_k, pl.next_power_of_2(max(T, LEAST))), unit_k)
+    block_q = math.gcd(
+        min(tile.block_q, pl.next_power_of_2(max(S, LEAST))),
+        unit_q,
+    )
+    block_k = math.gcd(
+        min(tile.block_k, pl.next_power_of_2(max(T, LEAST))),
+        unit_k,
+    )
     if min(block_q, block_k) < LEAST:
         raise Unserved(f"tiles of less than {LEAST} places: {block_q} x {block_k} of {mask}")
-    warps = min(tile.warps, max(4, block_q * block_k // 256))  # eight would do the same work twice in a small tile
+    # eight would do the same work twice in a small tile
+    warps = min(tile.warps, max(4, block_q * block_k // 256))
     return tile._replace(block_q=block_q, block_k=block_k, warps=warps)
 
 
 def _of_sequence(x: Arrays) -> pl.BlockSpec:
     """A sequence's part of an array [B, ...], or of an array [1, ...] that all sequences share."""
-    shared, rest = x.shape[0] == 1, x.shape[1:]
-    return pl.BlockSpec((None, *rest), lambda _, n, b: (0 if shared else b, *[0] * len(rest)))
+    shared = x.shape[0] == 1
+    rest = x.shape[1:]
+    return pl.BlockSpec(
+        (None, *rest),
+        lambda _, n, b: (
+            0 if shared else b,
+            *[0] * len(rest),
+        ),
+    )
 
 
 def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
-    """The heads of [B, S, H, h] or [B, H, S] that program n reads: its own, or one that several programs share."""
+    """The heads of [B, S, H, h] or [B, H, S] that program n reads: its own, or one that several
+    programs share.
+    """
     H = x.shape[2] if x.ndim == 4 else x.shape[1]
-    own, sharing = max(H // programs, 1), max(programs // H, 1)
+    own = max(H // programs, 1)
+    sharing = max(programs // H, 1)
     if x.ndim == 3:
-        return pl.BlockSpec((None, own, x.shape[2]), lambda _, n, b: (b, n // sharing, 0))
+        return pl.BlockSpec(
+            (None, own, x.shape[2]),
+            lambda _, n, b: (b, n // sharing, 0),
+        )
     shape = None, x.shape[1], own, pl.next_power_of_2(x.shape[3])
-    return pl.BlockSpec(shape, lambda _, n, b: (b, 0, n // sharing, 0))
+    return pl.BlockSpec(
+        shape,
+        lambda _, n, b: (b, 0, n // sharing, 0),
+    )
 
 
-# The kernels. They are given a plan, the lists of visits, where queries and keys start, the ids, and the arrays above.
+# The kernels. They are given a plan, the lists of visits, where queries and keys start, the ids,
+# and the arrays above.
 
 
-def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, out_ref: Ref, lse_ref: Ref) -> None:
-    """Compute the output and log-sum-exp of a tile of queries, by a running maximum and total (algorithm 1)."""
+def attention_forward(
+    plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, out_ref: Ref, lse_ref: Ref
+) -> None:
+    """Compute the output and log-sum-exp of a tile of queries, by a running maximum and total
+    (algorithm 1).
+    """
     q_ref, k_ref, v_ref = arrays
-    # Under a causal mask the last queries have the most to do. They go first, so no long program is left at the end.
+    # Under a causal mask the last queries have the most to do. They go first, so no long program is
+    # left at the end.
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
     queries = _queries(plan, row)
     q_qh = queries.load(q_ref, ONLY)
 
-    def visit(entry: Array, masked: bool, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def visit(
+        entry: Array, masked: bool, carry: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
         out_qh, most_q, total_q = carry
         keys = _keys(plan, entry, masked)
         scores_qk = _scores(plan, q_qh, keys.load(k_ref, ONLY))
         if masked:
-            scores_qk = jnp.where(_visible(plan, starts, ids, queries, keys), scores_qk, -jnp.inf)
+            scores_qk = jnp.where(
+                _visible(plan, starts, ids, queries, keys),
+                scores_qk,
+                -jnp.inf,
+            )
         next_q = jnp.maximum(most_q, jnp.max(scores_qk, axis=1) * plan.unit)
         weights_qk = jnp.exp2(scores_qk * plan.unit - next_q[:, None])
         before_q = jnp.exp2(most_q - next_q)
         v_kh = keys.load(v_ref, ONLY)
-        out_qh = out_qh * before_q[:, None] + _product(weights_qk.astype(v_kh.dtype), v_kh, 1, 0)
+        out_qh = out_qh * before_q[:, None] + _product(
+            weights_qk.astype(v_kh.dtype),
+            v_kh,
+            1,
+            0,
+        )
         return out_qh, next_q, total_q * before_q + jnp.sum(weights_qk, axis=1)
 
-    # The maximum is finite even where nothing is seen, so that hidden scores, minus infinity, get weight 0 and not NaN.
-    begin = _zeros(q_qh.shape), jnp.full(q_qh.shape[:1], BLIND, jnp.float32), _zeros(q_qh.shape[:1])
+    # The maximum is finite even where nothing is seen, so that hidden scores, minus infinity, get
+    # weight 0 and not NaN.
+    begin = (
+        _zeros(q_qh.shape),
+        jnp.full(q_qh.shape[:1], BLIND, jnp.float32),
+        _zeros(
+            q_qh.shape[:1],
+        ),
+    )
     out_qh, most_q, total_q = _walk(lists, row, visit, begin)
     blind_q = total_q == 0
     total_q = jnp.where(blind_q, 1, total_q)
     queries.store(out_ref, ONLY, out_qh / total_q[:, None])
-    queries.store_row(lse_ref, ONLY, jnp.where(blind_q, MASKED, most_q / LOG2_E + jnp.log(total_q)))
+    queries.store_row(
+        lse_ref,
+        ONLY,
+        jnp.where(blind_q, MASKED, most_q / LOG2_E + jnp.log(total_q)),
+    )
 
 
-def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq_ref: Ref) -> None:
+def attention_dq(
+    plan: _Plan,
+    lists: Ref,
+    starts: Ref,
+    ids: Ref,
+    arrays: Ref,
+    dq_ref: Ref,
+) -> None:
     """Compute the gradient of a tile of queries (algorithm 2, by rows)."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
     queries = _queries(plan, row)
-    q_qh, dout_qh = queries.load(q_ref, ONLY), queries.load(dout_ref, ONLY)
+    q_qh = queries.load(q_ref, ONLY)
+    dout_qh = queries.load(dout_ref, ONLY)
     lse_q1, delta_q1 = (queries.load_row(ref, ONLY)[:, None] for ref in (lse_ref, delta_ref))
 
     def visit(entry: Array, masked: bool, dq_qh: Array) -> Array:
         keys = _keys(plan, entry, masked)
         k_kh = keys.load(k_ref, ONLY)
-        seen_qk = _visible(plan, starts, ids, queries, keys) if masked else None
+        if masked:
+            seen_qk = _visible(plan, starts, ids, queries, keys)
+        else:
+            seen_qk = None
         scores_qk = _scores(plan, q_qh, k_kh)
         weights_qk = _weights(plan, scores_qk, seen_qk, lse_q1)
         dweights_qk = _product(dout_qh, keys.load(v_ref, ONLY), 1, 1)
         dscores_qk = _dscores(plan, scores_qk, weights_qk, dweights_qk, delta_q1)
         return dq_qh + _product(dscores_qk.astype(k_kh.dtype), k_kh, 1, 0)
 
-    queries.store(dq_ref, ONLY, _walk(lists, row, visit, _zeros(q_qh.shape)) * plan.scale)
+    queries.store(
+        dq_ref,
+        ONLY,
+        _walk(lists, row, visit, _zeros(q_qh.shape)) * plan.scale,
+    )
 
 
-def attention_dkv(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dk_ref: Ref, dv_ref: Ref) -> None:
-    """Compute the gradients of a tile of keys and values (algorithm 2, by columns), with scores transposed."""
+def attention_dkv(
+    plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dk_ref: Ref, dv_ref: Ref
+) -> None:
+    """Compute the gradients of a tile of keys and values (algorithm 2, by columns), with scores
+    transposed.
+    """
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = pl.program_id(0)
     keys = _keys(plan, row, True)
-    k_kh, v_kh = keys.load(k_ref, ONLY), keys.load(v_ref, ONLY)
+    k_kh = keys.load(k_ref, ONLY)
+    v_kh = keys.load(v_ref, ONLY)
 
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        def visit(entry: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def visit(
+            entry: Array,
+            masked: bool,
+            carry: tuple[Array, Array],
+        ) -> tuple[Array, Array]:
             dk_kh, dv_kh = carry
             queries = _queries(plan, entry)
-            q_qh, dout_qh = queries.load(q_ref, head), queries.load(dout_ref, head)
+            q_qh = queries.load(q_ref, head)
+            dout_qh = queries.load(dout_ref, head)
             lse_1q, delta_1q = (queries.load_row(ref, head)[None] for ref in (lse_ref, delta_ref))
-            seen_kq = _visible(plan, starts, ids, queries, keys, transposed=True) if masked else None
+            if masked:
+                seen_kq = _visible(plan, starts, ids, queries, keys, transposed=True)
+            else:
+                seen_kq = None
             scores_kq = _scores(plan, k_kh, q_qh)
             weights_kq = _weights(plan, scores_kq, seen_kq, lse_1q)
             dv_kh += _product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
-            dscores_kq = _dscores(plan, scores_kq, weights_kq, _product(v_kh, dout_qh, 1, 1), delta_1q)
+            dscores_kq = _dscores(
+                plan, scores_kq, weights_kq, _product(v_kh, dout_qh, 1, 1), delta_1q
+            )
             dk_kh += _product(dscores_kq.astype(q_qh.dtype), q_qh, 1, 0)
             return dk_kh, dv_kh
 
         return _walk(lists, row, visit, carry)
 
-    dk_kh, dv_kh = lax.fori_loop(0, q_ref.shape[1], of_head, (_zeros(k_kh.shape), _zeros(k_kh.shape)))
+    dk_kh, dv_kh = lax.fori_loop(
+        0,
+        q_ref.shape[1],
+        of_head,
+        (
+            _zeros(k_kh.shape),
+            _zeros(k_kh.shape),
+        ),
+    )
     keys.store(dk_ref, ONLY, dk_kh * plan.scale)
     keys.store(dv_ref, ONLY, dv_kh)
 
 
-def _walk(lists: Ref, row: Index, visit: Callable[[Array, bool, Carry], Carry], carry: Carry) -> Carry:
-    """Call `visit(entry, masked, carry)` for each tile of a row: first those seen in full, then the others."""
+def _walk(
+    lists: Ref, row: Index, visit: Callable[[Array, bool, Carry], Carry], carry: Carry
+) -> Carry:
+    """Call `visit(entry, masked, carry)` for each tile of a row: first those seen in full, then the
+    others.
+    """
     entries, full, some = lists
     for masked, begin, end in ((False, 0, full[row]), (True, full[row], some[row])):
-        carry = lax.fori_loop(begin, end, lambda w, carry, masked=masked: visit(entries[row, w], masked, carry), carry)
+        carry = lax.fori_loop(
+            begin, end, lambda w, carry, masked=masked: visit(entries[row, w], masked, carry), carry
+        )
     return carry
 
 
@@ -265,17 +432,29 @@ class _Part(NamedTuple):
         return self.start + jnp.arange(self.size)
 
     def load(self, ref: Ref, head: Index) -> Array:
-        """Load [size, h'] from [T, heads, h'], h' a power of two, with zeros where there is nothing."""
+        """Load [size, h'] from [T, heads, h'], h' a power of two, with zeros where there is
+        nothing.
+        """
         mask = self._entries(ref.shape[-1])
-        return plt.load(ref.at[self._slice, head], mask=mask, other=None if mask is None else 0.0)
+        return plt.load(
+            ref.at[self._slice, head],
+            mask=mask,
+            other=None if mask is None else 0.0,
+        )
 
     def store(self, ref: Ref, head: Index, value: Array) -> None:
-        plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=self._entries(ref.shape[-1]))
+        plt.store(
+            ref.at[self._slice, head], value.astype(ref.dtype), mask=self._entries(ref.shape[-1])
+        )
 
     def load_row(self, ref: Ref, *head: Index) -> Array:
         """Load [size] from [heads, T] or from [T], with zeros where there is nothing."""
         mask = self._rows
-        return plt.load(ref.at[*head, self._slice], mask=mask, other=None if mask is None else 0)
+        return plt.load(
+            ref.at[*head, self._slice],
+            mask=mask,
+            other=None if mask is None else 0,
+        )
 
     def store_row(self, ref: Ref, head: Index, value: Array) -> None:
         plt.store(ref.at[head, self._slice], value, mask=self._rows)
@@ -287,41 +466,61 @@ class _Part(NamedTuple):
     @property
     def _rows(self) -> Array | None:
         """Which places exist [size]; None = all."""
-        return None if self.end is None else self.places < self.end
+        if self.end is None:
+            return None
+        return self.places < self.end
 
     def _entries(self, width: int) -> Array | None:
         """Which entries exist [size, width]; None = all."""
-        rows, columns = self._rows, None if width == self.h else (jnp.arange(width) < self.h)[None]
+        rows = self._rows
+        if width == self.h:
+            columns = None
+        else:
+            columns = (jnp.arange(width) < self.h)[None]
         if rows is None or columns is None:
             return columns if rows is None else rows[:, None]
         return rows[:, None] & columns
 
 
 def _queries(plan: _Plan, tile: int | Array) -> _Part:
-    block, S = plan.tiles.block_q, plan.tiles.S
+    block = plan.tiles.block_q
+    S = plan.tiles.S
     return _Part(tile * block, block, S if S % block else None, plan.h)
 
 
 def _keys(plan: _Plan, tile: int | Array, last: bool) -> _Part:
-    """The part of a tile of keys; only with `last`, where it may be the last one, can it go past the end."""
-    block, T = plan.tiles.block_k, plan.tiles.T
+    """The part of a tile of keys; only with `last`, where it may be the last one, can it go past
+    the end.
+    """
+    block = plan.tiles.block_k
+    T = plan.tiles.T
     return _Part(tile * block, block, T if last and T % block else None, plan.h)
 
 
-def _visible(plan: _Plan, starts: Ref, ids: Ref, queries: _Part, keys: _Part, transposed: bool = False) -> Array:
+def _visible(
+    plan: _Plan, starts: Ref, ids: Ref, queries: _Part, keys: _Part, transposed: bool = False
+) -> Array:
     """Which places of a partial tile are seen, [q, k], or transposed [k, q]."""
     pairs = [(queries.load_row(q_ids), keys.load_row(kv_ids)) for q_ids, kv_ids in ids]
     if transposed:  # ids are compared for equality, so the two sides may change places
-        i, j, pairs = queries.places[None], keys.places[:, None], [(kv_ids, q_ids) for q_ids, kv_ids in pairs]
+        i = queries.places[None]
+        j = keys.places[:, None]
+        pairs = [(kv_ids, q_ids) for q_ids, kv_ids in pairs]
     else:
-        i, j = queries.places[:, None], keys.places[None]
+        i = queries.places[:, None]
+        j = keys.places[None]
     seen = in_tile(plan.mask, i + starts[0], j + starts[1], pairs)
     return seen if keys.end is None else seen & (j < keys.end)
 
 
 def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    """A product over one dim of each, in float32; float32 factors are not rounded to TF32, as they would by default."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    """A product over one dim of each, in float32; float32 factors are not rounded to TF32, as they
+    would by default.
+    """
+    if a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+    else:
+        precision = None
     dims = ((dim_a,), (dim_b,)), ((), ())
     return lax.dot_general(a, b, dims, precision, jnp.float32)
 
@@ -329,19 +528,30 @@ def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
 def _scores(plan: _Plan, a: Array, b: Array) -> Array:
     """The scores without the factor `plan.unit`: the products, or their tanh under a soft cap."""
     products = _product(a, b, 1, 1)
-    return jnp.tanh(products * (plan.scale / plan.softcap)) if plan.softcap else products
+    if plan.softcap:
+        return jnp.tanh(products * (plan.scale / plan.softcap))
+    return products
 
 
 def _weights(plan: _Plan, scores: Array, seen: Array | None, lse: Array) -> Array:
     """The weights, made again from the log-sum-exp."""
-    scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
     return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)
 
 
-def _dscores(plan: _Plan, scores: Array, weights: Array, dweights: Array, delta: Array) -> Array:
+def _dscores(
+    plan: _Plan,
+    scores: Array,
+    weights: Array,
+    dweights: Array,
+    delta: Array,
+) -> Array:
     """The gradient with respect to the products, without the factor `plan.scale`."""
     dscores = weights * (dweights - delta)
-    return dscores * (1 - scores * scores) if plan.softcap else dscores
+    if plan.softcap:
+        return dscores * (1 - scores * scores)
+    return dscores
 
 
 def _zeros(shape: tuple[int, ...]) -> Array:
@@ -352,7 +562,9 @@ def _zeros(shape: tuple[int, ...]) -> Array:
 
 
 class Tile(NamedTuple):
-    """One kernel's queries and keys in a tile, warps in a program, and stages of its software pipeline."""
+    """One kernel's queries and keys in a tile, warps in a program, and stages of its software
+    pipeline.
+    """
 
     block_q: int
     block_k: int
@@ -368,30 +580,79 @@ class Sizes(NamedTuple):
     dkv: Tile
 
 
-# The forward's sizes start from the defaults of PyTorch's FlexAttention, which were measured. All were compiled for
-# their chip: they fit its shared memory (227 KB a block on an H100, 163 KB on an A100, 99 KB on smaller chips), and
-# of the larger tiles tried they are the ones whose registers spill hardly or not at all. float32 is multiplied outside
-# the tensor cores, so it has the same sizes on all chips.
+# The forward's sizes start from the defaults of PyTorch's FlexAttention, which were measured. All
+# were compiled for their chip: they fit its shared memory (227 KB a block on an H100, 163 KB on an
+# A100, 99 KB on smaller chips), and of the larger tiles tried they are the ones whose registers
+# spill hardly or not at all. float32 is multiplied outside the tensor cores, so it has the same
+# sizes on all chips.
 _FLOAT32 = {
-    64: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
-    128: ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
-    256: ((32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 2)),
+    64: (
+        (32, 32, 4, 2),
+        (32, 32, 4, 2),
+        (32, 32, 4, 2),
+    ),
+    128: (
+        (32, 32, 4, 2),
+        (32, 32, 4, 2),
+        (16, 32, 4, 2),
+    ),
+    256: (
+        (32, 16, 4, 2),
+        (16, 16, 4, 2),
+        (16, 16, 4, 2),
+    ),
 }
 _BFLOAT16 = {
     "hopper": {
-        64: ((128, 128, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
-        128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
-        256: ((64, 32, 4, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
+        64: (
+            (128, 128, 4, 3),
+            (128, 64, 8, 2),
+            (64, 128, 8, 2),
+        ),
+        128: (
+            (128, 64, 8, 3),
+            (128, 64, 8, 2),
+            (64, 64, 8, 2),
+        ),
+        256: (
+            (64, 32, 4, 3),
+            (64, 64, 8, 2),
+            (32, 64, 8, 2),
+        ),
     },
     "ampere": {
-        64: ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
-        128: ((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2)),
-        256: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        64: (
+            (128, 64, 4, 3),
+            (128, 64, 8, 2),
+            (64, 128, 8, 2),
+        ),
+        128: (
+            (128, 64, 8, 3),
+            (64, 64, 4, 2),
+            (128, 64, 8, 2),
+        ),
+        256: (
+            (64, 64, 8, 2),
+            (64, 64, 8, 2),
+            (64, 32, 8, 2),
+        ),
     },
     "small": {
-        64: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
-        128: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-        256: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+        64: (
+            (64, 64, 4, 3),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+        ),
+        128: (
+            (64, 64, 4, 3),
+            (64, 64, 4, 2),
+            (64, 64, 4, 2),
+        ),
+        256: (
+            (32, 32, 4, 2),
+            (32, 32, 4, 2),
+            (32, 32, 4, 2),
+        ),
     },
 }
 _KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper", "A100": "ampere"}
@@ -401,13 +662,17 @@ _KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper
 def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
     """The sizes for a head_dim `h` and a chip, which is given by its `device_kind`."""
     family = next((family for part, family in _KINDS.items() if part in chip), "small")
-    width = next(width for width in (64, 128, 256) if h <= width)  # head_dims of one row take as much room
-    rows = _FLOAT32 if jnp.dtype(dtype) == jnp.float32 else _BFLOAT16[family]
+    # head_dims of one row take as much room
+    width = next(width for width in (64, 128, 256) if h <= width)
+    if jnp.dtype(dtype) == jnp.float32:
+        rows = _FLOAT32
+    else:
+        rows = _BFLOAT16[family]
     return Sizes(*(Tile(*tile) for tile in rows[width]))
 
 
 def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
-    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for a rehearsal's target or
-    JAX's own devices."""
+    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for a
+    rehearsal's target or JAX's own devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return sizes_for(h, dtype, device.device_kind if device else place_of_compilation().kind)

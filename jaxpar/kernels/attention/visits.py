@@ -1,10 +1,13 @@
-"""Which tiles a kernel visits: the non-empty ones of a mask, listed for each tile of queries, or of keys.
+"""Which tiles a kernel visits: the non-empty ones of a mask, listed for each tile of queries, or of
+keys.
 
-A kernel walks its row of the list: first the tiles that are seen in full, which need no mask, then the others. Inside
-one of those, `in_tile` says which places are seen. Where a mask is known while tracing, the lists are constants; else
-(with ids, or with the places of a device in a ring) they are made on the device.
+A kernel walks its row of the list: first the tiles that are seen in full, which need no mask, then
+the others. Inside one of those, `in_tile` says which places are seen. Where a mask is known while
+tracing, the lists are constants; else (with ids, or with the places of a device in a ring) they are
+made on the device.
 
-Shapes: B batch, or 1 where all sequences have the same list; Q and K tiles of queries and of keys; W the longest row.
+Shapes: B batch, or 1 where all sequences have the same list; Q and K tiles of queries and of keys;
+W the longest row.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from jaxpar.kernels.masks import (
 class Visits(NamedTuple):
     """The tiles to visit, numpy or jax int32."""
 
-    entries: Int[Array, "B Q W"]  # the tiles of keys, by number; past `some`, a row's last one again or zero
+    # the tiles of keys, by number; past `some`, a row's last one again or zero
+    entries: Int[Array, "B Q W"]
     full: Int[Array, "B Q"]  # how many tiles of a row are seen in full; they come first
     some: Int[Array, "B Q"]  # how many tiles of a row are visited
 
@@ -46,7 +50,8 @@ class Visits(NamedTuple):
 def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     """The tiles of keys to visit for each tile of queries; with `of_keys`, the other way round.
 
-    The last tile of keys counts as partial where keys do not fill it; `in_tile` leaves out what lies past the end.
+    The last tile of keys counts as partial where keys do not fill it; `in_tile` leaves out what
+    lies past the end.
 
     Raises:
       Unserved: the tiles cut the blocks of a BlockSparse mask, or such a mask is joined by `|`.
@@ -55,51 +60,78 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
         raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {mask}")
     states = masks.tile_states(mask, tiles)
     xp = masks.numpy_for(states)
-    states = states if states.ndim == 3 else states[None]
+    if states.ndim != 3:
+        states = states[None]
     if tiles.T % tiles.block_k:
-        states = xp.where(np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states)
+        states = xp.where(
+            np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states
+        )
     if of_keys:
         states = states.swapaxes(1, 2)
-    some, full = xp.sum(states != EMPTY, axis=2), xp.sum(states == FULL, axis=2)
+    some = xp.sum(states != EMPTY, axis=2)
+    full = xp.sum(states == FULL, axis=2)
     # FULL > PARTIAL > EMPTY, and the sort is stable, so each kind keeps its order.
     order = xp.argsort(-states, axis=2, stable=True)
-    W = max(1, int(some.max()) if xp is np else int(np.max(_most_visits(mask, tiles, of_keys))))
-    place = xp.minimum(np.arange(W), xp.maximum(some - 1, 0)[..., None])
-    entries = xp.where(some[..., None] > 0, xp.take_along_axis(order, place, axis=2), 0)
+    W = max(
+        1,
+        int(some.max()) if xp is np else int(np.max(_most_visits(mask, tiles, of_keys))),
+    )
+    place = xp.minimum(
+        np.arange(W),
+        xp.maximum(some - 1, 0)[..., None],
+    )
+    entries = xp.where(
+        some[..., None] > 0,
+        xp.take_along_axis(order, place, axis=2),
+        0,
+    )
     return Visits(*(x.astype(np.int32) for x in (entries, full, some)))
 
 
 def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
-    """The greatest state that each tile can have, whatever the ids and places: a mask only grows with its parts."""
+    """The greatest state that each tile can have, whatever the ids and places: a mask only grows
+    with its parts.
+    """
     if tiles.traced:
         return np.full(tiles.shape, PARTIAL, np.int8)
     return np.array(masks.tile_states(masks.without_segments(mask), tiles))
 
 
-def _most_visits(mask: Mask, tiles: Tiles, of_keys: bool) -> Int[np.ndarray, " Q"]:
+def _most_visits(
+    mask: Mask,
+    tiles: Tiles,
+    of_keys: bool,
+) -> Int[np.ndarray, " Q"]:
     """How many tiles each row visits at most."""
     return np.sum(possible_states(mask, tiles) != EMPTY, axis=0 if of_keys else 1)
 
 
 def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
-    """How many entries all rows have in one list: at least one each; with ids as many as in the longest row."""
+    """How many entries all rows have in one list: at least one each; with ids as many as in the
+    longest row.
+    """
     most = np.maximum(_most_visits(mask, tiles, of_keys), 1)
     return int(len(most) * np.max(most) if masks.segments_in(mask) else np.sum(most))
 
 
 def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
-    """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 = any tiles will do.
+    """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 =
+    any tiles will do.
 
     Raises:
-      Unserved: a mask of blocks is joined by `|`, so that a tile which is visited need not be seen in it, or it is laid
-        on each document.
+      Unserved: a mask of blocks is joined by `|`, so that a tile which is visited need not be seen
+        in it, or it is laid on each document.
     """
     if any(isinstance(leaf, BlocksOfDocument) for leaf in mask.leaves()):
         raise Unserved("blocks are laid on each document, which begins anywhere in a tile")
     if _joins_blocks(mask):
         raise Unserved(f"a mask of blocks is joined by | in {mask}")
-    starts = (places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start))
-    blocks = [(leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, BlockSparse)]
+    starts = (
+        places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start)
+    )
+    blocks = [
+        (leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, BlockSparse)
+    ]
     if not blocks:
         return 0, 0
     unit_q, unit_k = (math.gcd(*sizes) for sizes in zip(*blocks, starts, strict=True))
@@ -107,25 +139,35 @@ def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
 
 
 def cuts_blocks(mask: Mask, tiles: Tiles) -> bool:
-    """Whether tiles cut a block of a block mask, so that a tile can be neither wholly seen nor wholly hidden."""
+    """Whether tiles cut a block of a block mask, so that a tile can be neither wholly seen nor
+    wholly hidden.
+    """
     unit_q, unit_k = block_units(mask, tiles)
     return unit_q % tiles.block_q != 0 or unit_k % tiles.block_k != 0
 
 
-def in_tile(mask: Mask, i: Places, j: Places, ids: Sequence[tuple[Places, Places]] = ()) -> Places:
-    """Say, inside a kernel, which places of a partial tile are seen; keys past the end are not its concern.
+def in_tile(
+    mask: Mask,
+    i: Places,
+    j: Places,
+    ids: Sequence[tuple[Places, Places]] = (),
+) -> Places:
+    """Say, inside a kernel, which places of a partial tile are seen; keys past the end are not its
+    concern.
 
     Args:
       mask: the mask as given to `visits`; its arrays are not touched.
       i, j: the places of the tile's queries [q, 1] and keys [1, k].
-      ids: for each `Segments` of the mask from the left, the ids of the tile's queries [q] and keys [k].
+      ids: for each `Segments` of the mask from the left, the ids of the tile's queries [q] and keys
+        [k].
     """
     of_tile = iter(ids)
 
     def of_leaf(leaf: Mask) -> Mask:
         if isinstance(leaf, Segments):
             return Segments(*next(of_tile))
-        return Full() if isinstance(leaf, BlockSparse) else leaf  # of a tile that is visited, the blocks are seen
+        # of a tile that is visited, the blocks are seen
+        return Full() if isinstance(leaf, BlockSparse) else leaf
 
     return mask.replaced(of_leaf).visible(i, j)
 

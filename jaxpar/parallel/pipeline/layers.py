@@ -1,7 +1,9 @@
-"""Which layers each stage of a pipeline has, where they are stored, how many microbatches, and lines for the log.
+"""Which layers each stage of a pipeline has, where they are stored, how many microbatches, and
+lines for the log.
 
-A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's layers are
-together. With several virtual stages, or where stages do not divide the layers, this is not the model's order.
+A stacked parameter is stored with its layers in the order of the stages that have them, so that
+each stage's layers are together. With several virtual stages, or where stages do not divide the
+layers, this is not the model's order.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Layers(NamedTuple):
     order: tuple[int, ...]
     """For each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros.
 
-    A stage's places are together; its chunks follow one another, and all have the same number of places.
+    A stage's places are together; its chunks follow one another, and all have the same number of
+    places.
     """
 
     @property
@@ -52,30 +55,38 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
     """Return the layers of each stage: as `pipeline.layers` says, or as evenly as possible.
 
     Raises:
-      UserError: there are fewer layers than virtual stages, virtual stages do not divide the layers, or the given
-        layers do not add up to the model's.
+      UserError: there are fewer layers than virtual stages, virtual stages do not divide the
+        layers, or the given layers do not add up to the model's.
     """
-    v, given = pipeline.virtual, pipeline.layers
+    v = pipeline.virtual
+    given = pipeline.layers
     whole, rest = divmod(layers, stages * v)
     of_stages = f"{stages} stages" + (f" x {v} virtual" if v > 1 else "")
     if given:
         if len(given) != stages * v or sum(given) != layers or min(given) < 1:
             raise UserError(
-                f"pipeline.layers={list(given)} is {len(given)} virtual stages of {sum(given)} layers: {of_stages} of "
-                f"a model of {layers} layers need {stages * v} numbers of at least 1 that add up to {layers}"
+                f"pipeline.layers={list(given)} is {len(given)} virtual stages of {sum(given)} "
+                f"layers: {of_stages} of "
+                f"a model of {layers} layers need {stages * v} numbers of at least 1 that add "
+                f"up to {layers}"
             )
     elif not whole:
-        fits = "pipeline.virtual=1" if layers >= stages else f"mesh.stage={layers}"
+        if layers >= stages:
+            fits = "pipeline.virtual=1"
+        else:
+            fits = f"mesh.stage={layers}"
         raise UserError(f"model.layers={layers} are fewer than {of_stages}: try {fits}")
     elif rest and v > 1:
         fits = next(n for n in range(v, 0, -1) if layers % (stages * n) == 0 or n == 1)
         even = list(_even_layers(layers, stages * v))
         raise UserError(
-            f"pipeline.virtual={v}: {of_stages} do not divide model.layers={layers}: try pipeline.virtual={fits}, or "
+            f"pipeline.virtual={v}: {of_stages} do not divide model.layers={layers}: try "
+            f"pipeline.virtual={fits}, or "
             f"say that they may differ: pipeline.layers={even}"
         )
     counts = given or _even_layers(layers, stages * v)
-    places, starts = max(counts), [sum(counts[:k]) for k in range(len(counts))]
+    places = max(counts)
+    starts = [sum(counts[:k]) for k in range(len(counts))]
     stored = (k for s in range(stages) for k in range(s, stages * v, stages))
     order = [starts[k] + j if j < counts[k] else -1 for k in stored for j in range(places)]
     return Layers(tuple(counts), tuple(order))
@@ -84,58 +95,85 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
 def _even_layers(layers: int, parts: int) -> tuple[int, ...]:
     """Share layers out as evenly as possible; the middle parts get the extra ones first."""
     whole, rest = divmod(layers, parts)
-    from_middle = sorted(range(parts), key=lambda k: (abs(2 * k - parts + 1), k))
+    from_middle = sorted(
+        range(parts),
+        key=lambda k: (abs(2 * k - parts + 1), k),
+    )
     return tuple(whole + (k in from_middle[:rest]) for k in range(parts))
 
 
 def layers_in(plan: Plan, layers: int) -> Layers | None:
-    """Return the layers of each stage of a plan, or None where it has no stages. See `layers_of`."""
+    """Return the layers of each stage of a plan, or None where it has no stages. See
+    `layers_of`.
+    """
     stages = plan.size("stage")
-    return layers_of(layers, stages, plan.pipeline) if stages > 1 else None
+    if stages > 1:
+        return layers_of(layers, stages, plan.pipeline)
+    return None
 
 
 def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
-    """The order in which a plan stores the layers of stacked parameters (see `Layers.order`); None = the model's."""
+    """The order in which a plan stores the layers of stacked parameters (see `Layers.order`); None
+    = the model's.
+    """
     found = layers_in(plan, layers)
-    return None if found is None or found.natural else found.order
+    if found is None or found.natural:
+        return None
+    return found.order
 
 
-def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> _Array:
-    """Move a stacked array [places, ...] from one stored order to another; None is the model's own order.
+def reorder_layers(
+    x: _Array, before: Sequence[int] | None, after: Sequence[int] | None, layers: int
+) -> _Array:
+    """Move a stacked array [places, ...] from one stored order to another; None is the model's own
+    order.
 
     `before` and `after` are as `stored_order` gives them. Places without a layer are zeros.
     """
     if before == after:
         return x
     there = {layer: place for place, layer in enumerate(before or range(layers))}
-    wanted = np.array([there.get(layer, -1) if layer >= 0 else -1 for layer in after or range(layers)])
+    wanted = np.array(
+        [there.get(layer, -1) if layer >= 0 else -1 for layer in after or range(layers)]
+    )
     library: Any = np if isinstance(x, np.ndarray) else jnp
     taken = library.take(x, np.maximum(wanted, 0), axis=0)
-    empty = (wanted < 0).reshape(-1, *[1] * (x.ndim - 1))
-    return library.where(empty, library.zeros((), x.dtype), taken) if empty.any() else taken
+    empty = (wanted < 0).reshape(
+        -1,
+        *[1] * (x.ndim - 1),
+    )
+    if empty.any():
+        return library.where(empty, library.zeros((), x.dtype), taken)
+    return taken
 
 
 def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
     """Refuse a pipeline that cannot run with so many layers and microbatches (`count`).
 
-    All stages run one program, so a place of a stage has one kind of layer on all of them: where layers are of several
-    `kinds` in turn, each virtual stage begins with the first kind.
+    All stages run one program, so a place of a stage has one kind of layer on all of them: where
+    layers are of several `kinds` in turn, each virtual stage begins with the first kind.
 
     Raises:
-      UserError: `layers_of` or `schedules.schedule` refuses, the rules split anything else over the stages' mesh axes,
-        they split stacked layers over other axes, or a virtual stage begins with another kind of layer.
+      UserError: `layers_of` or `schedules.schedule` refuses, the rules split anything else over the
+        stages' mesh axes, they split stacked layers over other axes, or a virtual stage begins with
+        another kind of layer.
     """
-    stages, rules = set(plan.mesh_axes("stage")), plan.rules
+    stages = set(plan.mesh_axes("stage"))
+    rules = plan.rules
     for field in fields(rules):
         axis: Any = field.name
-        if axis not in ("layers", "stage") and (shared := stages.intersection(plan.mesh_axes(axis))):
+        if axis not in ("layers", "stage") and (
+            shared := stages.intersection(plan.mesh_axes(axis))
+        ):
             raise UserError(
-                f"rules.{axis} splits over {' x '.join(shared)}, whose devices are stages of a pipeline: take it out "
+                f"rules.{axis} splits over {' x '.join(shared)}, whose devices are stages of a "
+                "pipeline: take it out "
                 f"of --rules.{axis}, or let rules.stage be another axis"
             )
     if set(plan.mesh_axes("layers")) != stages:
         raise UserError(
-            f"rules.layers splits over {' x '.join(rules.layers)}, but a pipeline has its layers on its stages "
+            f"rules.layers splits over {' x '.join(rules.layers)}, but a pipeline has its "
+            "layers on its stages "
             f"({' x '.join(rules.stage)}): leave rules.layers empty"
         )
     check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
@@ -151,7 +189,8 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
         else:
             advice = f"mesh.stage={groups} or model.layers={kinds * len(counts)}"
         raise UserError(
-            f"pipeline stages of {list(counts)} layers, but model.masks has {kinds} kinds of layers in turn, and each "
+            f"pipeline stages of {list(counts)} layers, but model.masks has {kinds} kinds of "
+            "layers in turn, and each "
             f"stage begins with the first: try {advice}"
         )
 
@@ -162,11 +201,15 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     `sizes` are the numbers of devices along each mesh axis, over all slices.
 
     Raises:
-      UserError: the microbatches do not divide the batch, or have fewer sequences than there are shards.
+      UserError: the microbatches do not divide the batch, or have fewer sequences than there are
+        shards.
     """
-    train, asked = config.train, config.pipeline.microbatches
+    train = config.train
+    asked = config.pipeline.microbatches
     if asked < 0:
-        raise UserError(f"pipeline.microbatches={asked} is below 0: 0 is as many as the batch allows")
+        raise UserError(
+            f"pipeline.microbatches={asked} is below 0: 0 is as many as the batch allows"
+        )
     names = (named_axes(axis, config.rules) for axis in ("batch", "stage"))
     shards, stages = (math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes) for mesh_axes in names)
     rows = train.batch // train.accumulation
@@ -174,51 +217,69 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     if not asked:
         return max((n for n in allowed if n <= _MOST_A_STAGE * stages), default=1)
     if asked not in allowed:
-        parts = f" / accumulation={train.accumulation}" if train.accumulation > 1 else ""
+        if train.accumulation > 1:
+            parts = f" / accumulation={train.accumulation}"
+        else:
+            parts = ""
         below = [n for n in allowed if n < asked]
-        fewer = f"pipeline.microbatches={max(below)}, or " if below else ""
+        if below:
+            fewer = f"pipeline.microbatches={max(below)}, or "
+        else:
+            fewer = ""
         fitting = -(-rows // (asked * shards)) * asked * shards * train.accumulation
         raise UserError(
-            f"train.batch={train.batch}{parts} does not split into pipeline.microbatches={asked} of a sequence for "
+            f"train.batch={train.batch}{parts} does not split into "
+            f"pipeline.microbatches={asked} of a sequence for "
             f"each of {shards} data-parallel shards: try {fewer}train.batch={fitting}"
         )
     return asked
 
 
 def pipeline_notes(config: Config, plan: Plan) -> list[str]:
-    """Say for the log what the schedule is in figures, and what speaks against it: idle stages, or uneven layers.
+    """Say for the log what the schedule is in figures, and what speaks against it: idle stages, or
+    uneven layers.
 
-    A backward counts as two forwards, plus one forward each for recomputing the blocks and the stage.
+    A backward counts as two forwards, plus one forward each for recomputing the blocks and the
+    stage.
     """
-    pipeline, P = plan.pipeline, plan.size("stage")
+    pipeline = plan.pipeline
+    P = plan.size("stage")
     layers = layers_in(plan, config.model.layers)
     if layers is None:
         return []
-    M, v = pipeline.microbatches, pipeline.virtual
+    M = pipeline.microbatches
+    v = pipeline.virtual
     table = schedule(pipeline.schedule, P, M, v)
     again = (1 + (pipeline.stash == "stage")) * plan.recomputes
     times = Times(1.0, 2.0 + again)
     found = simulate_schedule(table, times)
     kept = f"keeps {max(found.stash)} input{'s' if max(found.stash) > 1 else ''} at most"
     sizes = f"{pipeline.schedule}, {P} stages, {M} microbatches"
-    notes = [f"pipeline: {sizes}: {len(table.ticks)} ticks, idle {100 * found.bubble:.0f} %, a stage {kept}"]
+    notes = [
+        f"pipeline: {sizes}: {len(table.ticks)} ticks, idle {100 * found.bubble:.0f} %, a stage "
+        f"{kept}"
+    ]
     if min(layers.counts) < layers.places:
         notes.append(
-            f"virtual stages have {', '.join(map(str, layers.counts))} layers: each tick lasts as long as the largest, "
+            f"virtual stages have {', '.join(map(str, layers.counts))} layers: each tick lasts "
+            "as long as the largest, "
             f"{layers.places}, on all of them"
         )
     if pipeline.schedule == "interleaved" and v == 1:
         notes.append("interleaved with one virtual stage is 1f1b: try pipeline.virtual=2")
     if config.train.accumulation > 1:
         notes.append(
-            f"the pipeline fills and drains {config.train.accumulation} times a step: train.accumulation 1 and "
+            f"the pipeline fills and drains {config.train.accumulation} times a step: "
+            "train.accumulation 1 and "
             f"pipeline.microbatches={M * config.train.accumulation} would once"
         )
     if found.bubble >= _LONG:
         more = simulate_schedule(schedule(pipeline.schedule, P, 4 * P, v), times).bubble
         notes.append(
-            f"a pipeline of {P} with {M} microbatches idles {100 * found.bubble:.0f} %; with {4 * P} it would "
-            f"{100 * more:.0f} %: try pipeline.microbatches={4 * P} and a batch for it, or mesh.fsdp in place of "
+            f"a pipeline of {P} with {M} microbatches idles {100 * found.bubble:.0f} %; with "
+            f"{4 * P} it would "
+            f"{100 * more:.0f} %: try pipeline.microbatches={4 * P} and a batch for it, or "
+            "mesh.fsdp in place of "
             "mesh.stage if the model fits so"
         )
     return notes

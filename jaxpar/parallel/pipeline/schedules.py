@@ -1,11 +1,14 @@
-"""Pipeline schedules as data: which microbatch each stage works on in each tick; proved valid, and timed.
+"""Pipeline schedules as data: which microbatch each stage works on in each tick; proved valid, and
+timed.
 
-One jitted program is the same on all stages, and no collective may stand in a branch that only some of them take. So
-each tick is of one kind: in it all stages that are not idle run a forward, or all of them run a backward. GPipe, 1F1B,
-interleaved and looped take as long as in the literature, where every stage runs its own program. 1F1B keeps up to 2P-1
-inputs instead of P (as in "eager" 1F1B, Zhuang et al. 2022, arXiv:2211.05322).
+One jitted program is the same on all stages, and no collective may stand in a branch that only some
+of them take. So each tick is of one kind: in it all stages that are not idle run a forward, or all
+of them run a backward. GPipe, 1F1B, interleaved and looped take as long as in the literature, where
+every stage runs its own program. 1F1B keeps up to 2P-1 inputs instead of P (as in "eager" 1F1B,
+Zhuang et al. 2022, arXiv:2211.05322).
 
-There are P stages, M microbatches and v virtual stages per stage; virtual stage c P + s is chunk c of stage s.
+There are P stages, M microbatches and v virtual stages per stage; virtual stage c P + s is chunk c
+of stage s.
 """
 
 from __future__ import annotations
@@ -60,20 +63,30 @@ class Table:
 def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -> Table:
     """Build the table of a schedule, in ticks of one kind.
 
-    `gpipe` (Huang et al. 2018, arXiv:1811.06965) runs all forwards, then all backwards. `1f1b` (PipeDream-Flush,
-    Narayanan et al. 2020, arXiv:2006.09503) runs a backward as soon as there is one. `interleaved` (Narayanan et al.
-    2021, arXiv:2104.04473, section 2.2) is 1F1B through v chunks per stage, about P microbatches at a time. `looped`
-    (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953) is GPipe through v chunks per stage.
+    `gpipe` (Huang et al. 2018, arXiv:1811.06965) runs all forwards, then all backwards. `1f1b`
+    (PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503) runs a backward as soon as there is
+    one. `interleaved` (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) is 1F1B through v
+    chunks per stage, about P microbatches at a time. `looped` (breadth-first, Lamy-Poirier 2022,
+    arXiv:2211.05953) is GPipe through v chunks per stage.
 
     Raises:
-      UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many virtual stages.
+      UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many
+        virtual stages.
     """
     check_sizes(name, stages, microbatches, virtual)
-    P, v, all_forwards_first = stages, virtual, name in ("gpipe", "looped")
-    groups = [microbatches] if all_forwards_first else _groups(P, microbatches)
+    P = stages
+    v = virtual
+    all_forwards_first = name in ("gpipe", "looped")
+    if all_forwards_first:
+        groups = [microbatches]
+    else:
+        groups = _groups(P, microbatches)
     at = _positions(P, groups, v)
     last = max(at.values())
-    first_back = last + P if all_forwards_first else (v - 1) * max(P, *groups) + P - 1
+    if all_forwards_first:
+        first_back = last + P
+    else:
+        first_back = (v - 1) * max(P, *groups) + P - 1
     rounds: list[dict[Kind, list[Action | None]]] = [{} for _ in range(last + first_back + 2 * P)]
 
     def put(r: int, stage: int, action: Action) -> None:
@@ -84,36 +97,54 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
         for s in range(P):
             put(n + s, s, Action("forward", i, c))
             put(back - s, s, Action("backward", i, c))
-    ordered = (tuple(tuple(ticks[kind]) for kind in get_args(Kind) if kind in ticks) for ticks in rounds)
+    ordered = (
+        tuple(tuple(ticks[kind]) for kind in get_args(Kind) if kind in ticks) for ticks in rounds
+    )
     return Table(P, microbatches, v, tuple(filter(None, ordered)))
 
 
 def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) -> None:
     """Refuse the sizes that `schedule` refuses."""
     if name not in get_args(Schedule):
-        raise UserError(f"no schedule {name!r}{suggest(name, get_args(Schedule))}: {', '.join(get_args(Schedule))}")
+        raise UserError(
+            f"no schedule {name!r}{suggest(name, get_args(Schedule))}: "
+            f"{', '.join(get_args(Schedule))}"
+        )
     if min(stages, microbatches, virtual) < 1:
         found = f"{stages}, {microbatches}, {virtual}"
-        raise UserError(f"a pipeline has at least one stage, microbatch and virtual stage, found {found}")
+        raise UserError(
+            f"a pipeline has at least one stage, microbatch and virtual stage, found {found}"
+        )
     if virtual > 1 and name not in ("interleaved", "looped"):
         raise UserError(
-            f"pipeline.schedule {name} has one virtual stage a stage, found pipeline.virtual={virtual}: try "
+            f"pipeline.schedule {name} has one virtual stage a stage, found "
+            f"pipeline.virtual={virtual}: try "
             "pipeline.schedule=interleaved, or pipeline.virtual=1"
         )
 
 
 def _groups(P: int, M: int) -> list[int]:
-    """Return how many microbatches go through all chunks together: P, or as few more as their number requires."""
+    """Return how many microbatches go through all chunks together: P, or as few more as their
+    number requires.
+    """
     count = max(M // P, 1)
     return [M // count + (i < M % count) for i in range(count)]
 
 
-def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
-    """For each microbatch and chunk, return the round of its forward on stage 0; stage s follows s rounds later.
+def _positions(
+    P: int,
+    groups: list[int],
+    v: int,
+) -> dict[tuple[int, int], int]:
+    """For each microbatch and chunk, return the round of its forward on stage 0; stage s follows s
+    rounds later.
 
-    A group goes through one chunk, then through the next. Backwards start from the last stage and the last chunk.
+    A group goes through one chunk, then through the next. Backwards start from the last stage and
+    the last chunk.
     """
-    found, at, first = {}, 0, 0
+    found = {}
+    at = 0
+    first = 0
     for size in groups:
         stride = max(P, size)  # a microbatch is back at the first stage after P ticks
         for c in range(v):
@@ -124,10 +155,16 @@ def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
     return found
 
 
-def needs(action: Action, stage: int, stages: int, virtual: int) -> set[Place]:
+def needs(
+    action: Action,
+    stage: int,
+    stages: int,
+    virtual: int,
+) -> set[Place]:
     """Return what must be done before an action of a stage, as pairs (stage, action)."""
     kind, i, c = action
-    place, last = c * stages + stage, stages * virtual - 1
+    place = c * stages + stage
+    last = stages * virtual - 1
 
     def at(place: int, kind: Kind) -> Place:
         return place % stages, Action(kind, i, place // stages)
@@ -138,8 +175,8 @@ def needs(action: Action, stage: int, stages: int, virtual: int) -> set[Place]:
 
 
 class Times(NamedTuple):
-    """How long a forward and a backward of one virtual stage take, and sending an activation or a cotangent to a
-    neighbour, in seconds or any other unit."""
+    """How long a forward and a backward of one virtual stage take, and sending an activation or a
+    cotangent to a neighbour, in seconds or any other unit."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -150,7 +187,9 @@ class Times(NamedTuple):
         return getattr(self, kind)
 
     def chunk(self, virtual: int) -> Times:
-        """Turn a whole stage's times into those of one of its `virtual` chunks, which sends as much."""
+        """Turn a whole stage's times into those of one of its `virtual` chunks, which sends as
+        much.
+        """
         return Times(self.forward / virtual, self.backward / virtual, self.transfer)
 
 
@@ -167,22 +206,28 @@ class Simulation(NamedTuple):
     starts: tuple[float, ...]
     """When each tick starts."""
     stash: tuple[int, ...]
-    """The most inputs that each stage keeps at a time, from a forward's start to its backward's end."""
+    """The most inputs that each stage keeps at a time, from a forward's start to its backward's
+    end.
+    """
 
 
 def check(table: Table) -> None:
     """Check that a table is valid.
 
-    Every microbatch must go through every virtual stage once, forward and backward, and everything an action needs
-    must be done in an earlier tick. Every tick must be of one kind, and a round may have only one tick of a kind.
+    Every microbatch must go through every virtual stage once, forward and backward, and everything
+    an action needs must be done in an earlier tick. Every tick must be of one kind, and a round may
+    have only one tick of a kind.
 
     Raises:
       UserError: the table is not valid; the message names the tick, the stage and the action.
     """
-    P, M, v = table.stages, table.microbatches, table.virtual
+    P = table.stages
+    M = table.microbatches
+    v = table.virtual
     kinds: tuple[Kind, ...] = get_args(Kind)
     units = [(s, Action(kind, i, c)) for s, i, c in np.ndindex(P, M, v) for kind in kinds]
-    known, when = set(units), dict[Place, int]()
+    known = set(units)
+    when = dict[Place, int]()
     for t, tick in enumerate(table.ticks):
         if len(tick) != P:
             raise UserError(f"tick {t} has {len(tick)} stages, not {P}")
@@ -197,34 +242,53 @@ def check(table: Table) -> None:
     for (s, action), t in when.items():
         for stage, needed in sorted(needs(action, s, P, v)):
             if (at := when.get((stage, needed))) is None or at >= t:
-                found = "is never done" if at is None else f"is done in tick {at}"
+                if at is None:
+                    found = "is never done"
+                else:
+                    found = f"is done in tick {at}"
                 here = f"tick {t}, stage {s}: {_text(action)}"
                 raise UserError(f"{here} needs {_text(needed)} of stage {stage}: {found}")
     for s, action in units:
         if (s, action) not in when:
-            raise UserError(f"tick {len(table.ticks) - 1}, stage {s}: the end, and {_text(action)} is never done")
+            raise UserError(
+                f"tick {len(table.ticks) - 1}, stage {s}: the end, and {_text(action)} is never "
+                "done"
+            )
     for r, part in enumerate(table.rounds):
-        of_ticks = [" and ".join(sorted({action.kind for _, action in _busy(tick)})) for tick in part]
+        of_ticks = [
+            " and ".join(sorted({action.kind for _, action in _busy(tick)})) for tick in part
+        ]
         if not set(of_ticks) <= set(kinds) or len(set(of_ticks)) < len(of_ticks):
             found = ", ".join(kind or "nothing" for kind in of_ticks)
-            raise UserError(f"round {r} has ticks of {found}: each is of one kind on all stages, no two of the same")
+            raise UserError(
+                f"round {r} has ticks of {found}: each is of one kind on all stages, no two of "
+                "the same"
+            )
 
 
 def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     """Simulate the time and the memory of a table, in plain Python.
 
-    A tick begins when the one before has ended on all stages and all that its actions need has arrived, as in one
-    jitted program. A transfer begins when the action that makes its contents ends, and overlaps with what the stages do
-    meanwhile. A stage sends nothing to itself (P = 1). `times` are those of one action of one virtual stage.
+    A tick begins when the one before has ended on all stages and all that its actions need has
+    arrived, as in one jitted program. A transfer begins when the action that makes its contents
+    ends, and overlaps with what the stages do meanwhile. A stage sends nothing to itself (P = 1).
+    `times` are those of one action of one virtual stage.
 
     Raises:
       UserError: the table is not valid, as `check` says.
     """
     check(table)
-    P, ends = table.stages, dict[Place, float]()
-    starts, now, busy, kept, most = [], 0.0, 0.0, [0] * P, [0] * P
+    P = table.stages
+    ends = dict[Place, float]()
+    starts = []
+    now = 0.0
+    busy = 0.0
+    kept = [0] * P
+    most = [0] * P
     for tick in table.ticks:
-        needed = [(there, s) for s, action in _busy(tick) for there in needs(action, s, P, table.virtual)]
+        needed = [
+            (there, s) for s, action in _busy(tick) for there in needs(action, s, P, table.virtual)
+        ]
         arrivals = [ends[there] + (times.transfer if there[0] != s else 0.0) for there, s in needed]
         starts.append(max([now, *arrivals]))
         for s, action in _busy(tick):
@@ -232,7 +296,12 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
             busy += times.of(action.kind)
             kept[s] += 1 if action.kind == "forward" else -1
             most[s] = max(most[s], kept[s])
-    return Simulation(now, 1 - busy / (P * now) if now else 0.0, tuple(starts), tuple(most))
+    return Simulation(
+        now,
+        1 - busy / (P * now) if now else 0.0,
+        tuple(starts),
+        tuple(most),
+    )
 
 
 def _busy(tick: Tick) -> Iterator[Place]:

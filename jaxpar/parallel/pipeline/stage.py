@@ -1,9 +1,11 @@
-"""The layers of a virtual stage, forward and backward, with what passes between the two written out.
+"""The layers of a virtual stage, forward and backward, with what passes between the two written
+out.
 
-The forward and the backward of a microbatch are in different ticks: what the one leaves for the other is an array in a
-buffer, not a tracer of autodiff. Of the arrays that a layer's `jax.vjp` would keep under the plan's remat policy, those
-that depend on the layer's input go into a stash; the others are computed again from what the stage has anyway: its
-weights, the places of the tokens, the keys.
+The forward and the backward of a microbatch are in different ticks: what the one leaves for the
+other is an array in a buffer, not a tracer of autodiff. Of the arrays that a layer's `jax.vjp`
+would keep under the plan's remat policy, those that depend on the layer's input go into a stash;
+the others are computed again from what the stage has anyway: its weights, the places of the tokens,
+the keys.
 
 Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 """
@@ -36,27 +38,40 @@ Buffers = list[list[Array]]
 """For each kind of layer, arrays [slots x places of that kind, ...]."""
 _Carry = TypeVar("_Carry")
 _Atom = core.Var | core.Literal
-_Shape = Any  # a ShapeDtypeStruct; of an array in host memory an abstract value, which alone says where it lies
+# a ShapeDtypeStruct; of an array in host memory an abstract value, which alone says where it lies
+_Shape = Any
 
 
 class PipelinedModel(Protocol):
-    """What a pipeline needs of a `models.Model`, and of its config: `layers`, `experts`, `scan_layers` and `kinds`."""
+    """What a pipeline needs of a `models.Model`, and of its config: `layers`, `experts`,
+    `scan_layers` and `kinds`.
+    """
 
     @property
     def axes(self) -> PyTree: ...
     @property
     def config(self) -> Any: ...
     def trained(self, tree: PyTree) -> PyTree: ...
-    def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
+    def embed(
+        self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None
+    ) -> Array: ...
     def layer(
-        self, layer: PyTree, xs: tuple[Array, ...], places: Sequence[Places], plan: Plan, key: Any, kind: int
+        self,
+        layer: PyTree,
+        xs: tuple[Array, ...],
+        places: Sequence[Places],
+        plan: Plan,
+        key: Any,
+        kind: int,
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
-    def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums: ...
+    def score(
+        self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights
+    ) -> LossSums: ...
 
 
 class Kept(NamedTuple):
-    """Which results of a function depend on its last argument, each array once, by their places and shapes; and how to
-    get all results again from these: `restore(arrays, *other arguments)`."""
+    """Which results of a function depend on its last argument, each array once, by their places and
+    shapes; and how to get all results again from these: `restore(arrays, *other arguments)`."""
 
     places: tuple[int, ...]
     shapes: tuple[_Shape, ...]
@@ -64,10 +79,13 @@ class Kept(NamedTuple):
 
 
 def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
-    """Choose what to keep of a function's tree of arrays so that they can all be had again without its last argument.
-    The arguments are given by their `shapes`, trees of ShapeDtypeStructs."""
-    (closed, out), (*_, last) = jax.make_jaxpr(function, return_shape=True)(*shapes), shapes
-    jaxpr, tree, count = closed.jaxpr, jax.tree.structure(out), len(jax.tree.leaves(last))
+    """Choose what to keep of a function's tree of arrays so that they can all be had again without
+    its last argument. The arguments are given by their `shapes`, trees of ShapeDtypeStructs."""
+    (closed, out) = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    (*_, last) = shapes
+    jaxpr = closed.jaxpr
+    tree = jax.tree.structure(out)
+    count = len(jax.tree.leaves(last))
     others = jaxpr.invars[: len(jaxpr.invars) - count]
     depending = set(jaxpr.invars[len(others) :])
     for eqn in jaxpr.eqns:
@@ -77,21 +95,31 @@ def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
     first = {out: place for place, out in reversed([*enumerate(jaxpr.outvars)]) if depends[place]}
     places = tuple(sorted(first.values()))
     again = [out for out, flag in zip(jaxpr.outvars, depends, strict=True) if not flag]
-    part = jaxpr.replace(invars=list(others), outvars=again, eqns=_reaching(jaxpr.eqns, again))
+    part = jaxpr.replace(
+        invars=list(others),
+        outvars=again,
+        eqns=_reaching(jaxpr.eqns, again),
+    )
     compute = core.jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
 
     def restore(arrays: Sequence[jax.Array], *given: PyTree) -> PyTree:
         stashed = dict(zip(places, arrays, strict=True))
         computed = iter(compute(*jax.tree.leaves(given)))
         outs = zip(jaxpr.outvars, depends, strict=True)
-        return jax.tree.unflatten(tree, [stashed[first[out]] if flag else next(computed) for out, flag in outs])
+        return jax.tree.unflatten(
+            tree, [stashed[first[out]] if flag else next(computed) for out, flag in outs]
+        )
 
     return Kept(places, tuple(_shape(jaxpr.outvars[place]) for place in places), restore)
 
 
-def _reaching(eqns: Sequence[core.JaxprEqn], outs: Sequence[_Atom]) -> list[core.JaxprEqn]:
+def _reaching(
+    eqns: Sequence[core.JaxprEqn],
+    outs: Sequence[_Atom],
+) -> list[core.JaxprEqn]:
     """Find the operations that these results need, in order."""
-    wanted, found = set(_vars(outs)), []
+    wanted = set(_vars(outs))
+    found = []
     for eqn in reversed(eqns):
         if wanted.intersection(eqn.outvars):
             found.append(eqn)
@@ -105,7 +133,9 @@ def _vars(atoms: Iterable[_Atom]) -> list[core.Var]:
 
 def _shape(var: _Atom) -> _Shape:
     aval: Any = var.aval
-    return aval if aval.memory_space == jax.memory.Space.Host else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    if aval.memory_space == jax.memory.Space.Host:
+        return aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 class LayerContext(NamedTuple):
@@ -120,8 +150,8 @@ class LayerContext(NamedTuple):
 class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
 
-    Place j of every chunk has a layer of kind j % `kinds`. With several kinds the places are unrolled, and what layers
-    keep is in buffers of its own for each kind.
+    Place j of every chunk has a layer of kind j % `kinds`. With several kinds the places are
+    unrolled, and what layers keep is in buffers of its own for each kind.
     """
 
     model: PipelinedModel
@@ -142,87 +172,155 @@ class Stack:
         """The number of kinds of layers that a chunk has."""
         return min(self.model.config.kinds, self.places)
 
-    def forward(self, x_BSD: Array, row: Rows, stash: Buffers | None = None) -> tuple[Array, Any, Any]:
-        """Return a tick's output for its chunk and microbatch, the stash with what layers keep, and the routers' sums.
+    def forward(
+        self, x_BSD: Array, row: Rows, stash: Buffers | None = None
+    ) -> tuple[Array, Any, Any]:
+        """Return a tick's output for its chunk and microbatch, the stash with what layers keep, and
+        the routers' sums.
 
         Of the stash, slot `row.kept` is written; None = nothing is kept.
         """
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
             xs, stash, total = carry
-            weights, context = self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
+            weights = self._weights(row.chunk, j)
+            context = self.context(row.microbatch, row.chunk, j)
             if stash is None:
                 xs, routed = self._apply(weights, context, xs, kind)
             else:
                 (xs, routed), pull = self._vjp(weights, context, xs, kind)
-                arrays, at, kept = jax.tree.leaves(pull), self._at(row.kept, j, kind), self.kept[kind].places
-                written = [write(buffer, arrays[place], at) for buffer, place in zip(stash[kind], kept, strict=True)]
+                arrays = jax.tree.leaves(pull)
+                at = self._at(row.kept, j, kind)
+                kept = self.kept[kind].places
+                written = [
+                    write(buffer, arrays[place], at)
+                    for buffer, place in zip(stash[kind], kept, strict=True)
+                ]
                 stash = [*stash[:kind], written, *stash[kind + 1 :]]
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
         zeros = jax.tree.map(jnp.zeros_like, self.added)
-        xs, stash, routed = self._scan(body, (halves(x_BSD, STORED, self.plan), stash, zeros))
+        xs, stash, routed = self._scan(
+            body,
+            (halves(x_BSD, STORED, self.plan), stash, zeros),
+        )
         return whole_batch(xs, STORED, self.plan), stash, routed
 
-    def backward(self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree) -> tuple[Array, PyTree]:
-        """Return the gradient of a tick's input, and `grads` plus those of its weights where the stage is on."""
+    def backward(
+        self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree
+    ) -> tuple[Array, PyTree]:
+        """Return the gradient of a tick's input, and `grads` plus those of its weights where the
+        stage is on.
+        """
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
             dxs, grads = carry
-            at, weights = self._at(row.kept, j, kind), self._weights(row.chunk, j)
+            at = self._at(row.kept, j, kind)
+            weights = self._weights(row.chunk, j)
             kept = [read(buffer, at) for buffer in stash[kind]]
-            pull = self.kept[kind].restore(kept, weights, self.context(row.microbatch, row.chunk, j))
+            pull = self.kept[kind].restore(
+                kept, weights, self.context(row.microbatch, row.chunk, j)
+            )
             dweights, dxs = pull((dxs, self.added))
             place = row.chunk * self.places + j
 
             def add(total: Array, x: Array) -> Array:
-                return write(total, read(total, place) + jnp.where(row.on > 0, x.astype(total.dtype), 0), place)
+                return write(
+                    total,
+                    read(total, place)
+                    + jnp.where(
+                        row.on > 0,
+                        x.astype(total.dtype),
+                        0,
+                    ),
+                    place,
+                )
 
             return dxs, jax.tree.map(add, grads, dweights)
 
-        dxs, grads = self._scan(body, (halves(dy_BSD, STORED, self.plan), grads), reverse=True)
+        dxs, grads = self._scan(
+            body,
+            (halves(dy_BSD, STORED, self.plan), grads),
+            reverse=True,
+        )
         return whole_batch(dxs, STORED, self.plan), grads
 
     def prepare(self, x: jax.ShapeDtypeStruct) -> None:
-        """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for `kept`."""
-        weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
+        """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for
+        `kept`.
+        """
+        weights, context = jax.eval_shape(
+            lambda: (
+                self._weights(0, 0),
+                self.context(0, 0, 0),
+            )
+        )
         xs = jax.eval_shape(lambda x: halves(x, STORED, self.plan), x)
-        pulls = [lambda w, c, x, kind=kind: self._vjp(w, c, x, kind)[1] for kind in range(self.kinds)]
+        pulls = [
+            lambda w, c, x, kind=kind: self._vjp(w, c, x, kind)[1] for kind in range(self.kinds)
+        ]
         self.kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
-        """Return empty slots for what layers keep, in the same memory: the device's or the host's."""
+        """Return empty slots for what layers keep, in the same memory: the device's or the
+        host's.
+        """
 
         def empty(shape: _Shape, count: int) -> Array:
             zeros = jnp.zeros((count, *shape.shape), shape.dtype)
-            return on_host(zeros) if getattr(shape, "memory_space", None) == jax.memory.Space.Host else zeros
+            if getattr(shape, "memory_space", None) == jax.memory.Space.Host:
+                return on_host(zeros)
+            return zeros
 
         counts = (slots * self._places_of(kind) for kind in range(self.kinds))
-        return [[empty(shape, n) for shape in kept.shapes] for kept, n in zip(self.kept, counts, strict=True)]
+        return [
+            [empty(shape, n) for shape in kept.shapes]
+            for kept, n in zip(self.kept, counts, strict=True)
+        ]
 
     # One layer.
 
     def _apply(
         self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
     ) -> tuple[tuple[Array, ...], RouterSums | None]:
-        def layer(weights: PyTree, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], RouterSums | None]:
-            ys, routed = self.model.layer(weights, xs, context.places, self.plan, context.key, kind)
+        def layer(
+            weights: PyTree, xs: tuple[Array, ...]
+        ) -> tuple[tuple[Array, ...], RouterSums | None]:
+            ys, routed = self.model.layer(
+                weights,
+                xs,
+                context.places,
+                self.plan,
+                context.key,
+                kind,
+            )
             if (there := context.there) is None:
                 return ys, routed
             ys = tuple(jnp.where(there, y, x) for y, x in zip(ys, xs, strict=True))
-            return ys, jax.tree.map(lambda x: jnp.where(there, x, 0), routed)
+            return ys, jax.tree.map(
+                lambda x: jnp.where(there, x, 0),
+                routed,
+            )
 
         return remat(layer, self.plan, self._looped)(weights, xs)
 
     def _vjp(
         self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
     ) -> tuple[Any, Callable[..., Any]]:
-        """Return a layer's outputs and its backward, a function that is a tree of the arrays it needs."""
+        """Return a layer's outputs and its backward, a function that is a tree of the arrays it
+        needs.
+        """
 
         def apply(trained: PyTree, xs: tuple[Array, ...]) -> Any:
-            return self._apply(weights | trained if isinstance(weights, dict) else trained, context, xs, kind)
+            return self._apply(
+                weights | trained if isinstance(weights, dict) else trained, context, xs, kind
+            )
 
-        return jax.vjp(apply, self.model.trained({"blocks": weights})["blocks"], xs)
+        return jax.vjp(
+            apply,
+            self.model.trained({"blocks": weights})["blocks"],
+            xs,
+        )
 
     # Places of a chunk.
 
@@ -230,10 +328,16 @@ class Stack:
     def _looped(self) -> bool:
         return self.model.config.scan_layers and self.kinds == 1
 
-    def _scan(self, body: Callable[[_Carry, ArrayLike, int], _Carry], carry: _Carry, reverse: bool = False) -> _Carry:
-        """Run `body(carry, j, kind)` for each place of a chunk, in a loop or unrolled as the model has its layers."""
+    def _scan(
+        self, body: Callable[[_Carry, ArrayLike, int], _Carry], carry: _Carry, reverse: bool = False
+    ) -> _Carry:
+        """Run `body(carry, j, kind)` for each place of a chunk, in a loop or unrolled as the model
+        has its layers.
+        """
         if self._looped:
-            return jax.lax.scan(lambda c, j: (body(c, j, 0), None), carry, jnp.arange(self.places), reverse=reverse)[0]
+            return jax.lax.scan(
+                lambda c, j: (body(c, j, 0), None), carry, jnp.arange(self.places), reverse=reverse
+            )[0]
         for j in range(self.places)[:: -1 if reverse else 1]:
             carry = body(carry, j, j % self.kinds)
         return carry
@@ -243,11 +347,17 @@ class Stack:
 
     def _at(self, slot: ArrayLike, j: ArrayLike, kind: int) -> ArrayLike:
         """The index of a slot's place in the buffers of a kind."""
-        return slot * self._places_of(kind) + (j // self.kinds if isinstance(j, int) else j)  # a loop has one kind
+        # a loop has one kind
+        return slot * self._places_of(kind) + (j // self.kinds if isinstance(j, int) else j)
 
     def _weights(self, chunk: ArrayLike, j: ArrayLike) -> PyTree:
-        """Return the weights of a place of a chunk, fetched to the device if they lie in host memory."""
-        return jax.tree.map(lambda x: on_device(read(x, chunk * self.places + j)), self.weights)
+        """Return the weights of a place of a chunk, fetched to the device if they lie in host
+        memory.
+        """
+        return jax.tree.map(
+            lambda x: on_device(read(x, chunk * self.places + j)),
+            self.weights,
+        )
 
 
 def read(x: Array, at: ArrayLike) -> Array:
@@ -256,5 +366,7 @@ def read(x: Array, at: ArrayLike) -> Array:
 
 
 def write(buffer: Array, x: Array, at: ArrayLike) -> Array:
-    """Write `x` at [at], a single index: the TPU compiler cuts arrays in host memory along one dim only."""
+    """Write `x` at [at], a single index: the TPU compiler cuts arrays in host memory along one dim
+    only.
+    """
     return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)

@@ -1,4 +1,6 @@
-"""The program's collectives are compared with the plan's: each has its mesh axes, and whether the plan asked for it."""
+"""The program's collectives are compared with the plan's: each has its mesh axes, and whether the
+plan asked for it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.timeline import TaskTime
 
 SMALL = 2**20
-"""Below these bytes a collective that no op wrote passes: XLA moves scalars, norms and biases by itself."""
+"""Below these bytes a collective that no op wrote passes: XLA moves scalars, norms and biases by
+itself.
+"""
 _SLACK = 1.05  # XLA pads arrays that do not divide evenly, and adds small ones
 
 
 def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which the members of a group differ, in mesh order; devices are numbered row by row."""
+    """The axes of a mesh along which the members of a group differ, in mesh order; devices are
+    numbered row by row.
+    """
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
     for group in collective.groups:
@@ -32,16 +38,23 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
     """The bytes that one device sends in one execution, by a bandwidth-optimal algorithm."""
-    return hlo_tasks.sent_bytes(planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes))
+    return hlo_tasks.sent_bytes(
+        planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes)
+    )
 
 
 class RequestedRows:
-    """The collectives that a plan asks for, in which those of the tasks of a replayed program can be looked up."""
+    """The collectives that a plan asks for, in which those of the tasks of a replayed program can
+    be looked up.
+    """
 
-    def __init__(self, plan: Sequence[Requested], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
+    def __init__(
+        self, plan: Sequence[Requested], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()
+    ):
         self._mesh = mesh
         self._plan = [(scope_of(planned), planned) for planned in plan]
-        self._sent: defaultdict[tuple[str, str, frozenset[str]], float] = defaultdict(float)  # by scope, kind and axes
+        # by scope, kind and axes
+        self._sent: defaultdict[tuple[str, str, frozenset[str]], float] = defaultdict(float)
         for row in tasks:
             if collective := row.task.collective:
                 key = row.task.place.scope, collective.kind, frozenset(axes_of(collective, mesh))
@@ -50,35 +63,61 @@ class RequestedRows:
     def objection(self, row: TaskTime) -> str:
         """Say why this collective of the program is not the plan's; an empty string if it is.
 
-        XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a scope's border. It
-        may not send more, send over other axes, or all-reduce an array whose sum the plan scatters.
+        XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a
+        scope's border. It may not send more, send over other axes, or all-reduce an array whose sum
+        the plan scatters.
         """
-        collective, scope = row.task.collective, row.task.place.scope
+        collective = row.task.collective
+        scope = row.task.place.scope
         assert collective is not None
-        kind, axes = collective.kind, frozenset(axes_of(collective, self._mesh))
-        alike = [(at, planned) for at, planned in self._plan if (planned.kind, planned.axes) == (kind, axes)]
-        anywhere, here = [planned for _, planned in alike], [planned for at, planned in alike if at == scope]
-        whole = [planned for _, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
+        kind = collective.kind
+        axes = frozenset(axes_of(collective, self._mesh))
+        alike = [
+            (at, planned)
+            for at, planned in self._plan
+            if (planned.kind, planned.axes) == (kind, axes)
+        ]
+        anywhere = [planned for _, planned in alike]
+        here = [planned for at, planned in alike if at == scope]
+        whole = [
+            planned
+            for _, planned in self._plan
+            if planned.kind != "ppermute" and axes <= planned.axes
+        ]
         if (
             collective.bytes < SMALL
             or any(planned.bytes == collective.bytes for planned in anywhere)
             or self._no_more(kind, axes, here, scope)
             or self._no_more(kind, axes, anywhere)
-            or (kind == "ppermute" and self._no_more(kind, axes, whole))  # a ring steps along one of its axes at a time
+            # a ring steps along one of its axes at a time
+            or (kind == "ppermute" and self._no_more(kind, axes, whole))
         ):
             return ""
         for at, planned in self._plan:
-            if kind == "all-reduce" and at == scope and planned.kind == "reduce-scatter" and planned.axes <= axes:
+            if (
+                kind == "all-reduce"
+                and at == scope
+                and planned.kind == "reduce-scatter"
+                and planned.axes <= axes
+            ):
                 over = _names(planned.axes)
-                return f"the plan has a reduce-scatter over {over} here: summed whole, twice the bytes"
+                return (
+                    f"the plan has a reduce-scatter over {over} here: summed whole, twice the bytes"
+                )
         if here:
             return f"the plan has a smaller {kind} over {_names(axes)} here, not this one"
         return f"the plan has no {kind} over {_names(axes)} here"
 
-    def _no_more(self, kind: str, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None) -> bool:
-        """Whether the program, or one scope of it, sends no more of a kind than was asked for. If so, each of its
-        collectives is one of those asked for, whole or merged."""
-        sent = sum(size for (at, *what), size in self._sent.items() if what == [kind, axes] and scope in (None, at))
+    def _no_more(
+        self, kind: str, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None
+    ) -> bool:
+        """Whether the program, or one scope of it, sends no more of a kind than was asked for. If
+        so, each of its collectives is one of those asked for, whole or merged."""
+        sent = sum(
+            size
+            for (at, *what), size in self._sent.items()
+            if what == [kind, axes] and scope in (None, at)
+        )
         whole = sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
         return bool(asked) and sent <= _SLACK * whole
 
@@ -86,26 +125,43 @@ class RequestedRows:
 def collective_rows(
     tasks: Sequence[TaskTime], plan: Sequence[Requested] | None, mesh: Mapping[str, int]
 ) -> list[CollectiveRow]:
-    """The program's collectives for the report, grouped by kind, size and line, with the most exposed first.
+    """The program's collectives for the report, grouped by kind, size and line, with the most
+    exposed first.
 
     Args:
       tasks: the tasks of the replayed program.
       plan: the collectives that were asked for; None = not known.
       mesh: the size of every mesh axis, in order.
     """
-    asked = None if plan is None else RequestedRows(plan, mesh, tasks)
+    if plan is None:
+        asked = None
+    else:
+        asked = RequestedRows(plan, mesh, tasks)
     rows: dict[Hashable, CollectiveRow] = {}
     for found in tasks:
-        collective, place = found.task.collective, found.task.place
+        collective = found.task.collective
+        place = found.task.place
         if collective is None:
             continue
-        axes, objection = axes_of(collective, mesh), asked.objection(found) if asked else None
+        axes = axes_of(collective, mesh)
+        objection = asked.objection(found) if asked else None
         key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, objection)
-        row = rows.setdefault(key, {
-            "kind": collective.kind, "axes": list(axes), "bytes": collective.bytes, "sent_bytes": 0.0, "count": 0,
-            "asynchronous": found.task.asynchronous, "seconds": 0.0, "exposed": 0.0, "scope": place.scope,
-            "source": place.source, "phase": place.phase,
-        })  # fmt: skip
+        row = rows.setdefault(
+            key,
+            {
+                "kind": collective.kind,
+                "axes": list(axes),
+                "bytes": collective.bytes,
+                "sent_bytes": 0.0,
+                "count": 0,
+                "asynchronous": found.task.asynchronous,
+                "seconds": 0.0,
+                "exposed": 0.0,
+                "scope": place.scope,
+                "source": place.source,
+                "phase": place.phase,
+            },
+        )
         if objection is not None:
             row["planned"] = not objection
         if objection:
@@ -114,11 +170,16 @@ def collective_rows(
         row["count"] += found.count
         row["seconds"] += found.seconds
         row["exposed"] += found.exposed
-    return sorted(rows.values(), key=lambda row: (-row["exposed"], -row["seconds"]))
+    return sorted(
+        rows.values(),
+        key=lambda row: (-row["exposed"], -row["seconds"]),
+    )
 
 
 def scope_of(planned: Requested) -> str:
-    """The model's scope of a planned collective, written as in `hlo.tasks.Place`: `block/attention`."""
+    """The model's scope of a planned collective, written as in `hlo.tasks.Place`:
+    `block/attention`.
+    """
     return decode(f"{planned.scope}/{planned.kind}")[0]
 
 

@@ -8,9 +8,11 @@ from jaxpar.rehearse.targets import cudnn_packages
 
 
 def stand_ins(text: str) -> list[KernelRow]:
-    """The rows of the report on a compiled program's text: attention without cuDNN, where the target has it."""
+    """The rows of the report on a compiled program's text: attention without cuDNN, where the
+    target has it.
+    """
     install = f"pip install {' '.join(cudnn_packages())}"
     return [
         {"op": "attention", "priced": name, "runs": "cuDNN", "install": install}
         for name in stand_ins_in(text)
-    ]  # fmt: skip
+    ]

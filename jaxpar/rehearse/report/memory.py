@@ -1,4 +1,6 @@
-"""The compiler's account of device memory, in parts that a user knows, and its refusal where memory is too small."""
+"""The compiler's account of device memory, in parts that a user knows, and its refusal where memory
+is too small.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class CompiledBytes(NamedTuple):
 
     arguments: int
     temporaries: int
-    """The bytes of temporaries, and of results that do not reuse an argument's memory; on a TPU those that are there
-    at the peak."""
+    """The bytes of temporaries, and of results that do not reuse an argument's memory; on a TPU
+    those that are there at the peak."""
     program: int
     host: int
 
@@ -33,9 +35,9 @@ class CompiledBytes(NamedTuple):
     def of(stats: Any, platform: str) -> CompiledBytes:
         """Read them from `compiled.memory_analysis()` of a program for a platform.
 
-        On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop over microbatches
-        contains loops over layers; the peak of what is alive is what has to fit. Elsewhere the temporaries are one
-        block, which is allocated whole.
+        On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop
+        over microbatches contains loops over layers; the peak of what is alive is what has to fit.
+        Elsewhere the temporaries are one block, which is allocated whole.
         """
         arguments = stats.argument_size_in_bytes
         grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
@@ -49,39 +51,63 @@ class CompiledBytes(NamedTuple):
 
 BASIS = {
     "tpu": "the peak of what is alive, by the compiler, which refuses a step that does not fit",
-    "cuda": f"arguments, temporaries and code, by the compiler, within the {GPU_POOL:.0%} of a GPU's memory that train "
-            "lets JAX take (by itself JAX takes 75 %: XLA_CLIENT_MEM_FRACTION); what the runtime, NCCL and the "
-            "libraries keep for themselves is not in it",
-}  # fmt: skip
+    "cuda": f"arguments, temporaries and code, by the compiler, within the {GPU_POOL:.0%} of a "
+    "GPU's memory that train "
+    "lets JAX take (by itself JAX takes 75 %: XLA_CLIENT_MEM_FRACTION); what the runtime, NCCL "
+    "and the "
+    "libraries keep for themselves is not in it",
+}
 """What the bytes of a device rest on, by platform."""
 _FRAGMENTED = 1.05
-"""A TPU's heap over the peak of what is alive: measured heaps were 3.6 and 4.3 % larger (docs/memory.md)."""
+"""A TPU's heap over the peak of what is alive: measured heaps were 3.6 and 4.3 % larger
+(docs/memory.md).
+"""
 
 
 def allocated_bytes(stats: Any, platform: str) -> int:
-    """The bytes of a device that a program for a platform allocates; `stats` is `compiled.memory_analysis()`.
+    """The bytes of a device that a program for a platform allocates; `stats` is
+    `compiled.memory_analysis()`.
 
-    For a TPU what gaps between arrays add is on top of the peak of what is alive, and no more than the plain sum.
+    For a TPU what gaps between arrays add is on top of the peak of what is alive, and no more than
+    the plain sum.
     """
-    taken, plain = CompiledBytes.of(stats, platform), CompiledBytes.of(stats, "")
+    taken = CompiledBytes.of(stats, platform)
+    plain = CompiledBytes.of(stats, "")
     if taken == plain:
         return plain.total
-    return min(plain.total, int(_FRAGMENTED * (taken.arguments + taken.temporaries)) + taken.program)
+    return min(
+        plain.total, int(_FRAGMENTED * (taken.arguments + taken.temporaries)) + taken.program
+    )
 
 
 def saved_bytes(module: Module, layers: int) -> int:
-    """The bytes that the forward pass keeps for the backward: its loops fill stacks with one slice a layer."""
+    """The bytes that the forward pass keeps for the backward: its loops fill stacks with one slice
+    a layer.
+    """
     total = 0
     for computation in module.computations.values():
         for loop in computation.instructions.values():
-            if loop.opcode != "while" or "transpose(" in loop.op_name or "jvp()" not in loop.op_name:
+            if (
+                loop.opcode != "while"
+                or "transpose(" in loop.op_name
+                or "jvp()" not in loop.op_name
+            ):
                 continue
             state = computation.instructions.get(loop.operands[0])
-            names = state.operands if state is not None and state.opcode == "tuple" else ()
+            if state is not None and state.opcode == "tuple":
+                names = state.operands
+            else:
+                names = ()
             same = module.handed_on(loop)
-            filled = [name for at, name in enumerate(names) if at not in same and _is_empty(computation, name)]
+            filled = [
+                name
+                for at, name in enumerate(names)
+                if at not in same and _is_empty(computation, name)
+            ]
             shapes = [computation.instructions[name].shape for name in filled]
-            total += sum(shape.bytes for shape in shapes if shape.dims[:1] == (layers,) and not shape.space)
+            total += sum(
+                shape.bytes for shape in shapes if shape.dims[:1] == (layers,) and not shape.space
+            )
     return total
 
 
@@ -90,12 +116,19 @@ def _is_empty(computation: Computation, name: str) -> bool:
     made = computation.behind(name, ("copy", "bitcast", "get-tuple-element"))
     if made is None:
         return False
-    blank = made.opcode in ("broadcast", "constant") or (made.opcode == "fusion" and "broadcast" in made.name)
+    blank = made.opcode in ("broadcast", "constant") or (
+        made.opcode == "fusion" and "broadcast" in made.name
+    )
     return blank or "AllocateBuffer" in made.target
 
 
 def account(
-    stats: Any, platform: str, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0, gradients: int = 0
+    stats: Any,
+    platform: str,
+    arguments: Mapping[str, int],
+    hbm_bytes: int,
+    activations: int = 0,
+    gradients: int = 0,
 ) -> Memory:
     """Make the report's account of memory.
 
@@ -104,7 +137,8 @@ def account(
       platform: the platform that was compiled for.
       arguments: the bytes of one device's part of each argument, by name.
       hbm_bytes: the bytes of a device's memory; 0 = no figure.
-      activations: the bytes of the temporaries that are kept from forward to backward, from `saved_bytes`.
+      activations: the bytes of the temporaries that are kept from forward to backward, from
+        `saved_bytes`.
       gradients: the bytes of the temporaries that are gradients.
     """
     compiled = CompiledBytes.of(stats, platform)
@@ -113,38 +147,58 @@ def account(
         arguments = {}
     activations = min(activations, temporaries)
     gradients = min(gradients, temporaries - activations)
-    known = {"activations": activations, "gradients": gradients} if activations or gradients else {}
+    if activations or gradients:
+        known = {"activations": activations, "gradients": gradients}
+    else:
+        known = {}
     usable = usable_bytes(hbm_bytes, platform)
-    on_host = {"arguments": stats.host_argument_size_in_bytes, "temporaries": stats.host_temp_size_in_bytes}
+    on_host = {
+        "arguments": stats.host_argument_size_in_bytes,
+        "temporaries": stats.host_temp_size_in_bytes,
+    }
     return {
-        "hbm_bytes": hbm_bytes, "usable_bytes": usable, "total": compiled.total,
+        "hbm_bytes": hbm_bytes,
+        "usable_bytes": usable,
+        "total": compiled.total,
         "fits": not hbm_bytes or compiled.total <= usable,
         "categories": {
-            **arguments, **known,
+            **arguments,
+            **known,
             "temporaries": compiled.temporaries - activations - gradients,
             "program": compiled.program,
             "padding" if arguments else "arguments": compiled.arguments - sum(arguments.values()),
         },
-        "host": {name: size for name, size in on_host.items() if size}, "advice": [],
+        "host": {name: size for name, size in on_host.items() if size},
+        "advice": [],
         "basis": BASIS.get(platform, BASIS["cuda"]),
-    }  # fmt: skip
+    }
 
 
 _SIZE = r"([\d.]+)([KMGT]?)"
-# XLA:TPU has one message for when it sees before scheduling that nothing will help (its "temporaries" count the
-# arguments too), and another for when it has tried.
+# XLA:TPU has one message for when it sees before scheduling that nothing will help (its
+# "temporaries" count the arguments too), and another for when it has tried.
 _MESSAGES = (
     rf"required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
     rf"Used {_SIZE} of {_SIZE} hbm",
 )
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {
+    "": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
 
 
 def needs_and_has(message: str) -> tuple[int, int] | None:
-    """The bytes that a step takes and those that a device has, by a compiler's refusal; None if it names none."""
+    """The bytes that a step takes and those that a device has, by a compiler's refusal; None if it
+    names none.
+    """
     for pattern in _MESSAGES:
         if match := re.search(pattern, message):
-            return round(float(match[1]) * _UNITS[match[2]]), round(float(match[3]) * _UNITS[match[4]])
+            return round(float(match[1]) * _UNITS[match[2]]), round(
+                float(match[3]) * _UNITS[match[4]]
+            )
     return None
 
 
@@ -153,12 +207,17 @@ class DoesNotFit(UserError):
 
 
 def refusal(message: str, target: str, advice: str = "") -> str:
-    """Tell the user of a compiler's refusal in one line; `advice` is what would help a step that does not fit."""
+    """Tell the user of a compiler's refusal in one line; `advice` is what would help a step that
+    does not fit.
+    """
     found = needs_and_has(message)
     if found is None:
         if said := option_message(message):
             return f"the compiler for {target} refuses an option: {said}"
         return f"the compiler for {target} refuses this step: {compiler_message(message)}"
     needs, has = found
-    over = f"it needs {bytes_text(needs)} a device, {bytes_text(needs - has)} more than its {bytes_text(has)}"
+    over = (
+        f"it needs {bytes_text(needs)} a device, {bytes_text(needs - has)} more than its "
+        f"{bytes_text(has)}"
+    )
     return f"this step does not fit {target}: {over}" + (f"; {advice}" if advice else "")

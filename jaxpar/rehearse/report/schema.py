@@ -1,16 +1,21 @@
 """The types of what `jaxpar rehearse --json` writes. `docs/rehearse_json.md` explains each key.
 
-Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says otherwise.
+Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says
+otherwise.
 """
 
 from typing import Literal, NotRequired, TypedDict
 
 SCHEMA = 4
-"""The version goes up when a key is renamed, removed or changes its meaning; a new key does not change it."""
+"""The version goes up when a key is renamed, removed or changes its meaning; a new key does not
+change it.
+"""
 
 
 class TargetFacts(TypedDict):
-    """The hardware that was rehearsed; `hbm_bytes` and `peak_flops` (a second, in `dtype`) are those of one device."""
+    """The hardware that was rehearsed; `hbm_bytes` and `peak_flops` (a second, in `dtype`) are
+    those of one device.
+    """
 
     name: str
     chip: str
@@ -68,7 +73,9 @@ class Memory(TypedDict):
 
 
 class Time(TypedDict):
-    """The replayed timeline in seconds: step = compute + exposed_communication + host_stall + copy_stall + idle."""
+    """The replayed timeline in seconds: step = compute + exposed_communication + host_stall +
+    copy_stall + idle.
+    """
 
     step: float
     compute: float
@@ -77,7 +84,9 @@ class Time(TypedDict):
     host_stall: float
     """The time in which they wait for a copy to or from the host's memory."""
     copy_stall: float
-    """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
+    """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion
+    beside them.
+    """
     idle: float
     """The rest of the step, which is launches."""
     mfu: float | None
@@ -85,9 +94,13 @@ class Time(TypedDict):
     tokens_per_second: NotRequired[float]
     """The rate of all devices together; absent where the tokens of a step are not known."""
     by_category: dict[str, float]
-    """Busy seconds by kind of task; collectives and host copies count also where they run beside compute."""
+    """Busy seconds by kind of task; collectives and host copies count also where they run beside
+    compute.
+    """
     estimated_without_cycles: float
-    """The share of the compute time, in [0, 1], that is a roofline estimate and not the compiler's own cycles."""
+    """The share of the compute time, in [0, 1], that is a roofline estimate and not the compiler's
+    own cycles.
+    """
 
 
 class Line(TypedDict):
@@ -122,12 +135,16 @@ class CollectiveRow(TypedDict):
     source: str
     phase: str
     planned: NotRequired[bool]
-    """Whether the plan asked for it; absent where no plan is known. If it did not, `reason` says why."""
+    """Whether the plan asked for it; absent where no plan is known. If it did not, `reason`
+    says why.
+    """
     reason: NotRequired[str]
 
 
 class TimelineColumns(TypedDict):
-    """What runs when. `names` to `bytes` are columns with one entry an instruction, and events point into them."""
+    """What runs when. `names` to `bytes` are columns with one entry an instruction, and events
+    point into them.
+    """
 
     lanes: list[str]
     names: list[str]
@@ -138,8 +155,9 @@ class TimelineColumns(TypedDict):
     phases: list[str]
     bytes: list[int]
     events: list[list[float]]
-    """[lane, start_us, duration_us, instruction, repeats]. Where `repeats` is not 0, the bar stands for that many trips
-    of a loop, which are not drawn one by one. A synchronous collective stands on `compute` and on its links."""
+    """[lane, start_us, duration_us, instruction, repeats]. Where `repeats` is not 0, the bar stands
+    for that many trips of a loop, which are not drawn one by one. A synchronous collective stands
+    on `compute` and on its links."""
 
 
 class LintFinding(TypedDict):

@@ -13,8 +13,12 @@ from jaxpar.base.console import bytes_text, console, count_text
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds; what is less is rounding
-_WAITS = {"exposed communication": "exposed_communication", "waits for the host": "host_stall",
-          "waits for copies": "copy_stall", "idle": "idle"}  # fmt: skip
+_WAITS = {
+    "exposed communication": "exposed_communication",
+    "waits for the host": "host_stall",
+    "waits for copies": "copy_stall",
+    "idle": "idle",
+}
 """The names of what the compute units wait for, with the keys of the report's `time`."""
 _MOST = 12  # the rows that a terminal shows of a long table
 
@@ -40,7 +44,9 @@ def show(report: Rehearsal) -> None:
 
 
 def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
-    """The parts of a report in the order in which a terminal prints them; a long table shows `most` rows."""
+    """The parts of a report in the order in which a terminal prints them; a long table shows `most`
+    rows.
+    """
     memory = report["memory"]
     return [
         *(f"{name:<12} {text}" for name, text in summary(report)),
@@ -59,25 +65,53 @@ def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
     """The lines of the model, the most exposed first."""
     exposed = sum(row["exposed"] for row in report["lines"])
     rows = [
-        [*(_cell(row[key], seconds_text) for key in ("exposed", "communication", "compute")),
-         _cell(row["flops"], count_text), row["source"], row["scope"], row["phase"]]
-        for row in sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
-    ]  # fmt: skip
+        [
+            *(_cell(row[key], seconds_text) for key in ("exposed", "communication", "compute")),
+            _cell(row["flops"], count_text),
+            row["source"],
+            row["scope"],
+            row["phase"],
+        ]
+        for row in sorted(
+            report["lines"],
+            key=lambda row: (-row["exposed"], -row["compute"]),
+        )
+    ]
     columns = ["exposed", "comm", "compute", "FLOPs", "line", "scope", "phase"]
-    return titled_table(f"by line of the model: {seconds_text(exposed)} exposed", columns, rows, 4, most)
+    return titled_table(
+        f"by line of the model: {seconds_text(exposed)} exposed", columns, rows, 4, most
+    )
 
 
 def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
     """The collectives: those that the plan did not ask for, then the most exposed."""
-    found = sorted(report["collectives"], key=lambda row: (row.get("planned", True), -row["exposed"], -row["seconds"]))
+    found = sorted(
+        report["collectives"],
+        key=lambda row: (
+            row.get("planned", True),
+            -row["exposed"],
+            -row["seconds"],
+        ),
+    )
     plan = {None: "", True: "planned", False: "UNPLANNED"}
     rows = [
-        [*(_cell(row[key], seconds_text) for key in ("exposed", "seconds")), _cell(row["sent_bytes"], bytes_text),
-         str(row["count"]), row["kind"], ", ".join(row["axes"]), plan[row.get("planned")], row["phase"], row["source"]]
+        [
+            *(_cell(row[key], seconds_text) for key in ("exposed", "seconds")),
+            _cell(row["sent_bytes"], bytes_text),
+            str(row["count"]),
+            row["kind"],
+            ", ".join(row["axes"]),
+            plan[row.get("planned")],
+            row["phase"],
+            row["source"],
+        ]
         for row in found
-    ]  # fmt: skip
+    ]
     unplanned = sum(not row.get("planned", True) for row in found)
-    asked = f": {unplanned or 'none'} unplanned" if any("planned" in row for row in found) else ""
+    if any("planned" in row for row in found):
+        asked = f": {unplanned or 'none'} unplanned"
+    else:
+        asked = ""
     columns = ["exposed", "time", "sent", "times", "kind", "over", "plan", "phase", "line"]
     return titled_table(f"collectives{asked}", columns, rows, 4, most)
 
@@ -85,28 +119,50 @@ def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
 def _time_table(report: Rehearsal) -> list[RenderableType]:
     """The table of a step's time: compute by kind of task, and what the compute units wait for."""
     time = report["time"]
-    parts = {kind: value for kind, value in time["by_category"].items() if kind not in ("collective", "host_copy")}
+    parts = {
+        kind: value
+        for kind, value in time["by_category"].items()
+        if kind not in ("collective", "host_copy")
+    }
     parts |= {name: time[key] for name, key in _WAITS.items() if time[key] >= _NOTHING}
     busy = time["by_category"].get("collective", 0.0)
-    hidden = max(0.0, 1 - time["exposed_communication"] / busy) if busy else 0.0
-    beside = f"; collectives run for {seconds_text(busy)}, {percent_text(hidden)} of it beside compute" if busy else ""
+    if busy:
+        hidden = max(0.0, 1 - time["exposed_communication"] / busy)
+    else:
+        hidden = 0.0
+    if busy:
+        beside = (
+            f"; collectives run for {seconds_text(busy)}, {percent_text(hidden)} of it "
+            "beside compute"
+        )
+    else:
+        beside = ""
     return _parts_table(f"one step{beside}", parts, seconds_text)
 
 
-def _parts_table(title: str, parts: Mapping[str, float], text: Callable[[float], str]) -> list[RenderableType]:
+def _parts_table(
+    title: str, parts: Mapping[str, float], text: Callable[[float], str]
+) -> list[RenderableType]:
     """A table of the parts of a whole, the largest first."""
     whole = sum(parts.values())
-    found = sorted((item for item in parts.items() if item[1]), key=lambda item: -item[1])
-    rows = [[text(value), percent_text(value / whole), part.replace("_", " ")] for part, value in found]
+    found = sorted(
+        (item for item in parts.items() if item[1]),
+        key=lambda item: -item[1],
+    )
+    rows = [
+        [text(value), percent_text(value / whole), part.replace("_", " ")] for part, value in found
+    ]
     return titled_table(title, ["", "", ""], rows, 2, len(rows))
 
 
 def titled_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int, most: int
 ) -> list[RenderableType]:
-    """A title and its table, of which the first `numbers` columns are numbers; nothing where there are no rows.
+    """A title and its table, of which the first `numbers` columns are numbers; nothing where there
+    are no rows.
 
-    Words fold where there is no room, an empty cell is a dash, and a last row counts the rows beyond `most`.
+    Words fold where there is no room, an empty cell is a dash, and a last row counts the rows
+    beyond `most`.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     for name in columns[:numbers]:
@@ -117,7 +173,9 @@ def titled_table(
         table.add_row(*(cell or "-" for cell in row))
     if len(rows) > most:
         table.add_row(*[""] * numbers, f"and {len(rows) - most} more")
-    return ["", Text(title, style="bold"), table] if rows else []
+    if rows:
+        return ["", Text(title, style="bold"), table]
+    return []
 
 
 def _cell(value: float, text: Callable[[float], str]) -> str:
@@ -125,48 +183,87 @@ def _cell(value: float, text: Callable[[float], str]) -> str:
 
 
 def summary(report: Rehearsal) -> list[tuple[str, str]]:
-    """Summarize the report in pairs of a word and a text; the word is empty where a line goes on."""
-    target, memory, time = report["target"], report["memory"], report["time"]
-    slices = f", {target['slices']} slices" if target["slices"] > 1 else ""
+    """Summarize the report in pairs of a word and a text; the word is empty where a line goes
+    on.
+    """
+    target = report["target"]
+    memory = report["memory"]
+    time = report["time"]
+    if target["slices"] > 1:
+        slices = f", {target['slices']} slices"
+    else:
+        slices = ""
     note = f" ({note})" if (note := target.get("note")) else ""
     parts = [f"compute {seconds_text(time['compute'])}"]
-    parts += [f"{name} {seconds_text(time[key])}" for name, key in _WAITS.items() if time[key] >= _NOTHING]
-    rates = [f"{count_text(time['tokens_per_second'])} tokens/s"] if "tokens_per_second" in time else []
+    parts += [
+        f"{name} {seconds_text(time[key])}" for name, key in _WAITS.items() if time[key] >= _NOTHING
+    ]
+    if "tokens_per_second" in time:
+        rates = [f"{count_text(time['tokens_per_second'])} tokens/s"]
+    else:
+        rates = []
     shares = {"MFU": time["mfu"], "HFU": time["hfu"]}
-    rates += [f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None]
+    rates += [
+        f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None
+    ]
     return [
-        ("target", f"{target['name']}: {target['chips']} x {target['chip']}, {target['topology']}{slices}{note}"),
-        ("mesh", " x ".join(f"{name}={size}" for name, size in report["mesh"].items()) or "one device"),
+        (
+            "target",
+            f"{target['name']}: {target['chips']} x {target['chip']}, "
+            f"{target['topology']}{slices}{note}",
+        ),
+        (
+            "mesh",
+            " x ".join(f"{name}={size}" for name, size in report["mesh"].items()) or "one device",
+        ),
         ("step", f"{_size(report)}compiled in {seconds_text(report['compile_seconds'])}"),
-        *([("compiler", options_text(options))] if (options := report.get("compiler_options")) else []),
-        *(("KERNELS", f"{row['op']} priced as {row['priced']}; the target runs {row['runs']}, which is not here: "
-                      f"{row['install']}") for row in report.get("kernels", [])),
+        *(
+            [("compiler", options_text(options))]
+            if (options := report.get("compiler_options"))
+            else []
+        ),
+        *(
+            (
+                "KERNELS",
+                f"{row['op']} priced as {row['priced']}; the target runs {row['runs']}, which "
+                "is not here: "
+                f"{row['install']}",
+            )
+            for row in report.get("kernels", [])
+        ),
         ("memory", memory_verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
         *([("throughput", ", ".join(rates))] if rates else []),
-    ]  # fmt: skip
+    ]
 
 
 def _size(report: Rehearsal) -> str:
     """The size of what a config's step computes; an empty string for another function."""
     if "model" not in report or "batch" not in report:
         return ""
-    batch, parameters = report["batch"], count_text(report["model"]["parameters"])
-    tokens = f"{batch['sequences']} x {batch['seq_len']} tokens, accumulation {batch['accumulation']}"
+    batch = report["batch"]
+    parameters = count_text(report["model"]["parameters"])
+    tokens = (
+        f"{batch['sequences']} x {batch['seq_len']} tokens, accumulation {batch['accumulation']}"
+    )
     return f"{parameters} parameters, {tokens}, {report['target']['dtype']}; "
 
 
 def memory_verdict(memory: Memory) -> str:
     """Say whether a step fits: `fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`."""
-    takes, has = memory["total"], memory["hbm_bytes"]
+    takes = memory["total"]
+    has = memory["hbm_bytes"]
     if not has:
         return f"{bytes_text(takes)} a device; what it has is not known"
     usable = memory["usable_bytes"]
     verdict = f"fits, {bytes_text(usable - takes)} to spare"
     if not memory["fits"]:
         verdict = f"does not fit: {bytes_text(takes - usable)} too much"
-    may_take = "" if usable == has else f", of which JAX's pool may take {bytes_text(usable)}"
+    if usable == has:
+        may_take = ""
+    else:
+        may_take = f", of which JAX's pool may take {bytes_text(usable)}"
     return f"{verdict}: {bytes_text(takes)} of {bytes_text(has)} a device{may_take}"
 
 
@@ -174,10 +271,14 @@ def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
     """One line for each finding, in the form of a compiler's messages, which editors can follow."""
     lines = []
     for row in findings:
-        costs = [seconds_text(row["seconds"])] * bool(row["seconds"]) + [bytes_text(row["bytes"])] * bool(row["bytes"])
+        costs = [seconds_text(row["seconds"])] * bool(row["seconds"]) + [
+            bytes_text(row["bytes"])
+        ] * bool(row["bytes"])
         where = row["source"] or row["scope"]
         cost = f" ({', '.join(costs)})" if costs else ""
-        lines.append(f"{f'{where}: ' * bool(where)}{row['severity']}: {row['rule']}: {row['message']}{cost}")
+        lines.append(
+            f"{f'{where}: ' * bool(where)}{row['severity']}: {row['rule']}: {row['message']}{cost}"
+        )
     return lines
 
 
@@ -187,5 +288,8 @@ def note_lines(report: Rehearsal) -> list[str]:
     if basis := report["memory"].get("basis"):
         lines.append(f"note: memory is {basis}")
     if (share := report["time"]["estimated_without_cycles"]) >= _NOTHING:
-        lines.append(f"note: {percent_text(share)} of the compute time is a roofline estimate, not the compiler's own")
+        lines.append(
+            f"note: {percent_text(share)} of the compute time is a roofline estimate, not the "
+            "compiler's own"
+        )
     return lines

@@ -1,5 +1,6 @@
-"""Compares a plan with one device on a shrunk model, first in float32, then in the plan's own precision, and explains
-wrong gradients with mistakes that need more than any program's loss and batch."""
+"""Compares a plan with one device on a shrunk model, first in float32, then in the plan's own
+precision, and explains wrong gradients with mistakes that need more than any program's loss and
+batch."""
 
 from __future__ import annotations
 
@@ -34,23 +35,32 @@ from jaxpar.verify.of_config.setup import Setup, prepare
 from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.report import GradientRow, Verdict
 
-# Float32: a gradient is a float32 sum of at most a few thousand products. In another order it is off by a few ulps
-# (6e-8), and a few dozen ops lie between it and the loss. Over all plans of docs/verify.md the worst is 5.9e-6.
-FLOAT32, FLOAT32_LOSS = 1e-5, 3e-6
-# In its own precision a plan may be this factor further from the float32 reference than one device is (a sum over a
-# mesh axis rounds its parts once more). The floor is for gradients where one device was lucky.
-OWN_FACTOR, OWN_FLOOR, OWN_LOSS = 3.0, 2.0**-7, 2.0**-8
-# Plain ops are lucky wherever a gradient is zero by mathematics: its terms cancel to the last bit with a whole softmax,
-# but only to the precision with attention in tiles. So one device with the library's ops, which were just compared in
-# float32, counts too if it is this near to the reference. If it is further off, its ops are wrong in this precision.
-OPS_FACTOR, OPS_MOST = 2.0, 2.0**-4
+# Float32: a gradient is a float32 sum of at most a few thousand products. In another order it is
+# off by a few ulps (6e-8), and a few dozen ops lie between it and the loss. Over all plans of
+# docs/verify.md the worst is 5.9e-6.
+FLOAT32 = 1e-5
+FLOAT32_LOSS = 3e-6
+# In its own precision a plan may be this factor further from the float32 reference than one device
+# is (a sum over a mesh axis rounds its parts once more). The floor is for gradients where one
+# device was lucky.
+OWN_FACTOR = 3.0
+OWN_FLOOR = 2.0**-7
+OWN_LOSS = 2.0**-8
+# Plain ops are lucky wherever a gradient is zero by mathematics: its terms cancel to the last bit
+# with a whole softmax, but only to the precision with attention in tiles. So one device with the
+# library's ops, which were just compared in float32, counts too if it is this near to the
+# reference. If it is further off, its ops are wrong in this precision.
+OPS_FACTOR = 2.0
+OPS_MOST = 2.0**-4
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was run, its comparisons up to the first that differs, and the seconds that they took."""
+    """What was run, its comparisons up to the first that differs, and the seconds that they
+    took.
+    """
 
     setup: Setup
     checks: tuple[Verdict, ...]
@@ -66,12 +76,20 @@ class Verification:
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
-        devices, failed = self.setup.devices, self.first_difference
-        on = f"{describe(total_sizes(self.setup.config.mesh))} ({len(devices)} x {devices[0].device_kind})"
+        devices = self.setup.devices
+        failed = self.first_difference
+        on = (
+            f"{describe(total_sizes(self.setup.config.mesh))} ({len(devices)} x "
+            f"{devices[0].device_kind})"
+        )
         if failed:
             return f"DIFFERS on {on}, {failed.name}: {failed.difference}"
-        names, count = ", ".join(check.name for check in self.checks), len(self.checks[0].rows)
-        return f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; {self.seconds:.0f} s"
+        names = ", ".join(check.name for check in self.checks)
+        count = len(self.checks[0].rows)
+        return (
+            f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; "
+            f"{self.seconds:.0f} s"
+        )
 
 
 def verify(
@@ -83,13 +101,16 @@ def verify(
     """Compare the loss and every gradient under a config's plan with those on one device.
 
     Args:
-      config: the config to verify; its model is shrunk, and so is its mesh where there are too few devices.
-      devices: the devices to use; None = those of this process, with simulated CPU devices where that is possible.
+      config: the config to verify; its model is shrunk, and so is its mesh where there are too few
+        devices.
+      devices: the devices to use; None = those of this process, with simulated CPU devices where
+        that is possible.
       gradients: the function under test; None = `jaxpar.train.step.gradients`, which `train` uses.
       say: receives a line of text as each phase begins.
 
     Raises:
-      UserError: the config's own sizes do not fit its plan, or there are too few devices for its mesh axes.
+      UserError: the config's own sizes do not fit its plan, or there are too few devices for its
+        mesh axes.
     """
     return run(prepare(config, devices), gradients, say)
 
@@ -100,15 +121,24 @@ def require(config: Config, devices: list[jax.Device], say: Say) -> None:
     Raises:
       UserError: the plan differs from one device, or it cannot be verified here.
     """
-    found = verify(config, [device for device in devices if device.process_index == jax.process_index()], say=say)
+    found = verify(
+        config,
+        [device for device in devices if device.process_index == jax.process_index()],
+        say=say,
+    )
     if not found.equal:
-        raise UserError(f"--verify refuses to train this plan: {found}; `jaxpar verify` shows the whole table")
+        raise UserError(
+            f"--verify refuses to train this plan: {found}; `jaxpar verify` shows the whole table"
+        )
     say(f"verified: {found}")
 
 
-def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None) -> Verification:
+def run(
+    setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None
+) -> Verification:
     """Run the second half of `verify`, the comparisons."""
-    began, case = time.perf_counter(), Case.draw(setup.config, setup.devices, gradients or step.gradients)
+    began = time.perf_counter()
+    case = Case.draw(setup.config, setup.devices, gradients or step.gradients)
     for note in setup.notes:
         say(f"note: {note}")
     return Verification(setup, tuple(_checks(case, say)), time.perf_counter() - began)
@@ -119,13 +149,18 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
     say("reference: one device, plain ops, float32")
     reference = one_device(case, "float32", exact=True)
     want = reference(case.params, case.batch)
-    count, precision = len(case.devices), case.config.precision.compute
+    count = len(case.devices)
+    precision = case.config.precision.compute
     runs = [("float32", "float32", True)]
-    if precision != "float32" or case.devices[0].platform != "cpu":  # a CPU computes float32 in float32 anyway
+    # a CPU computes float32 in float32 anyway
+    if precision != "float32" or case.devices[0].platform != "cpu":
         runs.append((precision if precision != "float32" else "float32 as run", precision, False))
     for name, precision, exact in runs:
         say(f"{name}: {count} devices" if exact else f"{name}: one device, then {count}")
-        near = None if exact else one_device(case, precision, exact)(case.params, case.batch)
+        if exact:
+            near = None
+        else:
+            near = one_device(case, precision, exact)(case.params, case.batch)
         got = under_plan(case, precision, exact)
         check = compare_answers(name, case, got, want, near)
         if check.wrong:
@@ -133,19 +168,29 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
             ops = one_device(case, precision, exact, ops=Ops)(case.params, case.batch)
             check = compare_answers(name, case, got, want, near, ops)
             if check.wrong:
-                alike = all(relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong)
-                check = replace(explain_plan(case, check, got, want, reference, say), on_one_device=alike)
+                alike = all(
+                    relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong
+                )
+                check = replace(
+                    explain_plan(case, check, got, want, reference, say), on_one_device=alike
+                )
         yield check
         if not check.equal:
             return
 
 
 def compare_answers(
-    name: str, case: Case, got: Answer, want: Answer, near: Answer | None = None, ops: Answer | None = None
+    name: str,
+    case: Case,
+    got: Answer,
+    want: Answer,
+    near: Answer | None = None,
+    ops: Answer | None = None,
 ) -> Verdict:
     """Compare the answer under the plan with the float32 reference.
 
-    In another precision the tolerances come from one device's answers in it, with plain ops and with the library's.
+    In another precision the tolerances come from one device's answers in it, with plain ops and
+    with the library's.
     """
     limits = dict.fromkeys(parameter_order(case.model), FLOAT32)
     if near is None:
@@ -158,14 +203,23 @@ def compare_answers(
     return compare(got, want, limits, OWN_LOSS, name)
 
 
-def explain_plan(case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Say) -> Verdict:
-    """Return the verdict on `got`, under the plan, and the reference's `want`, with an explanation of wrong gradients.
+def explain_plan(
+    case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Say
+) -> Verdict:
+    """Return the verdict on `got`, under the plan, and the reference's `want`, with an explanation
+    of wrong gradients.
 
-    It also says which wrong gradient lies nearest to the loss. `one` runs the reference on other batches.
+    It also says which wrong gradient lies nearest to the loss. `one` runs the reference on other
+    batches.
     """
-    plan, model, run = case.plan("float32"), case.config.model, partial(one, case.params)
+    plan = case.plan("float32")
+    model = case.config.model
+    run = partial(one, case.params)
     partitions = partitions_of(case, plan)
-    say(f"differs: the gradients of {sum(len(part.batches) for part in partitions)} shards and microbatches alone")
+    say(
+        f"differs: the gradients of {sum(len(part.batches) for part in partitions)} shards and "
+        "microbatches alone"
+    )
 
     def altered() -> Iterator[Alteration]:
         if verdict.loss_ok:  # the forward pass is right, and so is the mask
@@ -176,15 +230,22 @@ def explain_plan(case: Case, verdict: Verdict, got: Answer, want: Answer, one: O
             ("positions", "positions do not restart with each document"),
         ):
             if name in case.batch:
-                yield "documents", what, run({key: rows for key, rows in case.batch.items() if key != name}).grads
+                yield (
+                    "documents",
+                    what,
+                    run({key: rows for key, rows in case.batch.items() if key != name}).grads,
+                )
         for offset, what in (
             (1, "a token sees the one after it"),
             (-1, "a token does not see itself and the first sees all"),
         ):
-            other = one_device(case, "float32", exact=True, ops=partial(ReferenceOps, offset=offset))
+            other = one_device(
+                case, "float32", exact=True, ops=partial(ReferenceOps, offset=offset)
+            )
             yield "mask", what, other(case.params, case.batch).grads
 
-    sizes = {  # numbers, besides the sizes of mesh axes, that may be the factor by which a gradient is wrong
+    # numbers, besides the sizes of mesh axes, that may be the factor by which a gradient is wrong
+    sizes = {
         "accumulation": case.config.train.accumulation,
         "microbatches": microbatches_of(plan),
         "query heads per kv head": model.heads // model.kv_head_count,
@@ -195,11 +256,14 @@ def explain_plan(case: Case, verdict: Verdict, got: Answer, want: Answer, one: O
 
 
 def partitions_of(case: Case, plan: Plan) -> list[Partition]:
-    """Split the batch into row shards and into microbatches, as `step.gradients` deals them out and in other orders.
+    """Split the batch into row shards and into microbatches, as `step.gradients` deals them out and
+    in other orders.
 
     The loss is a sum over tokens, so the gradients of the parts add up to the whole gradient.
     """
-    batch, accumulation, piped = case.batch, case.config.train.accumulation, microbatches_of(plan)
+    batch = case.batch
+    accumulation = case.config.train.accumulation
+    piped = microbatches_of(plan)
     row = np.arange(len(batch["labels"]))
     dealt = {
         " of the pipeline": (piped, row // accumulation % piped),
@@ -209,16 +273,31 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
     return [
         *shards(batch, dict.fromkeys(batch, plan.sharding(TOKENS))),
         *(
-            Partition("microbatch", of, [{key: x[owner == n] for key, x in batch.items()} for n in range(count)])
-            for of, (count, owner) in dealt.items() if count > 1
+            Partition(
+                "microbatch",
+                of,
+                [{key: x[owner == n] for key, x in batch.items()} for n in range(count)],
+            )
+            for of, (count, owner) in dealt.items()
+            if count > 1
         ),
-    ]  # fmt: skip
+    ]
 
 
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
-    """Name the wrong gradient that a backward pass meets first, because a mistake there is passed on to the others."""
+    """Name the wrong gradient that a backward pass meets first, because a mistake there is passed
+    on to the others.
+    """
     parts = ("embed", "blocks", "head")
     _, layer, _, row = max(
-        (parts.index(row.name.split(".")[0]), max(row.layers or [-1]), at, row) for at, row in enumerate(wrong)
+        (
+            parts.index(row.name.split(".")[0]),
+            max(row.layers or [-1]),
+            at,
+            row,
+        )
+        for at, row in enumerate(wrong)
     )
-    return f"{row.name} of layer {layer}" if row.layers else row.name
+    if row.layers:
+        return f"{row.name} of layer {layer}"
+    return row.name

@@ -1,7 +1,7 @@
 """Computes the two answers that are compared: loss and gradients on one device, and under a plan.
 
-The reference is as plain as it can be: it runs on one device, takes a few rows at a time, uses the ops of
-`jaxpar.verify.reference_ops`, recomputes nothing and unrolls the layers.
+The reference is as plain as it can be: it runs on one device, takes a few rows at a time, uses the
+ops of `jaxpar.verify.reference_ops`, recomputes nothing and unrolls the layers.
 
 Shapes: B batch, S sequence.
 """
@@ -46,7 +46,9 @@ _ROWS = 2  # sequences that the reference takes at a time
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: the shrunk model, its plan's devices, and on the host its parameters [...] and a batch [B, S]."""
+    """What is run: the shrunk model, its plan's devices, and on the host its parameters [...] and a
+    batch [B, S].
+    """
 
     config: Config
     model: Model
@@ -56,7 +58,9 @@ class Case:
     gradients: Gradients
 
     @classmethod
-    def draw(cls, config: Config, devices: list[jax.Device], gradients: Gradients = step.gradients) -> Case:
+    def draw(
+        cls, config: Config, devices: list[jax.Device], gradients: Gradients = step.gradients
+    ) -> Case:
         """Draw random parameters and a random batch for a config."""
         model = Model(config.model)
         return cls(config, model, devices, random_params(model), random_batch(config), gradients)
@@ -68,13 +72,18 @@ class Case:
 
 
 def one_device(
-    case: Case, precision: str, exact: bool, ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps
+    case: Case,
+    precision: str,
+    exact: bool,
+    ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
 ) -> OneDevice:
-    """Return a function that computes loss and gradients on the first device; with `ReferenceOps` it is the reference.
+    """Return a function that computes loss and gradients on the first device; with `ReferenceOps`
+    it is the reference.
 
-    `exact` makes float32 matmuls run in full float32 also where the device would use less by default. The losses of
-    routers are weighed here and not by `Model.loss`, so that a mistake there is no part of the reference: they are
-    means over the text of all rows of the case, and the rest of the loss is a sum over its labels.
+    `exact` makes float32 matmuls run in full float32 also where the device would use less by
+    default. The losses of routers are weighed here and not by `Model.loss`, so that a mistake there
+    is no part of the reference: they are means over the text of all rows of the case, and the rest
+    of the loss is a sum over its labels.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
     unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
@@ -82,34 +91,47 @@ def one_device(
     labels = np.count_nonzero(case.batch["labels"] >= 0)
     text = np.count_nonzero(text_of(case.batch))
 
-    def loss(trained: Params, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def loss(
+        trained: Params,
+        params: Params,
+        batch: Batch,
+    ) -> tuple[jax.Array, jax.Array]:
         merged = unrolled.merge(params, trained)
         x_BSD, routed = unrolled.hidden_states(merged, batch, plan)
         sums = unrolled.score(merged, x_BSD, batch["labels"], plan, weights)
         if routed is None:
             return sums.loss, sums.tokens
-        balance, z = labels * (routed.balance / text), labels * (routed.z / text)
+        balance = labels * (routed.balance / text)
+        z = labels * (routed.z / text)
         return sums.loss + weights.balance_loss * balance + weights.router_z_loss * z, sums.tokens
 
-    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices))
+    value_and_grad = jax.jit(
+        jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices)
+    )
 
     def run(params: Params, batch: Rows) -> Answer:
         """Sum over the rows, a few at a time; the parts are added up in float64."""
         here = jax.device_put(params, case.devices[0])
-        positions = np.broadcast_to(np.arange(batch["tokens"].shape[1], dtype=np.int32), batch["tokens"].shape)
+        positions = np.broadcast_to(
+            np.arange(batch["tokens"].shape[1], dtype=np.int32), batch["tokens"].shape
+        )
         batch = {"positions": positions, **batch, "text": text_of(batch)}
         starts = range(0, len(batch["labels"]), _ROWS)
         parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
         with _matmuls(exact):
             answers = [value_and_grad(unrolled.trained(here), here, part) for part in parts]
-        (loss, tokens), grads = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64, keepdims=True), *answers)
+        (loss, tokens), grads = jax.tree.map(
+            lambda *x: np.sum(x, axis=0, dtype=np.float64, keepdims=True), *answers
+        )
         return Answer(loss, by_name(grads), tokens=tokens)
 
     return run
 
 
 def text_of(batch: Rows) -> np.ndarray:
-    """Tell, row by row and apart from `jaxpar.parallel.padding`, which tokens [B, S] are text and which are padding."""
+    """Tell, row by row and apart from `jaxpar.parallel.padding`, which tokens [B, S] are text and
+    which are padding.
+    """
     filled = batch.get("segments", batch["tokens"])
     text = np.ones(filled.shape, bool)
     for row, labels, kept in zip(filled, batch["labels"], text, strict=True):
@@ -121,23 +143,36 @@ def text_of(batch: Rows) -> np.ndarray:
 
 
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
-    """Compute loss and gradients under the plan with the function under test, with arrays laid out as in training."""
-    plan, train = case.plan(precision), case.config.train
-    shapes, weights = param_shapes(case.model, plan), step.loss_weights(train)
+    """Compute loss and gradients under the plan with the function under test, with arrays laid out
+    as in training.
+    """
+    plan = case.plan(precision)
+    train = case.config.train
+    shapes = param_shapes(case.model, plan)
+    weights = step.loss_weights(train)
     shardings = case.model.trained(plan.sharding(case.model.axes, shapes))
-    stored, batch_sharding = param_shardings(shapes, case.model, plan), plan.sharding(TOKENS)
+    stored = param_shardings(shapes, case.model, plan)
+    batch_sharding = plan.sharding(TOKENS)
 
     def run(params: Params, batch: Batch) -> tuple[LossSums, Params]:
-        sums, grads = case.gradients(case.model, params, batch, plan, None, train.accumulation, weights)
+        sums, grads = case.gradients(
+            case.model, params, batch, plan, None, train.accumulation, weights
+        )
         return sums, jax.tree.map(on_device, grads)
 
     jitted = jax.jit(
-        run, in_shardings=(stored, batch_sharding), out_shardings=(replicated_sharding(plan), shardings),
-        compiler_options=_fast_compile(case.devices) | step_options(plan.mesh, case.config.compiler.options),
-    )  # fmt: skip
+        run,
+        in_shardings=(stored, batch_sharding),
+        out_shardings=(replicated_sharding(plan), shardings),
+        compiler_options=_fast_compile(case.devices)
+        | step_options(plan.mesh, case.config.compiler.options),
+    )
     layers = case.model.config.layers
     order = stored_order(plan, layers)
-    blocks = jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
+    blocks = jax.tree.map(
+        lambda x: reorder_layers(x, None, order, layers),
+        case.params["blocks"],
+    )
     params = case.params | {"blocks": blocks}
     given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
@@ -146,10 +181,17 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         sums, grads = compiled(*given)
     answer = answer_of(sums.loss, grads)
     stacked = {  # the layers are the second dim, after the copies
-        name: reorder_layers(grad.swapaxes(0, 1), order, None, layers).swapaxes(0, 1)
-        for name, grad in answer.grads.items() if is_stacked(name)
-    }  # fmt: skip
-    return answer._replace(grads={**answer.grads, **stacked}, tokens=copies(sums.tokens))
+        name: reorder_layers(grad.swapaxes(0, 1), order, None, layers).swapaxes(
+            0,
+            1,
+        )
+        for name, grad in answer.grads.items()
+        if is_stacked(name)
+    }
+    return answer._replace(
+        grads={**answer.grads, **stacked},
+        tokens=copies(sums.tokens),
+    )
 
 
 def is_stacked(name: str) -> bool:
@@ -158,20 +200,27 @@ def is_stacked(name: str) -> bool:
 
 
 def _fast_compile(devices: list[jax.Device]) -> dict[str, int]:
-    """Return options that halve compile time on CPU: the collectives stay the same, machine code is not tuned."""
-    return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else {}
+    """Return options that halve compile time on CPU: the collectives stay the same, machine code is
+    not tuned.
+    """
+    if devices[0].platform == "cpu":
+        return {"xla_backend_optimization_level": 0}
+    return {}
 
 
 def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
     """Make float32 matmuls run in float32; by default GPUs use TF32 and TPUs bfloat16."""
-    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+    if exact:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
 
 
 def parameter_order(model: Model) -> list[str]:
-    """Return the names of the parameters that are trained, in the order in which the model declares them, which is that
-    of its forward pass (but LoRA's come last in a block)."""
+    """Return the names of the parameters that are trained, in the order in which the model declares
+    them, which is that of its forward pass (but LoRA's come last in a block)."""
     leaves = jax.tree_util.tree_leaves_with_path(model.trained(model.axes), is_leaf=is_axes)
-    order, trained = list[str](), {path_name(path) for path, _ in leaves}
+    order = list[str]()
+    trained = {path_name(path) for path, _ in leaves}
 
     def declare(part: nnx.Module, prefix: str) -> None:
         for name, value in vars(part).items():
@@ -181,20 +230,33 @@ def parameter_order(model: Model) -> list[str]:
                 order.append(f"{prefix}.{name}")
 
     for prefix, part in PARTS.items():  # only traced, so that no parameter is made
-        jax.eval_shape(lambda prefix=prefix, part=part: declare(part(model.config, nnx.Rngs(0)), prefix))
+        jax.eval_shape(
+            lambda prefix=prefix, part=part: declare(
+                part(model.config, nnx.Rngs(0)),
+                prefix,
+            )
+        )
     return order
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
-    """Draw parameters that hide nothing: norm scales, biases and projections are random, activations of order one.
+    """Draw parameters that hide nothing: norm scales, biases and projections are random,
+    activations of order one.
 
-    A fresh model would hide mistakes: its scales are 1, its biases 0, its attention is close to uniform, and LoRA's B
-    is 0. Here the product of a pair is as large as that of its matrix.
+    A fresh model would hide mistakes: its scales are 1, its biases 0, its attention is close to
+    uniform, and LoRA's B is 0. Here the product of a pair is as large as that of its matrix.
     """
     rng = np.random.default_rng(seed)
 
-    def draw(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> np.ndarray:
-        dims = [size for size, axis in zip(leaf.shape, axes, strict=True) if axis not in ("layers", "experts")]
+    def draw(
+        leaf: jax.ShapeDtypeStruct,
+        axes: tuple[str | None, ...],
+    ) -> np.ndarray:
+        dims = [
+            size
+            for size, axis in zip(leaf.shape, axes, strict=True)
+            if axis not in ("layers", "experts")
+        ]
         std = 1.0 if len(dims) == 1 else 1 / math.sqrt(dims[0])
         std /= lora_scale(model.config) if "rank" in axes[:-1] else 1
         return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
@@ -203,22 +265,36 @@ def random_params(model: Model, seed: int = 0) -> Params:
 
 
 def random_batch(config: Config, seed: int = 1) -> Rows:
-    """Draw random tokens [B, S]; a tenth of the labels is left out, unevenly; packed rows have some three documents.
+    """Draw random tokens [B, S]; a tenth of the labels is left out, unevenly; packed rows have some
+    three documents.
 
-    Where there are routers, for which padding is no text, rows are filled up from anywhere in their second half on.
+    Where there are routers, for which padding is no text, rows are filled up from anywhere in their
+    second half on.
     """
     rng = np.random.default_rng(seed)
     shape = (config.train.batch, config.data.seq_len)
     tokens, labels = rng.integers(0, config.model.vocab_size, (2, *shape)).astype(np.int32)
-    batch = {"tokens": tokens, "labels": np.where(rng.random(shape) < 0.1, -1, labels).astype(np.int32)}
+    batch = {
+        "tokens": tokens,
+        "labels": np.where(rng.random(shape) < 0.1, -1, labels).astype(np.int32),
+    }
     if config.data.pack:
         starts = rng.random(shape) < 3 / shape[1]
         starts[:, 0] = True
         places = np.broadcast_to(np.arange(shape[1]), shape)
         batch["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
-        batch["positions"] = (places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)).astype(np.int32)
+        batch["positions"] = (
+            places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+        ).astype(np.int32)
     if config.model.experts:
-        padding = np.arange(shape[1]) >= rng.integers(shape[1] // 2, shape[1] + 1, (shape[0], 1))
+        padding = np.arange(shape[1]) >= rng.integers(
+            shape[1] // 2,
+            shape[1] + 1,
+            (shape[0], 1),
+        )
         filler = {"labels": -1}  # and 0 for the other arrays
-        batch = {name: np.where(padding, filler.get(name, 0), rows).astype(np.int32) for name, rows in batch.items()}
+        batch = {
+            name: np.where(padding, filler.get(name, 0), rows).astype(np.int32)
+            for name, rows in batch.items()
+        }
     return batch

@@ -1,4 +1,6 @@
-"""Decides what is run in place of a config: its plan on the devices here, with a model small enough for them."""
+"""Decides what is run in place of a config: its plan on the devices here, with a model small enough
+for them.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, shrink
 
 SIMULATED = 8
-"""How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice as many."""
+"""How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice
+as many.
+"""
 
 
 class Setup(NamedTuple):
-    """The shrunk config that is to be verified, the devices of its plan, and a sentence on each change."""
+    """The shrunk config that is to be verified, the devices of its plan, and a sentence on each
+    change.
+    """
 
     config: Config
     devices: list[jax.Device]
@@ -41,7 +47,8 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
     """Run the first half of `verify`: decide what will be run, and on which devices.
 
     Raises:
-      UserError: there are too few devices to keep every mesh axis above 1, or the config's own sizes do not fit.
+      UserError: there are too few devices to keep every mesh axis above 1, or the config's own
+        sizes do not fit.
     """
     check(config)
     mesh, used, notes = _place_mesh(config.mesh, devices)
@@ -50,23 +57,33 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
     return Setup(small, used, (*notes, *more))
 
 
-def _place_mesh(spec: MeshSpec, devices: list[jax.Device] | None) -> tuple[MeshSpec, list[jax.Device], list[str]]:
+def _place_mesh(
+    spec: MeshSpec, devices: list[jax.Device] | None
+) -> tuple[MeshSpec, list[jax.Device], list[str]]:
     """Return the mesh that is verified, its devices, and notes about them."""
     found = _devices_here(spec) if devices is None else devices
-    mesh, notes = fit_mesh(spec, len(found)), []
+    mesh = fit_mesh(spec, len(found))
+    notes = []
     if mesh is None and found[0].platform != "cpu":
-        notes.append(f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: CPU devices instead")
+        notes.append(
+            f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: CPU "
+            "devices instead"
+        )
         with contextlib.suppress(RuntimeError):  # JAX may run without a CPU platform
             found = jax.local_devices(backend="cpu")
         mesh = fit_mesh(spec, len(found))
     if mesh is None:
         raise UserError(
-            f"{len(found)} devices are here, too few to keep 2 along each axis of mesh {describe(total_sizes(spec))}: "
+            f"{len(found)} devices are here, too few to keep 2 along each axis of mesh "
+            f"{describe(total_sizes(spec))}: "
             "`jaxpar verify CONFIG --mesh.platform cpu` in a fresh process simulates them"
         )
     used = found[: devices_needed(mesh)]
     if used[0].platform == "cpu" and len(used) > 1:
-        wanted = f": mesh.platform is {spec.platform!r} and none is here" if spec.platform in ("gpu", "tpu") else ""
+        if spec.platform in ("gpu", "tpu"):
+            wanted = f": mesh.platform is {spec.platform!r} and none is here"
+        else:
+            wanted = ""
         notes.append(f"{len(used)} simulated CPU devices{wanted}")
     if spec.distributed:
         notes.append("mesh.distributed is left out: one process verifies on its own devices")
@@ -76,19 +93,26 @@ def _place_mesh(spec: MeshSpec, devices: list[jax.Device] | None) -> tuple[MeshS
 
 
 def _devices_here(spec: MeshSpec) -> list[jax.Device]:
-    """Return this process's devices; if JAX has not started, the CPU simulates enough of them for the mesh."""
+    """Return this process's devices; if JAX has not started, the CPU simulates enough of them for
+    the mesh.
+    """
     count = simulated_devices(spec)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has started
-        count = len(jax.devices("cpu")) if spec.platform == "cpu" else 1
+        if spec.platform == "cpu":
+            count = len(jax.devices("cpu"))
+        else:
+            count = 1
     widen_cpu_pool(count)
     found = start(MeshSpec(data=count, platform="cpu") if spec.platform == "cpu" else MeshSpec())
     return [device for device in found if device.process_index == jax.process_index()]
 
 
 def simulated_devices(spec: MeshSpec) -> int:
-    """Return how many CPU devices to simulate: what the mesh needs, within reason, but enough for 2 along each axis."""
+    """Return how many CPU devices to simulate: what the mesh needs, within reason, but enough for 2
+    along each axis.
+    """
     free = [axis for axis, size in axis_sizes(spec).items() if size == -1]
     if not free and devices_needed(spec) <= 2 * SIMULATED:
         return devices_needed(spec)
@@ -99,19 +123,27 @@ def simulated_devices(spec: MeshSpec) -> int:
 
 
 def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
-    """Fit the spec to at most `devices` devices: unchanged (with -1 filled in) where they are enough, else smaller.
+    """Fit the spec to at most `devices` devices: unchanged (with -1 filled in) where they are
+    enough, else smaller.
 
-    Every axis above 1 stays above 1 (-1 counts as such), and the axes that shrank most grow while there is room. Slices
-    are then part of their axis. The result is None where even 2 along each axis does not fit.
+    Every axis above 1 stays above 1 (-1 counts as such), and the axes that shrank most grow while
+    there is room. Slices are then part of their axis. The result is None where even 2 along each
+    axis does not fit.
 
     Raises:
       UserError: a size is not valid, or two axes are -1.
     """
-    sizes, needed = axis_sizes(spec), devices_needed(spec)
+    sizes = axis_sizes(spec)
+    needed = devices_needed(spec)
     meshes.resolve(spec, needed)
     if needed <= devices:
-        return replace(spec, **{axis: devices // needed for axis, size in sizes.items() if size == -1})
-    wanted = {axis: math.inf if size == -1 else size * getattr(spec.dcn, axis) for axis, size in sizes.items()}
+        return replace(
+            spec, **{axis: devices // needed for axis, size in sizes.items() if size == -1}
+        )
+    wanted = {
+        axis: math.inf if size == -1 else size * getattr(spec.dcn, axis)
+        for axis, size in sizes.items()
+    }
     small = {axis: int(min(size, 2)) for axis, size in wanted.items()}
     room = devices // math.prod(small.values())
     if not room:
@@ -120,28 +152,38 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
         axis = max(small, key=lambda axis: wanted[axis] / small[axis])
         if wanted[axis] < 2 * small[axis]:
             break
-        small[axis], room = 2 * small[axis], room // 2
+        small[axis] = 2 * small[axis]
+        room = room // 2
     return replace(spec, dcn=DcnSpec(), **small)
 
 
 def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
-    """Return a note if the mesh that is verified is not the one that was asked for; empty if it is."""
+    """Return a note if the mesh that is verified is not the one that was asked for; empty if it
+    is.
+    """
     if -1 not in axis_sizes(asked).values() and total_sizes(asked) == total_sizes(used):
         return ""
-    before = describe({axis: size * getattr(asked.dcn, axis) for axis, size in axis_sizes(asked).items()})
+    before = describe(
+        {axis: size * getattr(asked.dcn, axis) for axis, size in axis_sizes(asked).items()}
+    )
     after = describe(total_sizes(used))
     if devices_needed(asked) <= here:
         return f"mesh {before} is {after} here"
     return (
-        f"SMALLER MESH: {before} needs {devices_needed(asked)} devices and {here} are here, so this verifies {after}: "
+        f"SMALLER MESH: {before} needs {devices_needed(asked)} devices and {here} are here, so "
+        f"this verifies {after}: "
         "the same axes, not the same sizes"
     )
 
 
 def _check_sizes(config: Config, mesh: MeshSpec) -> None:
-    """Refuse a config whose own sizes its mesh does not divide, because the shrunk sizes always fit."""
+    """Refuse a config whose own sizes its mesh does not divide, because the shrunk sizes always
+    fit.
+    """
     sizes = asked_sizes(config.mesh, mesh)
-    plan = _layout(config, AbstractMesh(tuple(sizes.values()), meshes.MESH_AXES), rules_of(config, sizes))
+    plan = _layout(
+        config, AbstractMesh(tuple(sizes.values()), meshes.MESH_AXES), rules_of(config, sizes)
+    )
     if plan.size("stage") > 1:
         count = microbatches(config, sizes)
         check_stages(plan, config.model.layers, count, config.model.kinds)
@@ -152,41 +194,62 @@ def _check_sizes(config: Config, mesh: MeshSpec) -> None:
 
 def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Plan:
     """Make only the part of a plan that says where arrays lie."""
-    return Plan(mesh, rules, context=config.context, attention=config.kernels.attention, pipeline=config.pipeline)  # pyright: ignore[reportArgumentType]
+    return Plan(
+        mesh,
+        rules,
+        context=config.context,
+        attention=config.kernels.attention,
+        pipeline=config.pipeline,
+    )  # pyright: ignore[reportArgumentType]
 
 
-def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> tuple[Config, list[str]]:
-    """Return the smallest config that uses the same attention implementation as the whole one on these devices."""
-    plan = _layout(config, meshes.make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh)))
+def _shrink_alike(
+    config: Config, mesh: MeshSpec, devices: list[jax.Device]
+) -> tuple[Config, list[str]]:
+    """Return the smallest config that uses the same attention implementation as the whole one on
+    these devices.
+    """
+    plan = _layout(
+        config, meshes.make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh))
+    )
     notes: list[str] = []
     try:
         wanted = _attention(plan, config)
     except UserError as refused:  # the kernel is for other hardware
         notes.append(f"OTHER ATTENTION: {refused}")
-        config, plan = replace(config, kernels=KernelsConfig()), replace(plan, attention="auto")
+        config = replace(config, kernels=KernelsConfig())
+        plan = replace(plan, attention="auto")
         wanted = _attention(plan, config)
     found = ""
     for least in LEAST:
         small, changed = shrink(config, mesh, least)
-        with contextlib.suppress(UserError):  # the kernel that was asked for may not support small sizes
+        # the kernel that was asked for may not support small sizes
+        with contextlib.suppress(UserError):
             found = _attention(plan, small)
         if found == wanted:
             break
     else:
         notes.append(f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}")
-    platform, here = config.mesh.platform, devices[0].platform
+    platform = config.mesh.platform
+    here = devices[0].platform
     if not notes and platform not in ("auto", "cpu", here) and plan.size("attention_seq") == 1:
         there = _attention(plan, config, platform)
-        notes += [f"OTHER ATTENTION: {there} on {platform}, {wanted} here"] if there != wanted else []
+        notes += (
+            [f"OTHER ATTENTION: {there} on {platform}, {wanted} here"] if there != wanted else []
+        )
     model = small.model
     _, fitted = fit_rules(config.rules, model.heads, model.kv_head_count, total_sizes(mesh))
     return small, [*notes, changed, *fitted]
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:
-    """Name the strategy of a split sequence, or the implementation and whether plain XLA needs several tiles."""
-    model, seq_len = config.model, config.data.seq_len
-    split, how = split_of(plan, model.attention_softcap), {"packed": config.data.pack, "platform": platform}
+    """Name the strategy of a split sequence, or the implementation and whether plain XLA needs
+    several tiles.
+    """
+    model = config.model
+    seq_len = config.data.seq_len
+    split = split_of(plan, model.attention_softcap)
+    how = {"packed": config.data.pack, "platform": platform}
     masks = dict.fromkeys(layer_masks(model))
     names = [choose_attention(split, mask, seq_len, model.head_size, **how)[0] for mask in masks]
     if split.devices > 1:

@@ -1,7 +1,9 @@
-"""Makes the smallest model and batch that keep what a plan can get wrong; `verify` runs them in place of the config's.
+"""Makes the smallest model and batch that keep what a plan can get wrong; `verify` runs them in
+place of the config's.
 
-Family, rules, remat, precision, packing and mesh axes stay. Layers are few and dims are narrow. Each dim is a multiple
-of the pieces it is split into, and an odd one where possible, so that no shard is a power of two by accident.
+Family, rules, remat, precision, packing and mesh axes stay. Layers are few and dims are narrow.
+Each dim is a multiple of the pieces it is split into, and an odd one where possible, so that no
+shard is a power of two by accident.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxpar.base.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig, rules_of
+from jaxpar.base.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MetricsConfig,
+    ModelConfig,
+    TrainConfig,
+    rules_of,
+)
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
@@ -22,7 +32,8 @@ from jaxpar.parallel.pipeline import layers_of, microbatches
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
 _FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one
 _VOCAB = 40  # the vocabulary tables have at least this many rows
-# What is left to choose is set to the form in which the most could go wrong; all forms give the same answer.
+# What is left to choose is set to the form in which the most could go wrong; all forms give the
+# same answer.
 _EXPLICIT = {"gather": "bidirectional", "scatter": "bidirectional", "domino": "on"}
 
 _SAID = ("model.", "data.seq_len", "train.accumulation", "overlap.", "pipeline.")
@@ -32,49 +43,85 @@ Sizes = Mapping[MeshAxis, int]
 
 
 class Least(NamedTuple):
-    """The least that a sequence and a head may be shrunk to, because some ops are chosen by these sizes."""
+    """The least that a sequence and a head may be shrunk to, because some ops are chosen by these
+    sizes.
+    """
 
     seq_len: int = 12
     head_dim: int = 6
     block: int = 1  # the sequence length is a multiple of this
 
 
-# The first is the smallest for plain attention, the second has two chunks of queries, the third a TPU kernel's tile.
-LEAST = (Least(), Least(seq_len=513), Least(seq_len=128, head_dim=128, block=128))
+# The first is the smallest for plain attention, the second has two chunks of queries, the third a
+# TPU kernel's tile.
+LEAST = (
+    Least(),
+    Least(seq_len=513),
+    Least(seq_len=128, head_dim=128, block=128),
+)
 
 
-def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Config, str]:
+def shrink(
+    config: Config,
+    mesh: MeshSpec,
+    least: Least = LEAST[0],
+) -> tuple[Config, str]:
     """Return a config with a small model and batch on `mesh`, and a note of the changes.
 
-    Steps, learning rate, data source and everything else that does not affect a gradient are reset to their defaults.
+    Steps, learning rate, data source and everything else that does not affect a gradient are reset
+    to their defaults.
     """
-    sizes, asked = total_sizes(mesh), asked_sizes(config.mesh, mesh)
+    sizes = total_sizes(mesh)
+    asked = asked_sizes(config.mesh, mesh)
     devices = pieces("attention_seq", rules_of(config, asked), sizes)
     # The sequence of q, k and v is cut into two chunks for each device in zigzag order.
-    chunks = devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
+    if devices == 1 or config.context.strategy == "ulysses":
+        chunks = devices
+    else:
+        chunks = 2 * devices
     multiples = _multiples(config, chunks, sizes, least)
     # Each chunk has three tokens, because a single one would hide a wrong order inside it.
-    seq_len = odd_multiple(max(least.seq_len, 3 * chunks if chunks > 1 else 0), multiples["seq"])
+    seq_len = odd_multiple(
+        max(least.seq_len, 3 * chunks if chunks > 1 else 0),
+        multiples["seq"],
+    )
     layers, pipeline = _few_layers(config, sizes, asked)
-    model = _narrow_model(config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim)
-    forms = {name: form for name, form in _EXPLICIT.items() if getattr(config.overlap, name) == "auto"}
+    model = _narrow_model(
+        config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim
+    )
+    forms = {
+        name: form for name, form in _EXPLICIT.items() if getattr(config.overlap, name) == "auto"
+    }
     overlap = replace(config.overlap, **forms)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
-    # Each shard, or each half of one, has two sequences, because a single one would hide a wrong order inside a shard.
+    # Each shard, or each half of one, has two sequences, because a single one would hide a wrong
+    # order inside a shard.
     rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
     staged = pieces("stage", config.rules, sizes) > 1
     batch = rows * accumulation * (pipeline.microbatches if staged else 1)
-    kept = {name: getattr(config.train, name) for name in ("seed", "z_loss", "balance_loss", "router_z_loss")}
+    kept = {
+        name: getattr(config.train, name)
+        for name in ("seed", "z_loss", "balance_loss", "router_z_loss")
+    }
     train = TrainConfig(batch=batch, accumulation=accumulation, **kept)
     small = replace(
-        config, model=model, data=DataConfig(seq_len=seq_len, pack=config.data.pack), train=train, mesh=mesh,
-        overlap=overlap, pipeline=pipeline, checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
-    )  # fmt: skip
+        config,
+        model=model,
+        data=DataConfig(seq_len=seq_len, pack=config.data.pack),
+        train=train,
+        mesh=mesh,
+        overlap=overlap,
+        pipeline=pipeline,
+        checkpoint=CheckpointConfig(),
+        metrics=MetricsConfig(),
+    )
     return small, _note(config, small)
 
 
 def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
-    """Return the devices along each axis of the mesh that was asked for; an axis of -1 takes the size that is used."""
+    """Return the devices along each axis of the mesh that was asked for; an axis of -1 takes the
+    size that is used.
+    """
     filled = {axis: getattr(used, axis) for axis, size in axis_sizes(asked).items() if size == -1}
     return total_sizes(replace(asked, **filled))
 
@@ -84,7 +131,12 @@ def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
     return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
 
 
-def _multiples(config: Config, chunks: int, sizes: Sizes, least: Least) -> dict[str, int]:
+def _multiples(
+    config: Config,
+    chunks: int,
+    sizes: Sizes,
+    least: Least,
+) -> dict[str, int]:
     """Return what each small dim must be a multiple of, so that the mesh divides it."""
 
     def split(*axes: LogicalAxis) -> int:
@@ -102,52 +154,84 @@ def _multiples(config: Config, chunks: int, sizes: Sizes, least: Least) -> dict[
 
 
 def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
-    """Return the fewest heads and kv heads with which this mesh does what the config's own does with the model's.
+    """Return the fewest heads and kv heads with which this mesh does what the config's own does
+    with the model's.
 
-    Pairs are tried from the fewest query heads per kv head, and then from the fewest heads. The first that the mesh
-    divides and whose `situation` is the model's is taken; if there is none, the first that has the same rules.
+    Pairs are tried from the fewest query heads per kv head, and then from the fewest heads. The
+    first that the mesh divides and whose `situation` is the model's is taken; if there is none, the
+    first that has the same rules.
     """
-    rules, model, asked_rules = config.rules, config.model, rules_of(config, asked)
+    rules = config.rules
+    model = config.model
+    asked_rules = rules_of(config, asked)
     kv_heads = model.kv_head_count
     group = model.heads // kv_heads
     # Ulysses deals out the heads of a device, and also its kv heads if there are enough of them.
-    dealt = pieces("attention_seq", asked_rules, sizes) if config.context.strategy == "ulysses" else 1
-    kv_on_device, dealt_there = (pieces(axis, asked_rules, asked) for axis in ("kv_heads", "attention_seq"))
-    kv_dealt = dealt if kv_heads // kv_on_device % dealt_there == 0 else 1
+    if config.context.strategy == "ulysses":
+        dealt = pieces("attention_seq", asked_rules, sizes)
+    else:
+        dealt = 1
+    kv_on_device, dealt_there = (
+        pieces(axis, asked_rules, asked) for axis in ("kv_heads", "attention_seq")
+    )
+    if kv_heads // kv_on_device % dealt_there == 0:
+        kv_dealt = dealt
+    else:
+        kv_dealt = 1
     split = pieces("heads", asked_rules, sizes) * dealt
     kv_split = pieces("kv_heads", asked_rules, sizes) * kv_dealt
 
-    def situation(heads: int, kv_heads: int, sizes: Sizes) -> tuple[ShardingRules, bool, bool]:
-        """Return the fitted rules, whether there are more devices than heads, and whether a head has several copies."""
+    def situation(
+        heads: int,
+        kv_heads: int,
+        sizes: Sizes,
+    ) -> tuple[ShardingRules, bool, bool]:
+        """Return the fitted rules, whether there are more devices than heads, and whether a head
+        has several copies.
+        """
         fitted, _ = fit_rules(rules, heads, kv_heads, sizes)
-        devices, copied = pieces("heads", fitted, sizes), fitted.heads != fitted.kv_heads
-        return fitted, pieces("heads", rules, sizes) > heads, copied and math.lcm(kv_heads, devices) > devices
+        devices = pieces("heads", fitted, sizes)
+        copied = fitted.heads != fitted.kv_heads
+        return (
+            fitted,
+            pieces("heads", rules, sizes) > heads,
+            copied and math.lcm(kv_heads, devices) > devices,
+        )
 
-    most = math.lcm(*(pieces(axis, rules, sizes) for axis in ("heads", "kv_heads")), split, kv_split)
+    most = math.lcm(
+        *(pieces(axis, rules, sizes) for axis in ("heads", "kv_heads")), split, kv_split
+    )
     alike = [
         (K * group * times, K)
         for times in range(1, most + 1 if model.kv_heads else 2)
         for K in range(min(2, kv_heads), 2 * most + 3)
-        if K * group * times % split == 0 and K % kv_split == 0
+        if K * group * times % split == 0
+        and K % kv_split == 0
         and situation(K * group * times, K, sizes)[0] == asked_rules
-    ]  # fmt: skip
+    ]
     wanted = situation(model.heads, kv_heads, asked)
-    return next((pair for pair in alike if situation(*pair, sizes) == wanted), alike[0])
+    return next(
+        (pair for pair in alike if situation(*pair, sizes) == wanted),
+        alike[0],
+    )
 
 
 def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeline]:
     """Return the fewest layers and microbatches that keep what a pipeline does.
 
-    An odd number of layers stays odd, stages with unequal numbers of layers stay unequal, and every slot of a buffer
-    that is used at all is used twice.
+    An odd number of layers stays odd, stages with unequal numbers of layers stay unequal, and every
+    slot of a buffer that is used at all is used twice.
     """
     stages_asked, stages = (pieces("stage", config.rules, these) for these in (asked, sizes))
-    pipeline, layers = config.pipeline, config.model.layers
-    asked_kinds, kinds = config.model.kinds, len(_few_masks(config.model.masks))
+    pipeline = config.pipeline
+    layers = config.model.layers
+    asked_kinds = config.model.kinds
+    kinds = len(_few_masks(config.model.masks))
     if stages_asked == 1:  # an odd number of whole periods stays odd, and a rest stays a rest
         whole = kinds * (2 + layers // asked_kinds % 2) + bool(layers % asked_kinds)
         return _multiple(whole, pieces("layers", config.rules, sizes)), pipeline
-    counts, parts = layers_of(layers, stages_asked, pipeline).counts, stages * pipeline.virtual
+    counts = layers_of(layers, stages_asked, pipeline).counts
+    parts = stages * pipeline.virtual
     if max(counts) == min(counts):
         small = (2 if parts <= _FEW else 1,) * parts
     elif len(counts) == parts:
@@ -158,48 +242,78 @@ def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeli
     if layers % asked_kinds:
         small = (*small[:-1], small[-1] - 1)
     count = microbatches(config, asked)
-    over = count % stages_asked  # how many more than a multiple of the stages; with fewer stages one more will do
+    # how many more than a multiple of the stages; with fewer stages one more will do
+    over = count % stages_asked
     full = 3 * stages + (over if stages == stages_asked else min(over, 1))
-    fewest = full if count >= stages_asked else max(stages - 1, 1)
+    if count >= stages_asked:
+        fewest = full
+    else:
+        fewest = max(stages - 1, 1)
     return sum(small), replace(pipeline, microbatches=min(count, fewest), layers=small)
 
 
 def _narrow_model(
-    config: Config, multiples: Mapping[str, int], heads: tuple[int, int], layers: int, seq_len: int, least_head_dim: int
+    config: Config,
+    multiples: Mapping[str, int],
+    heads: tuple[int, int],
+    layers: int,
+    seq_len: int,
+    least_head_dim: int,
 ) -> ModelConfig:
-    """Return a model with few heads and layers, whose other dims keep about their ratios to the heads."""
-    model, (H, K) = config.model, heads
+    """Return a model with few heads and layers, whose other dims keep about their ratios to the
+    heads.
+    """
+    model = config.model
+    (H, K) = heads
     head_dim = _multiple(least_head_dim, multiples["head_dim"])
     width = model.embed / (model.heads * model.head_size)
     embed = odd_multiple(round(H * head_dim * width), multiples["embed"])
-    # Each device has two experts, and there are more than a token chooses, but no more than the model has.
+    # Each device has two experts, and there are more than a token chooses, but no more than the
+    # model has.
     split = multiples["experts"]
     experts = _multiple(max(2 * split, model.experts_per_token + 1), split)
-    experts = min(experts, model.experts) if model.experts % split == 0 else experts
+    if model.experts % split == 0:
+        experts = min(experts, model.experts)
     vocab = odd_multiple(_VOCAB, multiples["vocab"])
-    if model.vocab_size % model.vocab_multiple:  # the model's table has padding, so the small one has it too
+    # the model's table has padding, so the small one has it too
+    if model.vocab_size % model.vocab_multiple:
         vocab -= multiples["vocab"] // 2 + 1
     return replace(
-        model, layers=layers, embed=embed, heads=H, kv_heads=K if model.kv_heads else 0, head_dim=head_dim,
+        model,
+        layers=layers,
+        embed=embed,
+        heads=H,
+        kv_heads=K if model.kv_heads else 0,
+        head_dim=head_dim,
         mlp=odd_multiple(round(embed * model.mlp / model.embed), multiples["mlp"]),
-        experts=experts, vocab_size=vocab, vocab_multiple=multiples["vocab"], dropout=0.0,
-        masks=tuple(shrink_mask(word, config.data.seq_len, seq_len) for word in _few_masks(model.masks)),
+        experts=experts,
+        vocab_size=vocab,
+        vocab_multiple=multiples["vocab"],
+        dropout=0.0,
+        masks=tuple(
+            shrink_mask(word, config.data.seq_len, seq_len) for word in _few_masks(model.masks)
+        ),
         max_seq_len=seq_len if config.data.seq_len == model.max_seq_len else seq_len + 3,
-    )  # fmt: skip
+    )
 
 
 def _note(config: Config, small: Config) -> str:
-    """Say which settings of the model, and of what is done with it, the small config has otherwise."""
+    """Say which settings of the model, and of what is done with it, the small config has
+    otherwise.
+    """
     after = flatten(small)
     changed = [
         f"{key} {old} -> {after[key]}"
-        for key, old in flatten(config).items() if key.startswith(_SAID) and old != after[key]
-    ]  # fmt: skip
+        for key, old in flatten(config).items()
+        if key.startswith(_SAID) and old != after[key]
+    ]
     return f"model shrunk: {', '.join(changed)}"
 
 
 def _few_masks(masks: tuple[str, ...]) -> tuple[str, ...]:
-    """The masks without those that are like the one before, so that each is there and they still take turns."""
+    """The masks without those that are like the one before, so that each is there and they still
+    take turns.
+    """
     return tuple(word for i, word in enumerate(masks) if i == 0 or word != masks[i - 1])
 
 
