@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxpar.base.runtime import start
     from jaxpar.base.sharding import Layout, ShardingRules, placements, spec_for
     from jaxpar.rehearse.targets import load_target
+    from jaxpar.train.state_layout import optimizer_state
 
 _NAMES = {
     "base.config": ("Config", "check", "load_config", "override"),
@@ -30,6 +31,7 @@ _NAMES = {
     "base.runtime": ("start",),
     "base.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
     "rehearse.targets": ("load_target",),
+    "train.state_layout": ("optimizer_state",),
 }
 _WINGS = ("data", "kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "load_target",
     "make_mesh",
     "models",
+    "optimizer_state",
     "override",
     "parallel",
     "placements",

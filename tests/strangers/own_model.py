@@ -55,33 +55,21 @@ class Mixer(nnx.Module):
 
 
 def build(layout):
-    """The graph, the sharded state's initializer, and its shardings."""
+    """The initializer of the sharded state, and the step."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Mixer(nnx.Rngs(0))))
     optimizer = optax.adamw(3e-2)
-    axes = nnx.get_partition_spec(shapes)
-    params = layout.sharding(axes, shapes)
-    moments = optax.tree_map_params(
-        optimizer,
-        lambda _, place: place,
-        jax.eval_shape(optimizer.init, shapes),
-        params,
-        transform_non_params=lambda _: layout.sharding(()),
-    )
+    params = layout.sharding(nnx.get_partition_spec(shapes), shapes)
+    make = jax.jit(lambda: nnx.state(Mixer(nnx.Rngs(0))), out_shardings=params)
 
-    @partial(jax.jit, out_shardings=(params, moments))
     def init():
-        state = nnx.state(Mixer(nnx.Rngs(0)))
-        return state, optimizer.init(state)
+        state = make()
+        return state, jaxpar.optimizer_state(optimizer, state)
 
     def loss(state, tokens):
         scores = nnx.merge(graph, state)(tokens[:, :-1], layout)
         return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:]).mean()
 
-    @partial(
-        jax.jit,
-        donate_argnums=(0, 1),
-        out_shardings=(params, moments, layout.sharding(())),
-    )
+    @partial(jax.jit, donate_argnums=(0, 1))
     def step(state, opt_state, tokens):
         value, grads = jax.value_and_grad(loss)(state, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, state)
