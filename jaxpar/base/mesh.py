@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -18,7 +18,10 @@ from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.ranges import Range
 
-MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
+MeshAxis: TypeAlias = str
+"""The name of a direction of a grid of devices, on any mesh."""
+ConfigMeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
+"""The mesh axes of a config and of `make_mesh`."""
 
 Size = Annotated[
     int, Range(1, 65_536, also=(-1,), why="an axis has at least 1 device, or is -1 = what is left")
@@ -30,7 +33,7 @@ Slices = Annotated[int, Range(1, 4_096)]
 # Outermost first. The last axes land on neighbouring devices, so those that talk most often
 # (tensor: twice a layer) come last and those that talk least (stage: one activation a tick) come
 # first, as in Megatron-LM.
-MESH_AXES: tuple[MeshAxis, ...] = ("stage", "data", "fsdp", "context", "expert", "tensor")
+MESH_AXES: tuple[ConfigMeshAxis, ...] = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,10 @@ def require_mesh_axis(name: object, otherwise: str) -> None:
             hint = suggest(name, MESH_AXES)
         else:
             hint = ""
-        raise UserError(f"{otherwise} {short(name)}{hint}: mesh axes are {', '.join(MESH_AXES)}")
+        raise UserError(
+            f"{otherwise} {short(name)}{hint}: its axes are {', '.join(MESH_AXES)}; a mesh of "
+            "other axes is made by jax.make_mesh, and a jaxpar.Layout takes it"
+        )
 
 
 def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
@@ -84,7 +90,7 @@ def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
     return {axis: getattr(spec, axis) for axis in MESH_AXES}
 
 
-def describe(sizes: Mapping[MeshAxis, int] | Mapping[str, int]) -> str:
+def describe(sizes: Mapping[MeshAxis, int]) -> str:
     """`data=2 x tensor=4`: the axes larger than one, or `1 device` where there is none."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1 device"
 

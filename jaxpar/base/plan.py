@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, cast
 
 import jax.numpy as jnp
 
@@ -220,7 +220,7 @@ def late_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis,
     """
     if accumulation == 1 or whole or plan.size("stage") > 1:
         return ()
-    axes: list[LogicalAxis] = [axis for axis in get_args(LogicalAxis) if axis != "batch"]
+    axes = [axis for axis in plan.rules.logical_axes if axis != "batch"]
     others = {mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis)}
     return next(
         first for first in first_axes(plan.mesh_axes("batch")) if not others.intersection(first)

@@ -1,41 +1,35 @@
-"""Logical axes to mesh axes: the rules, the layout that carries them, and PartitionSpecs checked
-before use.
+"""Logical axes to mesh axes: the layout that carries the rules, and PartitionSpecs checked before
+use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args, overload
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.errors import UserError, short, suggest
-from jaxpar.base.mesh import MESH_AXES, MeshAxis, describe, largest_divisor, require_mesh_axis
-
-LogicalAxis = Literal[
-    "batch",
-    "seq",
-    "residual_seq",
-    "attention_seq",
-    "embed",
-    "state_embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "mlp",
-    "vocab",
-    "layers",
-    "experts",
-    "stage",
-    "rank",
-]
-Axes = Sequence[LogicalAxis | None]
-_LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshAxis, describe, largest_divisor
+from jaxpar.base.rules import (
+    DEFAULT_RULES,
+    Axes,
+    LogicalAxis,
+    RulesLike,
+    as_rules,
+    fit_to_mesh,
+    split_axes,
+)
+from jaxpar.base.rules import ShardingRules as ShardingRules
+from jaxpar.base.rules import drop_axes as drop_axes
+from jaxpar.base.rules import first_axes as first_axes
+from jaxpar.base.rules import fit_rules as fit_rules
+from jaxpar.base.rules import named_axes as named_axes
 
 PyTree: TypeAlias = Any
 """A pytree of arrays or of what describes them. Jax has no type for one, so docstrings say what the
@@ -56,78 +50,10 @@ def is_axes(tree: PyTree) -> TypeGuard[Axes]:
     )
 
 
-@dataclass(frozen=True)
-class ShardingRules:
-    """For each logical axis, the mesh axes that it is split over, outermost first. An empty rule
-    replicates it.
-
-    `embed` is the embed dim of *parameters*, which fsdp shards (ZeRO-3); activations leave that dim
-    whole. `seq` is the sequence where heads or mlp are split. `residual_seq` is the sequence of the
-    residual stream between them, which may also be split over tensor: this is Megatron's sequence
-    parallelism (Korthikanti et al. 2022, arXiv:2205.05198). `attention_seq` is the sequence of q, k
-    and v; an empty rule means that of `seq`, and `fit_rules` makes it that of `residual_seq` where
-    heads cannot be split. `state_embed` is the embed dim of gradients and of the optimizer's state;
-    an empty rule means that of `embed`. It may be split over further mesh axes: over `data`, with
-    parameters whole there, it is ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054). `layers` is
-    the dim that the parameters of all blocks are stacked over; an empty rule means that of `stage`,
-    so that a pipeline's stages have their own layers. Devices along `expert` split the batch too:
-    each sends its tokens to the devices that have the experts they chose. The logical axis `rank`,
-    the small dim of a LoRA matrix, has no rule: it is never split.
-    """
-
-    batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
-    seq: tuple[MeshAxis, ...] = ("context",)
-    residual_seq: tuple[MeshAxis, ...] = ("context", "tensor")
-    attention_seq: tuple[MeshAxis, ...] = ()
-    embed: tuple[MeshAxis, ...] = ("fsdp",)
-    state_embed: tuple[MeshAxis, ...] = ()
-    heads: tuple[MeshAxis, ...] = ("tensor",)
-    kv_heads: tuple[MeshAxis, ...] = ("tensor",)
-    head_dim: tuple[MeshAxis, ...] = ()
-    mlp: tuple[MeshAxis, ...] = ("tensor",)
-    vocab: tuple[MeshAxis, ...] = ("tensor",)
-    layers: tuple[MeshAxis, ...] = ()
-    experts: tuple[MeshAxis, ...] = ("expert",)
-    stage: tuple[MeshAxis, ...] = ("stage",)
-
-    def __post_init__(self) -> None:
-        """Accept a bare mesh axis in place of a tuple of one, a list, and None in place of an empty
-        tuple.
-
-        Raises:
-          UserError: a name is not a mesh axis or stands twice, or a rule is of another type. A set
-            has no order, and each process of a run would lay arrays out in an order of its own.
-        """
-        for rule in fields(self):
-            axes = _mesh_axes_of(getattr(self, rule.name), f"rules.{rule.name}")
-            object.__setattr__(self, rule.name, axes)
-
-
-def _mesh_axes_of(given: object, name: str) -> tuple[str, ...]:
-    """The mesh axes of one rule, outermost first."""
-    if given is None:
-        return ()
-    axes = (given,) if isinstance(given, str) else given
-    if not isinstance(axes, tuple | list | P):
-        raise UserError(
-            f"{name} is a mesh axis, a tuple of them, or None, and was given {short(given)}: "
-            'write ("data", "fsdp"), '
-            "the outermost first"
-        )
-    for place, axis in enumerate(axes):
-        require_mesh_axis(axis, f"{name} names no mesh axis:")
-        if axis in tuple(axes)[:place]:
-            raise UserError(
-                f"{name} names the mesh axis {axis!r} twice: an axis splits a dim once, leave "
-                "one out"
-            )
-    return tuple(axes)
-
-
 def spec_for(
     axes: Axes,
-    rules: ShardingRules,
-    mesh: Mesh,
+    rules: RulesLike,
+    mesh: Mesh | AbstractMesh,
     shape: Sequence[int] | None = None,
     name: str = "array",
 ) -> P:
@@ -135,14 +61,26 @@ def spec_for(
 
     Args:
       axes: a logical axis, or None for a dim that is replicated, for each dim.
-      rules: the sharding rules.
-      mesh: the mesh, whose axis sizes decide what is split.
+      rules: the sharding rules, in any form that a `Layout` takes.
+      mesh: any mesh, whose axis sizes decide what is split.
       shape: the global shape. When it is given, every dim is checked to divide.
       name: what a message calls the array.
 
     Raises:
-      UserError: two dims use one mesh axis, or the mesh axes of a dim do not divide it.
+      UserError: two dims use one mesh axis, the mesh axes of a dim do not divide it, no rule names
+        a logical axis, or the rules do not fit the mesh.
     """
+    return _spec(axes, fit_to_mesh(as_rules(rules), mesh), mesh, shape, name)
+
+
+def _spec(
+    axes: Axes,
+    rules: ShardingRules,
+    mesh: Mesh | AbstractMesh,
+    shape: Sequence[int] | None = None,
+    name: str = "array",
+) -> P:
+    """`spec_for` of rules that were fitted to the mesh."""
     if shape is not None and len(shape) != len(axes):
         words = ", ".join(map(str, axes))
         raise UserError(
@@ -176,36 +114,6 @@ def spec_for(
     return P(*entries)
 
 
-# An empty rule of the first means that of the second.
-_AS: dict[LogicalAxis, LogicalAxis] = {
-    "state_embed": "embed",
-    "attention_seq": "seq",
-    "layers": "stage",
-}
-
-
-def split_axes(
-    axis: LogicalAxis | None,
-    rules: ShardingRules,
-    mesh: Mesh,
-) -> tuple[MeshAxis, ...]:
-    """The mesh axes of more than one device that the rules split a logical axis over."""
-    named = () if axis is None else named_axes(axis, rules)
-    return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
-
-
-def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
-    """The mesh axes that the rules give a logical axis, whatever their sizes; a UserError for
-    another name.
-    """
-    if axis not in _LOGICAL_AXES:
-        raise UserError(
-            f"no logical axis {axis!r}{suggest(axis, _LOGICAL_AXES)}: they are "
-            f"{', '.join(_LOGICAL_AXES)}"
-        )
-    return getattr(rules, axis, ()) or (getattr(rules, _AS[axis]) if axis in _AS else ())
-
-
 def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
     """Smaller sizes of mesh axes that divide a dim; the outermost axes are kept as large as can
     be.
@@ -229,22 +137,6 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     return f"a value of type {type(value).__name__}"
-
-
-def _wrong_rules(rules: Any) -> str:
-    """What to say of rules that are a dictionary, or Flax's list of pairs, with what they would be
-    here.
-    """
-    try:
-        pairs = list(dict(rules).items())
-    except (TypeError, ValueError):
-        pairs = []
-    words = ", ".join(f"{name}={axes!r}" for name, axes in pairs)
-    return (
-        "a layout's rules are a jaxpar.ShardingRules, whose other rules have defaults, and "
-        f"were given {_kind(rules)}: "
-        f"write jaxpar.ShardingRules({words or 'embed=' + repr('fsdp')})"
-    )
 
 
 def require_layout(layout: object, what: str) -> None:
@@ -272,40 +164,72 @@ def require_axes(axes: object, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with axes of type Auto: under Explicit, which `jax.make_mesh` makes by itself,
+    `with_sharding_constraint` raises. Arrays that lie on the one may be used with the other.
+    """
+    automatic = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh) or tuple(mesh.axis_types) == automatic:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
+
+
+@dataclass(frozen=True, init=False)
 class Layout:
     """Where arrays lie: how logical axes are split over a mesh. It is hashable, so it may be a
     static argument.
+
+    The mesh is one of `make_mesh` or any other, whatever its axes are called: `Layout(
+    jax.make_mesh((2, 4), ("data", "model")), {"heads": "model", "mlp": "model"})`. Rules have three
+    forms (`jaxpar.base.rules`). A logical axis that they do not name has its default, as far as the
+    mesh has its axes: here the batch is split over data. A logical axis of one's own is split as
+    its rule says, and refused where no rule names it.
     """
 
     mesh: Mesh
-    """The device mesh, from `make_mesh`."""
-    rules: ShardingRules = ShardingRules()
+    """The device mesh. Its axes are of type Auto, whatever those of the given one are: the compiler
+    lays out what nobody fixed, and `constrain` fixes the rest.
+    """
+    rules: ShardingRules = DEFAULT_RULES
+    """The rules as they are on this mesh: each names axes that it has."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The dtype of matmuls, activations and their sums over devices. Norms, softmax, the loss and
     the sums of parameters' gradients stay float32."""
 
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: RulesLike = DEFAULT_RULES,
+        compute: Literal["float32", "bfloat16"] = "float32",
+    ):
+        """Make a layout.
+
+        Args:
+          mesh: any `jax.sharding.Mesh`.
+          rules: a `ShardingRules`, a dict, or a list of pairs: see `jaxpar.base.rules.as_rules`.
+          compute: the dtype of matmuls.
+
+        Raises:
+          UserError: the mesh is none, the rules are of no form or name an axis that the mesh does
+            not have, or no op computes in the dtype.
+        """
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "compute", compute)
+        self.__post_init__()
+
     def __post_init__(self) -> None:
-        """Raise a UserError for rules of another type, mesh axes other than those of `make_mesh`,
-        or a dtype that no op computes in."""
         # shapes are laid out on a mesh without devices
         if not isinstance(self.mesh, Mesh | AbstractMesh):
             raise UserError(
                 f"a layout's mesh is a jax.sharding.Mesh, and was given {_kind(self.mesh)}"
             )
-        if not isinstance(self.rules, ShardingRules):
-            raise UserError(_wrong_rules(self.rules))
         if self.compute not in ("float32", "bfloat16"):
             raise UserError(
                 f"a layout computes in float32 or bfloat16, and was given compute={self.compute!r}"
             )
-        if tuple(self.mesh.axis_names) != MESH_AXES:
-            found = ", ".join(map(str, self.mesh.axis_names))
-            raise UserError(
-                f"a layout's mesh has the axes {', '.join(MESH_AXES)}, some of size 1; found "
-                f"{found}: make it with "
-                "jaxpar.make_mesh(jaxpar.MeshSpec(data=2, tensor=4))"
-            )
+        object.__setattr__(self, "rules", fit_to_mesh(as_rules(self.rules), self.mesh))
+        object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -327,7 +251,7 @@ class Layout:
     def spec(self, axes: Axes) -> P:
         """The PartitionSpec of these logical axes."""
         require_axes(axes, "spec")
-        return spec_for(axes, self.rules, self.mesh)
+        return _spec(axes, self.rules, self.mesh)
 
     @overload
     def sharding(
@@ -360,7 +284,7 @@ class Layout:
             names = tuple(axes)
             if isinstance(axes, P) and shape is not None:  # a spec may leave out dims at the end
                 names += (None,) * (len(shape) - len(names))
-            return NamedSharding(self.mesh, spec_for(names, self.rules, self.mesh, shape, name))
+            return NamedSharding(self.mesh, _spec(names, self.rules, self.mesh, shape, name))
 
         def place(
             path: KeyPath, axes: Axes | None, array: jax.Array | None = None
@@ -395,19 +319,6 @@ class Layout:
         # there the mesh has the other axes only
         in_stage = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return jax.lax.with_sharding_constraint(x, place.spec if in_stage else place)
-
-
-def first_axes(axes: tuple[MeshAxis, ...]) -> list[tuple[MeshAxis, ...]]:
-    """Every prefix of some mesh axes, the longest first."""
-    return [axes[:count] for count in range(len(axes), -1, -1)]
-
-
-def drop_axes(
-    axes: tuple[MeshAxis, ...],
-    dropped: tuple[MeshAxis, ...],
-) -> tuple[MeshAxis, ...]:
-    """The mesh axes that are not dropped."""
-    return tuple(axis for axis in axes if axis not in dropped)
 
 
 def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:
@@ -461,64 +372,7 @@ def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
     return sorted({row for index in shards if index is not None for row in range(rows)[index[0]]})
 
 
-# Where there are more devices than heads, the rules change, or kv heads are copied.
-
-
-def fit_rules(
-    rules: ShardingRules, heads: int, kv_heads: int, sizes: Mapping[MeshAxis, int]
-) -> tuple[ShardingRules, list[str]]:
-    """Rules that fit more devices than heads, and a line for the log about each change.
-
-    Heads that their mesh axes do not divide keep the first of the axes that do, and attention
-    splits the sequence over the others, as the residual stream does. Kv heads that theirs do not
-    divide are copied: their weights are whole over the axes that are left out, and each device
-    makes those of its query heads (`jaxpar.parallel.linear.column_linear`). Where `attention_seq`
-    is set, or kv heads are split otherwise than by the first axes of heads, nothing is changed:
-    what does not divide is refused as for any other dim. `sizes` are the numbers of devices along
-    the mesh axes.
-    """
-
-    def split(named: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
-        return tuple(axis for axis in named if sizes[axis] > 1)
-
-    def pieces(axes: tuple[MeshAxis, ...]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
-
-    def words(axes: tuple[MeshAxis, ...]) -> str:
-        return describe({axis: sizes[axis] for axis in axes})
-
-    notes = []
-    wanted = split(rules.heads)
-    residual = split(rules.residual_seq)
-    # An axis splits heads or the sequence: where the residual stream's has it, the sequence gets
-    # all of them.
-    kept = next(
-        first
-        for first in first_axes(wanted)
-        if heads % pieces(first) == 0 and (first == wanted or not set(first) & set(residual))
-    )
-    if dropped := wanted[len(kept) :]:
-        if rules.attention_seq:
-            return rules, []
-        fewer = drop_axes(rules.heads, dropped)
-        kv_fewer = drop_axes(rules.kv_heads, dropped)
-        rules = replace(rules, attention_seq=rules.residual_seq, heads=fewer, kv_heads=kv_fewer)
-        repeated = " x ".join(axis for axis in dropped if axis not in residual)
-        instead = f"attention is repeated along {repeated}, which rules.residual_seq does not name"
-        if not repeated:
-            instead = "attention is split over the sequence"
-        notes.append(f"{words(wanted)} does not divide {heads} heads: {instead}")
-    queries = split(rules.heads)
-    wanted = split(rules.kv_heads)
-    kept = next(first for first in first_axes(wanted) if kv_heads % pieces(first) == 0)
-    if kept != wanted and wanted == queries[: len(wanted)]:
-        rules = replace(rules, kv_heads=drop_axes(rules.kv_heads, wanted[len(kept) :]))
-        made = math.lcm(kv_heads, pieces(queries))
-        notes.append(
-            f"{words(wanted)} does not divide {kv_heads} kv heads: their weights are whole, "
-            f"and k and v have {made} heads, each of them {made // kv_heads} times"
-        )
-    return rules, notes
+# Where there are more devices than heads, kv heads are copied.
 
 
 def kv_copy_axes(layout: Layout) -> tuple[MeshAxis, ...]:

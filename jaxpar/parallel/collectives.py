@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import LANES
@@ -40,11 +41,22 @@ def manual(
       in_axes: the logical axes of each argument, in trees of the arguments' forms (an array's axes
         are a tuple).
       out_axes: the same for what it returns.
+
+    Raises:
+      UserError: `jax.set_mesh` has a mesh of Explicit axes.
     """
-    around = jax.sharding.get_abstract_mesh().manual_axes
+    context = jax.sharding.get_abstract_mesh()
+    around = context.manual_axes
     axes = frozenset(layout.mesh.axis_names).difference(around)
     if not axes or (not around and layout.mesh.size == 1):
         return local
+    if AxisType.Explicit in context.axis_types:
+        names = ", ".join(map(str, context.axis_names))
+        raise UserError(
+            f"jax.set_mesh has a mesh of Explicit axes ({names}), "
+            "in which nothing may be laid out by the ops: set layout.mesh, whose axes are Auto, or "
+            "none"
+        )
 
     def specs(axes: PyTree) -> PyTree:
         # None stays, for an argument that is None

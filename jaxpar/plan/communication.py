@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.config import Config
-from jaxpar.base.mesh import MESH_AXES
 from jaxpar.base.plan import Plan
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import CollectiveKind, Phase, sent_bytes
@@ -141,7 +140,7 @@ def _recompute_bytes(block: OneBlock) -> Mapping[str, float]:
 
 
 def _step_collective(found: Requested, plan: Plan) -> StepCollective:
-    axes = tuple(axis for axis in MESH_AXES if axis in found.axes)
+    axes = tuple(axis for axis in plan.mesh.axis_names if axis in found.axes)
     scope, phase = decode(f"{found.scope}/{found.kind}")
     devices = math.prod(plan.mesh.shape[axis] for axis in axes)
     return StepCollective(scope, phase, found.kind, axes, devices, found.bytes, found.count)

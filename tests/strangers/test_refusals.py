@@ -72,18 +72,9 @@ def loss_of(**options: Any) -> Any:
 
 # Arguments of the wrong type or size, each of which once gave a traceback, or split nothing.
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "rules in a dictionary": (
-        lambda: jaxpar.Layout(jaxpar.make_mesh(fsdp=8), {"embed": "fsdp"}),  # pyright: ignore[reportArgumentType]
-        r"are a jaxpar.ShardingRules, .* given a value of type dict: write "
-        r"jaxpar.ShardingRules\(embed='fsdp'\)",
-    ),
-    "rules in Flax's pairs": (
-        lambda: jaxpar.Layout(jaxpar.make_mesh(fsdp=8), [("embed", "fsdp"), ("mlp", None)]),  # pyright: ignore[reportArgumentType]
-        r"given a value of type list: write jaxpar.ShardingRules\(embed='fsdp', mlp=None\)",
-    ),
     "rules of no form": (
         lambda: jaxpar.Layout(jaxpar.make_mesh(fsdp=8), "fsdp"),  # pyright: ignore[reportArgumentType]
-        r"given the string 'fsdp': write jaxpar.ShardingRules\(embed='fsdp'\)",
+        r"a dict or a list of pairs, and were given 'fsdp': write \{\"embed\": \"fsdp\"\}",
     ),
     "a mesh by name": (
         lambda: jaxpar.Layout("v5e"),
@@ -413,7 +404,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "given both: tensor=2",
     ),
     "a rule": (
-        lambda: jaxpar.ShardingRules(mlp="tensr"),
+        lambda: jaxpar.Layout(jaxpar.make_mesh(tensor=8), jaxpar.ShardingRules(mlp="tensr")),
         r"rules.mlp names no mesh axis: 'tensr' \(did you mean",
     ),  # pyright: ignore[reportArgumentType]
     "a logical axis": (
