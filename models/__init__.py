@@ -7,6 +7,19 @@ if __name__ != "jaxpar.models":
     )
 
 from jaxpar.models.families import FAMILIES
-from jaxpar.models.model import PARTS, Batch, Model, Params
+from jaxpar.models.model import Batch, Model
+from jaxpar.models.parts import BlockPart, EmbedPart, HeadPart, Params
+from jaxpar.models.transformer import Block, Embed, Head
 
-__all__ = ["FAMILIES", "PARTS", "Batch", "Model", "Params"]
+__all__ = [
+    "FAMILIES",
+    "Batch",
+    "Block",
+    "BlockPart",
+    "Embed",
+    "EmbedPart",
+    "Head",
+    "HeadPart",
+    "Model",
+    "Params",
+]

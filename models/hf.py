@@ -24,7 +24,9 @@ from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.plan import Plan, param_dtype
 from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
-from jaxpar.models.model import Model, Params, base_config
+from jaxpar.models.lora import base_config
+from jaxpar.models.model import Model
+from jaxpar.models.parts import Params
 
 __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 
@@ -171,7 +173,7 @@ def import_hf(
       UserError: the checkpoint cannot be read, does not fit the model or has an entry that is not
         finite, or the plan does not fit the model.
     """
-    model = Model(base_config(model.config))
+    model = model.with_config(base_config(model.config))
     pairs = _match(find_tensors(_files(Path(path))), model, str(path))
     read = read_params(pairs, model, plan, model.shapes(), allow_nonfinite)
     return shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)

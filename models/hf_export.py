@@ -24,8 +24,9 @@ from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.sharding import path_name
 from jaxpar.models.hf import Dtype, Tensor, dim_letters, dim_sizes, hf_layout, shift_norms
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_type
-from jaxpar.models.model import Model, Params, base_config
-from jaxpar.models.transformer import lora_scale
+from jaxpar.models.lora import base_config, lora_scale
+from jaxpar.models.model import Model
+from jaxpar.models.parts import Params
 
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -115,13 +116,12 @@ def hf_tensors(
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     letters = dim_letters(model)
     sizes = dim_sizes(model)
-    scale = lora_scale(model.config)
+    scale = lora_scale(model.config.lora)
     for tensor in hf_layout(model) if layout is None else layout:
         parts = []
         for name in tensor.params:
-            group = [
-                leaves[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b") if key in leaves
-            ]
+            pair = name.replace("blocks.", "blocks.lora.")
+            group = [leaves[key] for key in (name, f"{pair}.a", f"{pair}.b") if key in leaves]
             host = _fetch(_piece(group, tensor.index, dtype, scale))
             # without the vocabulary's padding
             host = host[tuple(slice(sizes[c]) for c in letters[name])]

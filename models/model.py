@@ -1,10 +1,7 @@
 """A model as the rest of the library sees it: embed, block and head, as pure functions over a plain
 dict of arrays.
 
-The modules are split once into a graph (static) and parameters; jit, scan and shard_map see only
-the parameters.
-
-Shapes: B batch, S sequence, D embed, V vocab, L layers, r rank.
+Shapes: B batch, S sequence, D embed, V vocab, L layers.
 """
 
 from __future__ import annotations
@@ -12,27 +9,27 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.base.config import Lora, ModelConfig
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import PyTree
+from jaxpar.base.sharding import Axes, PyTree, is_axes, merge_trees
 from jaxpar.models.masks import reach
-from jaxpar.models.transformer import Block, Embed, Head, lora_scale
+from jaxpar.models.parts import Maker, Params, Parts, init_part, split_parts
+from jaxpar.models.transformer import Block, Embed, Head
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
-from jaxpar.parallel.remat import remat
+from jaxpar.parallel.remat import named, remat
 from jaxpar.parallel.token_order import (
     Places,
     halves,
@@ -42,32 +39,72 @@ from jaxpar.parallel.token_order import (
     whole_batch,
 )
 
-PARTS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {
-    "embed": Embed,
-    "blocks": Block,
-    "head": Head,
-}
-"""The parts of a model, by their names among its parameters."""
-
-Params: TypeAlias = dict[str, PyTree]
 Batch = Mapping[str, jax.Array]
+OpsMaker = Callable[[Plan], Any]
+"""Makes the ops that blocks call from a plan: `Ops`, or a class with the same methods."""
 
 
 class Model:
-    """A model of a given family and size; it holds no arrays.
+    """A model of a given family and size, or of parts of one's own; it holds no arrays.
+
+    Two models are equal if they have the same config, parts and ops, so that a model may be a
+    static argument and the key of a cache.
 
     Attributes:
       config: its family and sizes.
-      ops: makes the ops that its blocks call from a plan: `jaxpar.parallel.Ops`, or a class with
-        the same methods.
+      parts: what makes its embedding, its blocks and its head.
+      ops: makes the ops that its parts call from a plan.
       axes: the logical axes of every parameter, in a dict of the same form as the parameters.
     """
 
-    def __init__(self, config: ModelConfig, ops: Callable[[Plan], Ops] = Ops):
+    def __init__(
+        self,
+        config: ModelConfig,
+        embed: Maker = Embed,
+        blocks: Maker = Block,
+        head: Maker = Head,
+        ops: OpsMaker = Ops,
+    ):
+        """Take the parts, each a class of `nnx.Module` or a callable `(config, rngs)` that returns
+        one; `jaxpar.models.parts` says what they are called with.
+
+        Raises:
+          UserError: a part is no such part, or the config asks for what the parts have not.
+        """
         self.config = config
+        self.parts = Parts(embed, blocks, head)
         self.ops = ops
-        self._graphs, axes = _split(config)
-        self.axes = copy.deepcopy(axes)
+        try:
+            hash((config, self.parts, ops))
+        except TypeError as error:
+            raise UserError(f"a part of a model is the key of caches: {error}") from error
+        self._split = split_parts(config, self.parts)
+        self.axes: Params = {name: copy.deepcopy(split.axes) for name, split in self._split.items()}
+        self.axes["blocks"] = _stacked(self.axes["blocks"])
+        if config.lora.rank and not self.trained(self.axes)["blocks"]:
+            raise UserError(
+                f"model.lora.rank={config.lora.rank}, and {self._split['blocks'].name} has no "
+                "parameter with a dim `rank`: set it to 0"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Model) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[ModelConfig, Parts, OpsMaker]:
+        return self.config, self.parts, self.ops
+
+    def with_config(self, config: ModelConfig, ops: OpsMaker | None = None) -> Model:
+        """Return the model with other sizes, and perhaps other ops; itself where they are its
+        own.
+        """
+        ops = ops or self.ops
+        if (config, ops) == (self.config, self.ops):
+            return self
+        return Model(config, *self.parts, ops)
 
     def init(
         self,
@@ -108,12 +145,12 @@ class Model:
         }
 
     def _init_part(self, name: str, key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(PARTS[name](self.config, nnx.Rngs(key))))
+        return init_part(self.config, name, getattr(self.parts, name), key)
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
         """Return the parameters as ShapeDtypeStructs; `order` is as for `init`."""
         return jax.tree.map(
-            lambda shape: shape, _shapes(self.config, None if order is None else tuple(order))
+            lambda shape: shape, _shapes(self, None if order is None else tuple(order))
         )
 
     def trained(self, tree: Params) -> Params:
@@ -122,15 +159,17 @@ class Model:
         """
         if not self.config.lora.rank:
             return tree
-        axes = self.axes["blocks"]
-        return {
-            "blocks": {name: leaf for name, leaf in tree["blocks"].items() if "rank" in axes[name]}
-        }
+        return {"blocks": _with_rank(tree["blocks"], self.axes["blocks"])}
 
     @staticmethod
     def merge(params: Params, trained: Params) -> Params:
         """Return the parameters with those that are `trained` in place of their own."""
-        return {name: part | trained.get(name, {}) for name, part in params.items()}
+        return merge_trees(params, trained)
+
+    def parameter_names(self) -> list[str]:
+        """Return the names of all parameters in the order in which the parts declare them, which is
+        that of the forward pass here (but LoRA's come last in a block)."""
+        return [f"{part}.{name}" for part, one in self._split.items() for name in one.names]
 
     def embed(
         self,
@@ -142,8 +181,8 @@ class Model:
     ) -> Float[Array, "B S D"]:
         """Turn tokens into the residual stream."""
         with jax.named_scope("embed"):
-            return nnx.merge(self._graphs["embed"], params["embed"])(
-                tokens_BS, positions_BS, self.ops(plan), key
+            return self._split["embed"](
+                params["embed"], tokens_BS, positions_BS=positions_BS, ops=self.ops(plan), key=key
             )
 
     def block(
@@ -160,18 +199,40 @@ class Model:
         """Run one block; `layer` is one slice of `params["blocks"]`, and `kind` its index modulo
         `config.kinds`. The sums are its router's, if it has one, over the tokens that are text
         (None = all are)."""
+        split = self._split["blocks"]
+        if segments_BS is not None and "segments_BS" not in split.takes:
+            raise UserError(
+                f"packed documents, and {split.name} takes no `segments_BS`: set data.pack=false"
+            )
         with jax.named_scope("block"):
-            module = nnx.merge(self._graphs["blocks"], layer)
-            return module(x_BSD, positions_BS, segments_BS, self.ops(plan), key, kind, text_BS)
+            # Here and not in the block, so that every block's input can be offloaded.
+            x_BSD = named(x_BSD, "block_input")
+            found = split(
+                layer,
+                x_BSD,
+                positions_BS=positions_BS,
+                segments_BS=segments_BS,
+                ops=self.ops(plan),
+                key=key,
+                kind=kind,
+                text_BS=text_BS,
+            )
+            y_BSD, routed = found if isinstance(found, tuple) else (found, None)
+        if (y_BSD.shape, y_BSD.dtype) != (x_BSD.shape, x_BSD.dtype):
+            raise UserError(
+                f"{split.name} made {y_BSD.dtype}{list(y_BSD.shape)} of "
+                f"{x_BSD.dtype}{list(x_BSD.shape)}: a block returns the shape and dtype that it is "
+                "given (y.astype(x.dtype))"
+            )
+        return y_BSD, routed
 
     def head(
         self, params: Params, x_BSD: Float[Array, "B S D"]
     ) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
         """Return the final norm's output and the vocabulary matrix that multiplies it."""
         with jax.named_scope("head"):
-            return nnx.merge(self._graphs["head"], params["head"])(
-                x_BSD,
-                params["embed"]["tokens"],
+            return self._split["head"](
+                params["head"], x_BSD, embedding_VD=params["embed"].get("tokens")
             )
 
     def hidden_states(
@@ -331,7 +392,7 @@ class Model:
 
     def parameter_count(self) -> int:
         """Count the parameters, without the padding of the vocabulary."""
-        return _count(self.shapes()) - self._padding()
+        return sum(self._count(name) for name in Parts._fields)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recompute: the
@@ -341,30 +402,43 @@ class Model:
         (arXiv:2204.02311, appendix B). Tables that are only looked up do not multiply, and of the
         experts only those that a token is sent to do. Causal attention is counted whole, so that
         figures can be compared; of a sparser mask only its reach is counted. A frozen parameter
-        beside LoRA counts 4 and not 6, since its gradient is not made.
+        beside LoRA counts 4 and not 6, since its gradient is not made. All parameters of a block
+        and a head are taken to multiply, and each block to attend as the config says, also where
+        they are of one's own.
         """
-        shapes = self.shapes()
         config = self.config
-        multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
-        multiplying += (
-            config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
-        )
+        multiplying = self._count("blocks") + self._count("head") - self._idle_experts()
+        if not any("vocab" in axes for axes, _ in self._leaves("head")):  # it is tied
+            multiplying += config.vocab_size * config.embed
         if config.lora.rank:
-            multiplying = (4 * multiplying + 2 * _count(self.trained(shapes))) / 6
+            trained = sum(math.prod(x.shape) for x in jax.tree.leaves(self.trained(self.shapes())))
+            multiplying = (4 * multiplying + 2 * trained) / 6
         keys = sum(reach(config.masks[i % config.kinds], seq_len) for i in range(config.layers))
         return 6.0 * multiplying + 12.0 * config.heads * config.head_size * keys
 
+    def _leaves(self, part: str) -> list[tuple[Axes, tuple[int, ...]]]:
+        """The logical axes and the shape of every parameter of a part."""
+        axes = jax.tree.leaves(self.axes[part], is_leaf=is_axes)
+        shapes = jax.tree.leaves(self.shapes()[part])
+        return [(names, x.shape) for names, x in zip(axes, shapes, strict=True)]
+
+    def _count(self, part: str) -> int:
+        """Count the parameters of a part, without the padding of the vocabulary."""
+        vocab = self.config.vocab_size
+        return sum(
+            math.prod(shape) // shape[axes.index("vocab")] * vocab
+            if "vocab" in axes
+            else math.prod(shape)
+            for axes, shape in self._leaves(part)
+        )
+
     def _idle_experts(self) -> int:
         """Count the parameters of the experts that a token is not sent to."""
-        axes = self.axes["blocks"]
-        blocks = self.shapes()["blocks"]
         config = self.config
-        of_experts = _count([blocks[name] for name in blocks if "experts" in axes[name]])
+        of_experts = sum(
+            math.prod(shape) for axes, shape in self._leaves("blocks") if "experts" in axes
+        )
         return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
-
-    def _padding(self) -> int:
-        rows = self.shapes()["embed"]["tokens"].shape[0] - self.config.vocab_size
-        return rows * self.config.embed * (1 if self.config.tied_head else 2)
 
 
 def over_layers(
@@ -430,59 +504,22 @@ def over_layers(
     return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *found)
 
 
-# Both are cached, because a budget asks for the same model some hundred times.
+# Cached, because a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
-def _split(config: ModelConfig) -> tuple[dict[str, nnx.GraphDef], Params]:
-    """Return the graph of each part, and the logical axes of its parameters."""
-    graphs = {}
-    axes = {}
-    for name, part in PARTS.items():
-        graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))
-        stacked = ("layers",) if name == "blocks" else ()
-        axes[name] = nnx.to_pure_dict(
-            state, lambda leaf, stacked=stacked: (*stacked, *leaf.get_metadata("axes"))
-        )
-    return graphs, axes
+def _shapes(model: Model, order: tuple[int, ...] | None) -> Params:
+    return jax.eval_shape(lambda key: model.init(key, order), jax.random.key(0))
 
 
-@lru_cache(maxsize=64)
-def _shapes(config: ModelConfig, order: tuple[int, ...] | None) -> Params:
-    return jax.eval_shape(
-        lambda key: Model(config).init(key, order),
-        jax.random.key(0),
-    )
+def _stacked(axes: PyTree) -> PyTree:
+    """The logical axes of a layer's parameters, stacked over layers."""
+    if isinstance(axes, dict):
+        return {name: _stacked(one) for name, one in axes.items()}
+    return ("layers", *axes)
 
 
-def _count(tree: PyTree) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def base_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the same model without LoRA."""
-    return replace(config, lora=Lora())
-
-
-def merge_lora(params: Params, config: ModelConfig) -> Params:
-    """Return the parameters of `base_config`: W + (alpha / rank) A B in place of W, A and B
-    (arXiv:2106.09685, section 4.1), computed in float32. The arrays of W are donated."""
-    blocks = dict(params["blocks"])
-    for name in config.lora.targets if config.lora.rank else ():
-        pair = (blocks.pop(f"{name}_lora_{x}", None) for x in "ab")
-        if (a := next(pair)) is not None:  # a target may be named twice
-            blocks[name] = _add_product(blocks[name], a, next(pair), lora_scale(config))
-    return params | {"blocks": blocks}
-
-
-@partial(jax.jit, donate_argnums=0, static_argnames="scale")
-def _add_product(
-    weight: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    scale: float,
-) -> jax.Array:
-    """Add the products of pairs [L, *in, r] and [L, r, *out] to a stacked weight [L, *in, *out]."""
-    product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))(
-        a,
-        b,
-    )
-    return (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+def _with_rank(tree: PyTree, axes: PyTree) -> PyTree:
+    """The part of a dict of dicts whose logical axes have a `rank`."""
+    if not isinstance(axes, dict):
+        return tree if "rank" in axes else {}
+    found = {name: _with_rank(tree[name], axes[name]) for name in axes}
+    return {name: part for name, part in found.items() if not (isinstance(part, dict) and not part)}

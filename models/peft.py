@@ -24,7 +24,8 @@ from jaxpar.models.hf import (
 )
 from jaxpar.models.hf_export import hf_tensors, write_folder, write_json, write_tensors
 from jaxpar.models.hf_families import HF_FAMILIES, model_type
-from jaxpar.models.model import Model, Params
+from jaxpar.models.model import Model
+from jaxpar.models.parts import Params
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -139,7 +140,7 @@ def export_adapter(params: Params, model: Model, folder: Path, base: str) -> Non
     # the input of [in, out]
     stored = {module: weights[f"{module}.weight"][0].split()[0] for module in adapted}
     inputs_first = any(
-        letters[f"blocks.{linears[module][0]}_lora_a"][:-1] == dims
+        letters[f"blocks.lora.{linears[module][0]}.a"][:-1] == dims
         for module, dims in stored.items()
     )
     config = {
@@ -200,7 +201,7 @@ def _layout(model: Model) -> list[Tensor]:
         for module, ours in _linears(model.config).items():
             if not set(ours) <= set(targets):
                 continue
-            a, b = ([f"blocks.{our}_lora_{x}" for our in ours] for x in "ab")
+            a, b = ([f"blocks.lora.{our}.{x}" for our in ours] for x in "ab")
             name = module.format(layer=layer)
             ins = letters[a[0]][:-1]
             outs = letters[b[0]][1:]

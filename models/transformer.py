@@ -1,6 +1,5 @@
-"""The transformer that all families share, written with logical axes only: a parameter's
-declaration, norms, rotary positions, a vocabulary table; and of these an embedding, a block and a
-head.
+"""The transformer that all families share, written with logical axes only: norms, rotary
+positions, a vocabulary table; and of these an embedding, a block and a head.
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
 """
@@ -8,7 +7,6 @@ Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,40 +15,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.sharding import Axes, LogicalAxis
-from jaxpar.models.families import family_of
+from jaxpar.base.errors import UserError
+from jaxpar.models.families import Family, family_of
+from jaxpar.models.lora import Linear, column_linears, lora_pairs, row_linear
 from jaxpar.models.masks import has_window, layer_masks
+from jaxpar.models.parameters import normal, ones, param, zeros
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import dropout
-from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.ops import Ops, ops_without_plan
 from jaxpar.parallel.remat import named
-
-zeros = nnx.initializers.zeros
-ones = nnx.initializers.ones
-normal = nnx.initializers.normal
-
-
-def lora_scale(config: ModelConfig) -> float:
-    """The weight of a LoRA product (arXiv:2106.09685, section 4.1)."""
-    return config.lora.alpha / max(config.lora.rank, 1)
-
-
-def param(
-    rngs: nnx.Rngs,
-    init: Callable[..., Array],
-    **dims: int,
-) -> nnx.Param:
-    """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over
-    those logical axes.
-
-    A dim whose name starts with `_` has no logical axis and is never split.
-    """
-    axes = tuple(None if name.startswith("_") else name for name in dims)
-    return nnx.Param(
-        init(rngs.params(), tuple(dims.values()), jnp.float32),
-        axes=axes,
-    )
 
 
 class LayerNorm(nnx.Module):
@@ -145,6 +118,12 @@ def _quarter_turn_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B 
     return jnp.matmul(x_BSHh, turn_hh, precision="highest")
 
 
+def count_positions(x_BS: Array) -> Int[Array, "B S"]:
+    """The places of the tokens of rows [B, S, ...] that are one document each."""
+    rows, length = x_BS.shape[:2]
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+
+
 def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
     """Make a vocabulary table [V, D]: the input embedding or the output head.
 
@@ -155,37 +134,42 @@ def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
     return param(rngs, normal(config.init_std), vocab=rows, embed=config.embed)
 
 
-_HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
-_KV_HEADS: tuple[LogicalAxis, ...] = ("kv_heads", "head_dim")
-_MATRICES = ("q", "k", "v", "out", "gate", "up", "down")
-
-
 class Embed(nnx.Module):
     """Token embedding, with a learned position embedding added where the family has one."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         family = family_of(config)
         self.dropout = config.dropout
-        self.learned = family.positions == "learned"
         self.scale = math.sqrt(config.embed) if family.scaled_embedding else 1.0
         self.tokens = vocab_table(config, rngs)
-        if self.learned:
-            self.positions = param(
-                rngs, normal(config.init_std), _positions=config.max_seq_len, embed=config.embed
-            )
+        if family.positions == "learned":
+            init = normal(config.init_std)
+            self.positions = param(rngs, init, _positions=config.max_seq_len, embed=config.embed)
+        else:
+            self.positions = None
 
     def __call__(
         self,
         tokens_BS: Int[Array, "B S"],
-        positions_BS: Int[Array, "B S"],
-        ops: Ops,
-        key: jax.Array | None,
+        positions_BS: Int[Array, "B S"] | None = None,
+        ops: Ops | None = None,
+        key: jax.Array | None = None,
     ) -> Float[Array, "B S D"]:
+        """Return the residual stream.
+
+        Args:
+          tokens_BS: token ids.
+          positions_BS: the place of each token in its document; None = 0, 1, 2 and so on.
+          ops: the ops of a plan; None = plain mathematics in float32.
+          key: the key of dropout; None = no dropout.
+        """
+        ops = ops or ops_without_plan()
         x_BSD = ops.lookup(self.tokens[...], tokens_BS, "vocab")
         if self.scale != 1:
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
-        if self.learned:
-            x_BSD += ops.lookup(self.positions[...], positions_BS, None)
+        if self.positions is not None:
+            places_BS = count_positions(tokens_BS) if positions_BS is None else positions_BS
+            x_BSD += ops.lookup(self.positions[...], places_BS, None)
         return dropout(x_BSD, self.dropout, key)
 
 
@@ -194,224 +178,167 @@ class Block(nnx.Module):
     what they add is normed too."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.config, self.family, self.masks = config, family_of(config), layer_masks(config)
+        family = family_of(config)
+        self.config = config
+        self.family = family
+        self.masks = layer_masks(config)
         D = config.embed
         H = config.heads
         F = config.mlp
-        K = config.kv_head_count
         h = config.head_size
-        if self.family.grouped:
-            kv = {"kv_heads": K}
-        else:
-            kv = {"heads": H}
+        kv = {"kv_heads": config.kv_head_count} if family.grouped else {"heads": H}
         init = normal(config.init_std)
         # GPT-2 report, section 2.3
         init_residual = normal(config.init_std / math.sqrt(2 * config.layers))
-        norm = _NORMS[self.family.norm]
+        norm = _NORMS[family.norm]
+        bias = partial(_bias, family, rngs)
         self.attention_norm = norm(config, rngs)
         self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
         self.k = param(rngs, init, embed=D, **kv, head_dim=h)
         self.v = param(rngs, init, embed=D, **kv, head_dim=h)
-        self._add_bias("q", rngs, heads=H, head_dim=h)
-        self._add_bias("k", rngs, **kv, head_dim=h)
-        self._add_bias("v", rngs, **kv, head_dim=h)
+        self.q_bias = bias("q", heads=H, head_dim=h)
+        self.k_bias = bias("k", **kv, head_dim=h)
+        self.v_bias = bias("v", **kv, head_dim=h)
         self.out = param(rngs, init_residual, heads=H, head_dim=h, embed=D)
-        self._add_bias("out", rngs, embed=D)
-        if self.family.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(config, rngs, head_dim=h),
-                RMSNorm(config, rngs, head_dim=h),
-            )
+        self.out_bias = bias("out", embed=D)
+        if family.qk_norm:
+            self.q_norm = RMSNorm(config, rngs, head_dim=h)
+            self.k_norm = RMSNorm(config, rngs, head_dim=h)
         self.mlp_norm = norm(config, rngs)
-        if self.family.post_norms:
-            self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
+        if family.post_norms:
+            self.attention_post_norm = norm(config, rngs)
+            self.mlp_post_norm = norm(config, rngs)
         expert: dict[str, int] = {}
         if config.experts:
             self.router = param(rngs, init, embed=D, _experts=config.experts)
             expert = {"experts": config.experts}
-        if self.family.gated:
+        if family.gated:
             self.gate = param(rngs, init, **expert, embed=D, mlp=F)
         self.up = param(rngs, init, **expert, embed=D, mlp=F)
-        self._add_bias("up", rngs, mlp=F)
+        self.up_bias = bias("up", mlp=F)
         self.down = param(rngs, init_residual, **expert, mlp=F, embed=D)
-        self._add_bias("down", rngs, embed=D)
-        for name in config.lora.targets if config.lora.rank else ():
-            self._add_lora(name, rngs)
+        self.down_bias = bias("down", embed=D)
+        matrices = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        matrices |= {"gate": self.gate} if family.gated else {}
+        matrices |= {"up": self.up, "down": self.down}
+        self.lora = lora_pairs(matrices, config, rngs)
 
     def __call__(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        positions_BS: Int[Array, "B S"] | None = None,
+        segments_BS: Int[Array, "B S"] | None = None,
+        ops: Ops | None = None,
+        key: jax.Array | None = None,
+        kind: int = 0,
+        text_BS: Bool[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums]:
+        """Run the layer; see `jaxpar.models.parts.BlockPart` for what it is given and returns.
+
+        Called with `x_BSD` alone it is plain mathematics in the dtype of `x_BSD`, on one document a
+        row, whose tokens are in their order, without dropout.
+        """
+        ops = ops or ops_without_plan(x_BSD.dtype.name)
+        if positions_BS is None:
+            positions_BS = count_positions(x_BSD)
+        attention_key, mlp_key = None, None
+        weights_key = None
+        if key is not None:
+            weights_key, attention_key, mlp_key = jax.random.split(key, 3)
+        rate = self.config.dropout
+        with jax.named_scope("attention"):
+            normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
+            out_BSD = self._attention(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
+            if self.family.post_norms:
+                out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
+            x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
+        with jax.named_scope("mlp"):
+            normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
+            routed = None
+            if self.config.experts:
+                y_BSD, routed = self._experts(normed_BSD, text_BS, ops)
+            else:
+                y_BSD = self._mlp(normed_BSD, ops)
+            if self.family.post_norms:
+                y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
+            x_BSD = x_BSD + dropout(y_BSD, rate, mlp_key)
+        return x_BSD if routed is None else (x_BSD, routed)
+
+    def _attention(
         self,
         x_BSD: Float[Array, "B S D"],
         positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None,
         ops: Ops,
         key: jax.Array | None,
-        kind: int = 0,
-        text_BS: Bool[Array, "B S"] | None = None,
-    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+        kind: int,
+    ) -> Float[Array, "B S D"]:
+        """Return what attention adds to the residual stream."""
         config = self.config
         family = self.family
-        rate = self.config.dropout
-        weights_key, attention_key, mlp_key = (
-            (None,) * 3 if key is None else jax.random.split(key, 3)
+        linears = [
+            Linear(self.q, self.q_bias, self.lora.get("q")),
+            Linear(self.k, self.k_bias, self.lora.get("k")),
+            Linear(self.v, self.v_bias, self.lora.get("v")),
+        ]
+        q_BSHh, k_BSKh, v_BSKh = column_linears(x_BSD, linears, ops, "attention_seq")
+        # A norm's backward starts from what the matmul made, so that is what bears the name.
+        if family.qk_norm:
+            q_BSHh = self.q_norm(named(q_BSHh, "q"))
+            k_BSKh = self.k_norm(named(k_BSKh, "k"))
+        if family.positions == "rotary":
+            frequencies = rotary_frequencies(config, has_window(config.masks[kind]))
+            scale = config.query_scale * math.sqrt(config.head_size) or 1.0
+            q_BSHh = rotate(q_BSHh, positions_BS, frequencies, scale)
+            k_BSKh = rotate(k_BSKh, positions_BS, frequencies)
+        if not family.qk_norm:
+            q_BSHh = named(q_BSHh, "q")
+            k_BSKh = named(k_BSKh, "k")
+        mixed_BSHh = ops.attention(
+            q_BSHh,
+            k_BSKh,
+            named(v_BSKh, "v"),
+            self.masks[kind],
+            segments_BS,
+            config.dropout,
+            key,
+            config.attention_softcap,
         )
-        x_BSD = named(x_BSD, "block_input")
-        with jax.named_scope("attention"):
-            kv_heads = _KV_HEADS if family.grouped else _HEADS
-            outputs: dict[str, Axes] = {"q": _HEADS, "k": kv_heads, "v": kv_heads}
-            normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
-            q_BSHh, k_BSKh, v_BSKh = self._columns(normed_BSD, outputs, ops, "attention_seq")
-            # whose backward starts from what the matmul made, so that is what bears the name
-            if family.qk_norm:
-                q_BSHh = self.q_norm(named(q_BSHh, "q"))
-                k_BSKh = self.k_norm(named(k_BSKh, "k"))
-            if family.positions == "rotary":
-                frequencies = rotary_frequencies(config, has_window(config.masks[kind]))
-                scale = config.query_scale * math.sqrt(config.head_size) or 1.0
-                q_BSHh = rotate(q_BSHh, positions_BS, frequencies, scale)
-                k_BSKh = rotate(k_BSKh, positions_BS, frequencies)
-            if not family.qk_norm:
-                q_BSHh = named(q_BSHh, "q")
-                k_BSKh = named(k_BSKh, "k")
-            mixed_BSHh = ops.attention(
-                q_BSHh,
-                k_BSKh,
-                named(v_BSKh, "v"),
-                self.masks[kind],
-                segments_BS,
-                rate,
-                weights_key,
-                config.attention_softcap,
-            )
-            out_BSD = self._row(mixed_BSHh, "out", _HEADS, ops, "attention_seq")
-            if family.post_norms:
-                out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
-            x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
-        with jax.named_scope("mlp"):
-            y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), text_BS, ops)
-            if family.post_norms:
-                y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
-            return x_BSD + dropout(y_BSD, rate, mlp_key), routed
+        out = Linear(self.out, self.out_bias, self.lora.get("out"))
+        return row_linear(mixed_BSHh, out, ops, "attention_seq")
 
-    def _mlp(
-        self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
-    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        if not self.family.gated:
-            (up_BSF,) = self._columns(x_BSD, {"up": ("mlp",)}, ops)
-            hidden_BSF = jax.nn.gelu(named(up_BSF, "up"), approximate=True)
-        elif self.config.experts:
-            weights = self.router[...], self.gate[...], self.up[...], self.down[...]
-            return ops.expert_mlp(x_BSD, *weights, self.config.experts_per_token, text_BS)
-        else:
-            gate_BSF, up_BSF = self._columns(
-                x_BSD,
-                {"gate": ("mlp",), "up": ("mlp",)},
-                ops,
-            )
-            if self.family.activation == "silu":
-                activation = jax.nn.silu
-            else:
-                activation = jax.nn.gelu
+    def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
+        """Return what the MLP adds to the residual stream."""
+        activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu
+        up = Linear(self.up, self.up_bias, self.lora.get("up"))
+        if self.family.gated:
+            gate = Linear(self.gate, None, self.lora.get("gate"))
+            gate_BSF, up_BSF = column_linears(x_BSD, [gate, up], ops)
             hidden_BSF = activation(named(gate_BSF, "gate")) * named(up_BSF, "up")
-        return self._row(named(hidden_BSF, "mlp_hidden"), "down", ("mlp",), ops), None
-
-    def _columns(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        names: dict[str, Axes],
-        ops: Ops,
-        seq: LogicalAxis = "seq",
-    ) -> tuple[Array, ...]:
-        """Multiply x by several matrices, given with the axes of their outputs; the A's of LoRA
-        share its gather.
-        """
-        adapted = [name for name in names if hasattr(self, f"{name}_lora_a")]
-        weights = [*names, *(f"{name}_lora_a" for name in adapted)]
-        low: Axes = ("rank",)
-        axes = [*names.values(), *[low] * len(adapted)]
-        biases = [self._bias(name) for name in weights]
-        found = ops.column_linear(
-            x_BSD, [getattr(self, name)[...] for name in weights], axes, biases, seq
-        )
-        ys = dict(zip(weights, found, strict=True))
-        for name in adapted:
-            ys[name] += self._expand(
-                name,
-                ys[f"{name}_lora_a"],
-                names[name],
-                ops,
-                seq,
-            )
-        return tuple(ys[name] for name in names)
-
-    def _row(
-        self, h_BSI: Array, name: str, axes: Axes, ops: Ops, seq: LogicalAxis = "seq"
-    ) -> Float[Array, "B S D"]:
-        """Multiply a hidden array by a matrix to the residual stream."""
-        y_BSD = ops.row_linear(
-            h_BSI,
-            getattr(self, name)[...],
-            axes,
-            self._bias(name),
-            seq,
-        )
-        if not hasattr(self, f"{name}_lora_a"):
-            return y_BSD
-        low_BSr = ops.row_linear(
-            h_BSI, getattr(self, f"{name}_lora_a")[...], axes, None, seq, "rank"
-        )
-        return y_BSD + self._expand(name, low_BSr, ("embed",), ops, "residual_seq")
-
-    def _expand(
-        self,
-        name: str,
-        low_BSr: Array,
-        axes: Axes,
-        ops: Ops,
-        seq: LogicalAxis,
-    ) -> Array:
-        weight = getattr(self, f"{name}_lora_b")[...]
-        return ops.rank_linear(lora_scale(self.config) * low_BSr, weight, axes, seq)
-
-    def _add_lora(self, name: str, rngs: nnx.Rngs) -> None:
-        """Declare A and B beside a matrix, with the values that PEFT gives them: A is uniform
-        within 1 / sqrt(inputs), and B is zero."""
-        if self.config.experts:
-            experts = {"gate", "up", "down"}
         else:
-            experts = set()
-        there = [name for name in _MATRICES if hasattr(self, name) and name not in experts]
-        if name not in there:
-            if name in experts:
-                why = f"{name} is a matrix of experts"
-            else:
-                why = f"no matrix {name!r}{suggest(name, there)}"
-            raise UserError(
-                f"model.lora.targets: {why}: LoRA may be beside {', '.join(there)} of this model"
-            )
-        weight = getattr(self, name)
-        rank = self.config.lora.rank
-        dims = list(zip(weight.get_metadata("axes"), weight.shape, strict=True))
-        ins = len(dims) - 1 if dims[-1][0] == "embed" else 1
-        bound = 1 / math.sqrt(math.prod(size for _, size in dims[:ins]))
-        uniform = partial(jax.random.uniform, minval=-bound, maxval=bound)
-        setattr(
-            self,
-            f"{name}_lora_a",
-            param(rngs, uniform, **dict(dims[:ins]), rank=rank),
-        )
-        setattr(
-            self,
-            f"{name}_lora_b",
-            param(rngs, zeros, rank=rank, **dict(dims[ins:])),
+            (up_BSF,) = column_linears(x_BSD, [up], ops)
+            hidden_BSF = activation(named(up_BSF, "up"))
+        down = Linear(self.down, self.down_bias, self.lora.get("down"))
+        return row_linear(named(hidden_BSF, "mlp_hidden"), down, ops)
+
+    def _experts(
+        self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
+    ) -> tuple[Float[Array, "B S D"], RouterSums]:
+        """Return what the experts add to the residual stream, and their router's sums."""
+        return ops.expert_mlp(
+            x_BSD,
+            self.router[...],
+            self.gate[...],
+            self.up[...],
+            self.down[...],
+            self.config.experts_per_token,
+            text_BS,
         )
 
-    def _add_bias(self, name: str, rngs: nnx.Rngs, **dims: int) -> None:
-        if name in self.family.biases:
-            setattr(self, f"{name}_bias", param(rngs, zeros, **dims))
 
-    def _bias(self, name: str) -> Array | None:
-        bias: nnx.Param | None = getattr(self, f"{name}_bias", None)
-        return None if bias is None else bias[...]
+def _bias(family: Family, rngs: nnx.Rngs, name: str, **dims: int) -> nnx.Param | None:
+    """Declare the bias of a linear, if the family has one there."""
+    return param(rngs, zeros, **dims) if name in family.biases else None
 
 
 class Head(nnx.Module):
@@ -421,10 +348,24 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.norm = _NORMS[family_of(config).norm](config, rngs)
-        if not config.tied_head:
+        if config.tied_head:
+            self.table = None
+        else:
             self.table = vocab_table(config, rngs)
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]
-    ) -> tuple[Array, Array]:
-        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD
+        self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"] | None = None
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
+        """Return the normed stream and the vocabulary matrix that multiplies it.
+
+        Raises:
+          UserError: the head is tied, and the embedding has no parameter `tokens`.
+        """
+        if self.table is not None:
+            return self.norm(x_BSD), self.table[...]
+        if embedding_VD is None:
+            raise UserError(
+                "model.tied_head=true: the head takes the embedding's parameter `tokens`, and "
+                "there is none of that name: set it to false"
+            )
+        return self.norm(x_BSD), embedding_VD

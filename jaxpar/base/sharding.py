@@ -331,6 +331,13 @@ def path_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def merge_trees(tree: PyTree, part: PyTree) -> PyTree:
+    """Return a dict of dicts in which what a `part` of it has stands in place of its own."""
+    if not isinstance(part, Mapping):
+        return part
+    return {**tree, **{key: merge_trees(tree.get(key, {}), part[key]) for key in part}}
+
+
 class Placement(NamedTuple):
     """One row of the sharding table."""
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
+import jax
 from jax import Array
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis, output_axis
 from jaxpar.kernels.masks import Mask, Segments, follows_documents
@@ -166,6 +169,19 @@ class Ops:
         return linear.logits(
             x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms
         )
+
+
+def ops_without_plan(compute: str = "float32") -> Ops:
+    """The ops of a module that is called by itself: plain mathematics on one device.
+
+    Args:
+      compute: the dtype of matmuls, activations and their sums: float32 or bfloat16.
+
+    Raises:
+      UserError: it is another dtype.
+    """
+    mesh = make_mesh(MeshSpec(), jax.devices()[:1])
+    return Ops(Plan(mesh, compute=cast(Literal["float32", "bfloat16"], compute)))
 
 
 def split_of(plan: Plan, softcap: float = 0.0) -> Split:

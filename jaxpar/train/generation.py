@@ -161,7 +161,8 @@ class Generator:
     def __init__(self, model: Model, params: Params, plan: Plan, consume: bool = False):
         """Take the model onto the plan; raise a UserError where that has stages."""
         self.plan, self.spent = decode_plan(plan, model.config), Spent()
-        self.config = replace(model.config, dropout=0.0)
+        self.model = model.with_config(replace(model.config, dropout=0.0))
+        self.config = self.model.config
         self.params = layer_by_layer(model, params, self.plan, consume)
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
@@ -331,7 +332,7 @@ class Generator:
                 places = State(**shardings)
             program = (
                 jax.jit(
-                    partial(function, self.config, self.plan, *known),
+                    partial(function, self.model, self.plan, *known),
                     out_shardings=places,
                     donate_argnums=(1,) if function is _decode else (),
                     compiler_options=compiler_options(self.plan.mesh),
@@ -395,10 +396,11 @@ def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = Fal
     )
     found["blocks"] = [form.unflatten(layer) for layer in zip(*layers, strict=True)]
     if platform_of(plan) == "cpu":
-        table_VD = found["head"].get("table", found["embed"]["tokens"])
-        found["head_DV"] = jax.jit(jnp.transpose, out_shardings=plan.sharding(("embed", "vocab")))(
-            table_VD
-        )
+        x_BSD = jnp.zeros((1, 1, model.config.embed), plan.dtype)
+        found["head_DV"] = jax.jit(
+            lambda params: model.head(params, x_BSD)[1].T,
+            out_shardings=plan.sharding(("embed", "vocab")),
+        )({name: found[name] for name in ("embed", "head")})
     return found
 
 
@@ -435,7 +437,7 @@ def _scores(
 
 
 def _prefill(
-    config: ModelConfig,
+    model: Model,
     plan: Plan,
     S: int,
     N: int,
@@ -450,10 +452,15 @@ def _prefill(
 ) -> State:
     """Read the prompts, and draw the first new token of each."""
     ops = PrefillOps(plan, slots=S + N)
-    model = Model(config, lambda plan: ops)
+    model = model.with_config(model.config, lambda plan: ops)
     tokens_BS = plan.constrain(tokens_BS, ("batch", None))
     positions_BS = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
     x_BSD = run(model, params, tokens_BS, positions_BS, plan)
+    if not ops.caches:
+        raise UserError(
+            "no block calls ops.attention, so that there is no cache of what came before a token: "
+            "generation needs one"
+        )
     last_B1D = jnp.take_along_axis(x_BSD, lengths_B[:, None, None] - 1, axis=1)
     scores_BV = _scores(model, params, plan.constrain(last_B1D, ("batch", None, None)), plan)[:, 0]
     keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(number_B)
@@ -471,7 +478,7 @@ def _prefill(
 
 
 def _decode(
-    config: ModelConfig,
+    model: Model,
     plan: Plan,
     S: int,
     N: int,
@@ -492,13 +499,13 @@ def _decode(
     def step(state: State) -> State:
         place_B = state.lengths_B + state.count - 1  # of the newest token, which has no cache yet
         ops = DecodeOps(plan, state.caches, S + state.count - 1, places_BT, place_B)
-        model = Model(config, lambda plan: ops)
+        decoding = model.with_config(model.config, lambda plan: ops)
         tokens_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BN, state.count - 1, 1, axis=1)
         tokens_B1 = plan.constrain(tokens_B1, ("batch", None))
         positions_B1 = plan.constrain(place_B[:, None], ("batch", None))
         # A row that has ended has no newest token; what it computes is not used.
-        x_B1D = run(model, params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
-        scores_BV = _scores(model, params, x_B1D, plan)[:, 0]
+        x_B1D = run(decoding, params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
+        scores_BV = _scores(decoding, params, x_B1D, plan)[:, 0]
         return _add(state._replace(caches=ops.caches), scores_BV, sampling)
 
     return jax.lax.while_loop(
@@ -507,12 +514,11 @@ def _decode(
 
 
 def _score(
-    config: ModelConfig, plan: Plan, S: int, params: Params, tokens_BS: Array, labels_BS: Array
+    model: Model, plan: Plan, S: int, params: Params, tokens_BS: Array, labels_BS: Array
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Return the log-likelihood of each row's labels (-1 = not counted), and whether they are all
     the most likely.
     """
-    model = Model(config)
     tokens_BS, labels_BS = (plan.constrain(x, ("batch", None)) for x in (tokens_BS, labels_BS))
     x_BSD = run(
         model,

@@ -22,7 +22,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
 from jaxpar.base.plan import Plan, gradient_dtype
-from jaxpar.base.sharding import Axes, output_axis, state_axes
+from jaxpar.base.sharding import Axes, merge_trees, output_axis, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.parallel.experts import RouterSums
@@ -386,7 +386,7 @@ def _trace_forward(block: OneBlock) -> tuple[ClosedJaxpr, int]:
     ) -> Any:
         trained = Model(block.config).trained({"blocks": layer})["blocks"]
         return jax.vjp(
-            lambda part, x_BSD: block(layer | part, x_BSD, positions_BS, segments_BS),
+            lambda part, x_BSD: block(merge_trees(layer, part), x_BSD, positions_BS, segments_BS),
             trained,
             x_BSD,
         )

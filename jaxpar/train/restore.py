@@ -31,7 +31,13 @@ from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import Model, Params, peft
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
-from jaxpar.models.model import base_config, merge_lora
+from jaxpar.models.lora import (
+    base_config,
+    has_old_names,
+    merge_lora,
+    with_new_names,
+    with_old_names,
+)
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
@@ -169,8 +175,14 @@ def _restore_trained(
     are empty.
     """
     layers = config.model.layers
+    renamed = model.config.lora.rank > 0 and has_old_names(checkpoints.names(step))
 
     def read(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
+        if renamed:
+            return with_new_names(read_as_named(with_old_names(shapes)))
+        return read_as_named(shapes)
+
+    def read_as_named(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
         if whole:
             return checkpoints.restore(step, shapes)
         return TrainState(
@@ -191,7 +203,7 @@ def _restore_trained(
     shapes = state_shapes(model, config, replace(plan, rules=rules), there)
     found = read(saved_part(shapes, model))
     shardings = saved_part(state_shardings(model, config, plan), model)
-    move = partial(reorder_state, before=there, after=wanted, config=config)
+    move = partial(reorder_state, before=there, after=wanted, model=model)
     return jax.jit(
         move, out_shardings=shardings if whole else TrainState((), shardings.params, ())
     )(found)

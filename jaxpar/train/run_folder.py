@@ -333,6 +333,16 @@ class Checkpoints:
         """
         return self._read(step, data=ocp.args.JsonRestore()).data
 
+    def names(self, step: int) -> list[str]:
+        """Return the names of the arrays of a finished step's state, as `params.blocks.q`; a
+        UserError says that they cannot be read.
+        """
+        self._manager.wait_until_finished()
+        with self._readable(step):
+            found: Any = self._manager.item_metadata(step)
+            leaves = jax.tree_util.tree_leaves_with_path(found.state)
+        return [path_name(path) for path, _ in leaves]
+
     def restore(self, step: int, shapes: PyTree, part: bool = False) -> PyTree:
         """Return the state of a finished step, with the shardings of `shapes`.
 

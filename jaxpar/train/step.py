@@ -205,15 +205,14 @@ def reorder_state(
     state: TrainState[jax.Array],
     before: Sequence[int] | None,
     after: Sequence[int] | None,
-    config: Config,
+    model: Model,
 ) -> TrainState[jax.Array]:
     """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None =
     the model's. The optimizer's state may be empty."""
-    model = Model(config.model)
 
     def reorder(x: jax.Array, axes: Axes) -> jax.Array:
         if axes[:1] == ("layers",):
-            return reorder_layers(x, before, after, config.model.layers)
+            return reorder_layers(x, before, after, model.config.layers)
         return x
 
     axes = model.trained(model.axes)  # only what is trained is saved

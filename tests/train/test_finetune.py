@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -21,18 +22,23 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model, peft
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf
-from jaxpar.models.model import base_config
+from jaxpar.models.lora import base_config, with_old_names
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import (
+    beside_state,
     config_of,
     drop_stages,
     export_run,
+    fingerprint,
     frozen_folder,
     import_run,
     load_params,
     load_run,
+    restore_state,
+    saved_part,
 )
-from jaxpar.train.run_folder import read_run_config
+from jaxpar.train.run_folder import Checkpoints, read_run_config
+from jaxpar.train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 
@@ -100,7 +106,7 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
         .item_metadata.tree
     )
     assert saved["params"].keys() == {"blocks"}
-    assert all("_lora_" in name for name in saved["params"]["blocks"])
+    assert set(saved["params"]["blocks"]) == {"lora"}
     step, params = load_run(tmp_path / "part", 4, config, make_plan(config))
     assert step == 4
     # Merged into its base and exported, it is a plain model with the same answers; both are
@@ -150,6 +156,28 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
         rtol=0,
         atol=2e-5,
     )
+
+
+@pytest.mark.quick
+def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
+    base: Path, tmp_path: Path
+) -> None:
+    """Beside `q` there were `q_lora_a` and `q_lora_b`, in the optimizer's state too."""
+    config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2})
+    plan = make_plan(config)
+    model = Model(config.model)
+    fresh = init_state(model, config, plan, load_params(base, config, plan))
+    count = itertools.count(1)
+    state = jax.tree.map(lambda x: x + next(count), fresh)
+    state = state._replace(params=model.merge(fresh.params, model.trained(state.params)))
+    saved = with_old_names(saved_part(state, model))
+    assert "q_lora_a" in saved.params["blocks"] and "lora" not in saved.params["blocks"]
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
+    beside = beside_state(plan, config, None, None, fingerprint(model, state.params))
+    checkpoints.save(3, saved, beside)
+    found, _ = restore_state(checkpoints, 3, config, plan)
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
 def test_a_base_that_is_gone_or_has_changed_is_said(

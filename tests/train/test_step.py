@@ -756,7 +756,7 @@ def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
         lambda x: x + np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) if x.ndim else x, state
     )
     there = (3, 1, -1, 0, 4, 2)
-    moved = reorder_state(state, None, there, config)
+    moved = reorder_state(state, None, there, model)
 
     def assert_moved(tree: Any, want: Any) -> None:
         for part in ("embed", "head"):
@@ -787,6 +787,6 @@ def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
     assert counts == want and len({int(x) for x in counts}) == 2
     jax.tree.map(
         np.testing.assert_array_equal,
-        reorder_state(moved, there, None, config),
+        reorder_state(moved, there, None, model),
         state,
     )

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import PyTree
+from jaxpar.base.sharding import PyTree, merge_trees
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
@@ -312,9 +312,7 @@ class Stack:
         """
 
         def apply(trained: PyTree, xs: tuple[Array, ...]) -> Any:
-            return self._apply(
-                weights | trained if isinstance(weights, dict) else trained, context, xs, kind
-            )
+            return self._apply(merge_trees(weights, trained), context, xs, kind)
 
         return jax.vjp(
             apply,

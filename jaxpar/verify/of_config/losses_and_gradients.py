@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
@@ -23,8 +22,8 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import PARTS, Batch, Model, Params
-from jaxpar.models.transformer import lora_scale
+from jaxpar.models import Batch, Model, Params
+from jaxpar.models.lora import lora_scale
 from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
@@ -86,7 +85,7 @@ def one_device(
     of the loss is a sum over its labels.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
-    unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
+    unrolled = case.model.with_config(replace(case.config.model, scan_layers=False), ops)
     weights = step.loss_weights(case.config.train)
     labels = np.count_nonzero(case.batch["labels"] >= 0)
     text = np.count_nonzero(text_of(case.batch))
@@ -217,26 +216,11 @@ def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
 
 def parameter_order(model: Model) -> list[str]:
     """Return the names of the parameters that are trained, in the order in which the model declares
-    them, which is that of its forward pass (but LoRA's come last in a block)."""
+    them.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(model.trained(model.axes), is_leaf=is_axes)
-    order = list[str]()
     trained = {path_name(path) for path, _ in leaves}
-
-    def declare(part: nnx.Module, prefix: str) -> None:
-        for name, value in vars(part).items():
-            if isinstance(value, nnx.Module):
-                declare(value, f"{prefix}.{name}")
-            elif isinstance(value, nnx.Variable) and f"{prefix}.{name}" in trained:
-                order.append(f"{prefix}.{name}")
-
-    for prefix, part in PARTS.items():  # only traced, so that no parameter is made
-        jax.eval_shape(
-            lambda prefix=prefix, part=part: declare(
-                part(model.config, nnx.Rngs(0)),
-                prefix,
-            )
-        )
-    return order
+    return [name for name in model.parameter_names() if name in trained]
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
@@ -258,7 +242,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
             if axis not in ("layers", "experts")
         ]
         std = 1.0 if len(dims) == 1 else 1 / math.sqrt(dims[0])
-        std /= lora_scale(model.config) if "rank" in axes[:-1] else 1
+        std /= lora_scale(model.config.lora) if "rank" in axes[:-1] else 1
         return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map(draw, model.shapes(), model.axes)

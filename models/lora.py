@@ -1,0 +1,230 @@
+"""LoRA (arXiv:2106.09685): pairs of small matrices that are trained beside frozen ones, and the
+linears of a block that may have one.
+
+Shapes: B batch, S sequence, D embed, I hidden dims, r rank, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpar.base.config import Lora, ModelConfig
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.sharding import Axes, LogicalAxis, PyTree
+from jaxpar.models.parameters import declared_axes, param, zeros
+from jaxpar.models.parts import Params
+from jaxpar.parallel.ops import Ops
+
+
+def lora_scale(lora: Lora) -> float:
+    """The weight of the product of a pair (section 4.1 of the paper)."""
+    return lora.alpha / max(lora.rank, 1)
+
+
+class LoraPair(nnx.Module):
+    """Two matrices, whose product is added to one that stays as it is: W + (alpha / rank) A B.
+
+    `a` is [*inputs of W, rank] and `b` is [rank, *outputs of W]. They begin as PEFT begins them: A
+    is uniform within 1 / sqrt(inputs), and B is zero.
+    """
+
+    def __init__(self, weight: nnx.Param, lora: Lora, rngs: nnx.Rngs):
+        dims = dict(zip(declared_axes(weight), weight.shape, strict=True))
+        names = list(dims)
+        # one input dim, except where the matrix maps to the residual stream
+        split = len(names) - 1 if names[-1] == "embed" else 1
+        inputs = {name: dims[name] for name in names[:split]}
+        outputs = {name: dims[name] for name in names[split:]}
+        bound = 1 / math.sqrt(math.prod(inputs.values()))
+        uniform = partial(jax.random.uniform, minval=-bound, maxval=bound)
+        self.scale = lora_scale(lora)
+        self.a = param(rngs, uniform, **inputs, rank=lora.rank)
+        self.b = param(rngs, zeros, rank=lora.rank, **outputs)
+
+    def expand(
+        self, low_BSr: Float[Array, "B S r"], axes: Axes, ops: Ops, seq: LogicalAxis
+    ) -> Array:
+        """Multiply what A made by B, and scale it; `axes` are those of the output dims."""
+        return ops.rank_linear(self.scale * low_BSr, self.b[...], axes, seq)
+
+
+def lora_pairs(
+    matrices: Mapping[str, nnx.Param], config: ModelConfig, rngs: nnx.Rngs
+) -> nnx.Dict[LoraPair]:
+    """Make the pairs that a config asks for, by the names of their matrices.
+
+    Args:
+      matrices: the matrices of a block; those of experts can have no pair.
+      config: its `lora` has rank and targets; rank 0 asks for none.
+      rngs: for A.
+
+    Raises:
+      UserError: a target is none of the matrices that can have a pair.
+    """
+    lora = config.lora
+    there = [name for name in matrices if "experts" not in declared_axes(matrices[name])]
+    pairs = dict[str, LoraPair]()
+    for name in lora.targets if lora.rank else ():
+        if name not in there:
+            if name in matrices:
+                why = f"{name} is a matrix of experts"
+            else:
+                why = f"no matrix {name!r}{suggest(name, there)}"
+            raise UserError(
+                f"model.lora.targets: {why}: LoRA may be beside {', '.join(there)} of this model"
+            )
+        if name not in pairs:
+            pairs[name] = LoraPair(matrices[name], lora, rngs)
+    return nnx.Dict(pairs)
+
+
+class Linear(NamedTuple):
+    """A matrix of a block, with what is added to its product: a bias, and the product of a LoRA
+    pair.
+    """
+
+    weight: nnx.Param
+    bias: nnx.Param | None = None
+    pair: LoraPair | None = None
+
+    @property
+    def axes(self) -> tuple[LogicalAxis | None, ...]:
+        """The logical axes of the weight."""
+        return cast(tuple[LogicalAxis | None, ...], declared_axes(self.weight))
+
+    @property
+    def bias_array(self) -> Array | None:
+        """The bias, if there is one."""
+        return None if self.bias is None else self.bias[...]
+
+
+def column_linears(
+    x_BSD: Float[Array, "B S D"],
+    linears: Sequence[Linear],
+    ops: Ops,
+    seq: LogicalAxis = "seq",
+) -> list[Array]:
+    """Multiply the residual stream by matrices [D, *out]; the A's of LoRA share its gather.
+
+    Args:
+      x_BSD: the stream.
+      linears: the matrices; all outputs' first dims lie as their own axes say.
+      ops: as a block is given them.
+      seq: the logical axis of the outputs' sequence.
+
+    Returns:
+      An array [B, S, *out] for each matrix.
+    """
+    pairs = [linear.pair for linear in linears if linear.pair is not None]
+    weights = [linear.weight[...] for linear in linears] + [pair.a[...] for pair in pairs]
+    outputs: list[Axes] = [linear.axes[1:] for linear in linears]
+    rank: Axes = ("rank",)
+    biases = [linear.bias_array for linear in linears] + [None] * len(pairs)
+    found = ops.column_linear(x_BSD, weights, [*outputs, *[rank] * len(pairs)], biases, seq)
+    low = iter(found[len(linears) :])
+    ys = []
+    for linear, axes, y in zip(linears, outputs, found, strict=False):
+        if linear.pair is not None:
+            y += linear.pair.expand(next(low), axes, ops, seq)
+        ys.append(y)
+    return ys
+
+
+def row_linear(
+    h_BSI: Float[Array, "B S *I"], linear: Linear, ops: Ops, seq: LogicalAxis = "seq"
+) -> Float[Array, "B S D"]:
+    """Multiply hidden features by a matrix [*I, D] to the residual stream.
+
+    Args:
+      h_BSI: the hidden features, split over the sequence as `seq` says.
+      linear: the matrix.
+      ops: as a block is given them.
+      seq: the logical axis of the hidden features' sequence.
+    """
+    axes = linear.axes[:-1]
+    y_BSD = ops.row_linear(h_BSI, linear.weight[...], axes, linear.bias_array, seq)
+    pair = linear.pair
+    if pair is None:
+        return y_BSD
+    low_BSr = ops.row_linear(h_BSI, pair.a[...], axes, None, seq, "rank")
+    return y_BSD + pair.expand(low_BSr, ("embed",), ops, "residual_seq")
+
+
+def base_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model without LoRA."""
+    return replace(config, lora=Lora())
+
+
+def merge_lora(params: Params, config: ModelConfig) -> Params:
+    """Return the parameters of `base_config`: W + (alpha / rank) A B in place of W, A and B,
+    computed in float32. The arrays of W are donated.
+    """
+    blocks = dict(params["blocks"])
+    pairs = blocks.pop("lora", {})
+    for name, pair in pairs.items():
+        blocks[name] = _add_product(blocks[name], pair["a"], pair["b"], lora_scale(config.lora))
+    return params | {"blocks": blocks}
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="scale")
+def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """Add the products of pairs [L, *in, r] and [L, r, *out] to a stacked weight [L, *in, *out]."""
+    product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))(a, b)
+    return (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+
+
+_OLD_NAME = re.compile(r"(.+)_lora_([ab])")
+"""What a pair was called before pairs were modules: `q_lora_a` and `q_lora_b` for `lora.q.a` and
+`lora.q.b`.
+"""
+
+
+def with_old_names(tree: PyTree) -> PyTree:
+    """Return a tree of any kind in which LoRA's parameters have their old names."""
+
+    def rename(blocks: PyTree) -> PyTree:
+        if not isinstance(blocks, dict):
+            return blocks
+        kept = {name: leaf for name, leaf in blocks.items() if name != "lora"}
+        pairs = blocks["lora"].items()
+        return kept | {f"{name}_lora_{x}": pair[x] for name, pair in pairs for x in pair}
+
+    return jax.tree.map(
+        rename, tree, is_leaf=lambda node: isinstance(node, dict) and "lora" in node
+    )
+
+
+def with_new_names(tree: PyTree) -> PyTree:
+    """Return a tree of any kind in which LoRA's parameters have their names of today."""
+
+    def rename(blocks: PyTree) -> PyTree:
+        if not isinstance(blocks, dict):
+            return blocks
+        kept = dict[str, PyTree]()
+        pairs = dict[str, PyTree]()
+        for name, leaf in blocks.items():
+            if found := _OLD_NAME.fullmatch(name):
+                pairs.setdefault(found[1], {})[found[2]] = leaf
+            else:
+                kept[name] = leaf
+        return kept | {"lora": pairs}
+
+    def is_blocks(node: PyTree) -> bool:
+        return isinstance(node, dict) and has_old_names(node)
+
+    return jax.tree.map(rename, tree, is_leaf=is_blocks)
+
+
+def has_old_names(names: Iterable[str]) -> bool:
+    """Whether some of these are LoRA's old names; the last word of a path is enough."""
+    return any(_OLD_NAME.fullmatch(name) for name in names)

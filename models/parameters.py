@@ -1,0 +1,54 @@
+"""A parameter of a model: its declaration in Flax's own metadata, and the names of its dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxpar.base.errors import UserError
+
+zeros = nnx.initializers.zeros
+ones = nnx.initializers.ones
+normal = nnx.initializers.normal
+
+
+def param(rngs: nnx.Rngs, init: Callable[..., Array], **dims: int) -> nnx.Param:
+    """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over
+    those logical axes.
+
+    A dim whose name starts with `_` has no logical axis and is never split. The names are Flax's
+    metadata, for `nnx.get_partition_spec`. A layout says later where the array lies: Flax would
+    otherwise place it at once, and ask for a mesh whose axes have these names.
+    """
+    axes = tuple(None if name.startswith("_") else name for name in dims)
+    declared = nnx.with_partitioning(init, axes, eager_sharding=False)
+    return nnx.Param(declared(rngs.params(), tuple(dims.values()), jnp.float32))
+
+
+def declared_axes(variable: nnx.Variable, name: str = "a parameter") -> tuple[str | None, ...]:
+    """Return the name of each dim of a variable, as Flax has it in its metadata; None = it has
+    none.
+
+    Raises:
+      UserError: a dim has several names, there are more names than dims, or the entries are no
+        floating-point numbers. The message begins with `name`.
+    """
+    metadata = variable.get_metadata()
+    # the second is the word of Flax 0.12.3 and before
+    names = tuple(metadata.get("out_sharding") or metadata.get("sharding_names") or ())
+    shape = variable.shape
+    one_each = all(axis is None or isinstance(axis, str) for axis in names)
+    if not one_each or len(names) > len(shape):
+        raise UserError(
+            f"{name} of shape {shape} names its dims {names}: a dim has one logical axis or None, "
+            'as in out_sharding=("embed", "mlp")'
+        )
+    if not jnp.issubdtype(variable.dtype, jnp.floating):
+        raise UserError(
+            f"{name} of shape {shape} is {variable.dtype}: a parameter is floating point, for a "
+            "gradient"
+        )
+    return (*names, *[None] * (len(shape) - len(names)))
