@@ -3,6 +3,7 @@ mention.
 """
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -32,9 +33,17 @@ base meshes configs
 know each other.
 """
 FLOOR = {wing: -line for line, wings in enumerate(WINGS.split("\n")) for wing in wings.split()}
-CORES = ("verify", "rehearse")
 OF_CONFIG = "of_config"
 """The one file of each core that is for configs, or folder."""
+CORES = ("verify", "rehearse")
+STANDS_UNDER = dict.fromkeys(CORES, "models")
+"""Cores serve any function: but for `of_config` they stand, with what they load, under this wing
+of the list, and need none of what it needs.
+"""
+OF_MODELS = ("flax", "optax", "orbax", "grain")
+"""The packages that models, data and training need, and no core."""
+LIBRARY = ("kernels", "hlo", *CORES)
+"""Wings that a stranger imports for one thing: each loads what lies below it and no more."""
 
 
 def module_of(file: Path) -> str:
@@ -63,20 +72,66 @@ def room(module: str) -> str:
     return module.split(".")[1]
 
 
+def imported_by(node: ast.AST, module: str) -> Iterator[str]:
+    """What an import statement of a module names; ours in full, others by their first word."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module} has a relative import"
+        inner = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = [name if name in FILES else str(node.module) for name in inner]
+    else:
+        return
+    yield from (name if name in FILES else name.split(".")[0] for name in names)
+
+
 def imports(module: str) -> Iterator[str]:
-    """Every module that a module imports, inside functions too; ours in full, others by their first
-    word.
-    """
+    """Every module that a module imports, inside functions too."""
     for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in FILES else node.module for name in inner]
-        else:
+        yield from imported_by(node, module)
+
+
+def for_types_only(node: ast.AST) -> bool:
+    """Whether this is `if TYPE_CHECKING:`, whose imports never run."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports_that_run(node: ast.AST, module: str) -> Iterator[str]:
+    """What a module imports when it is loaded, or later when one of its functions runs."""
+    for child in ast.iter_child_nodes(node):
+        if not for_types_only(child):
+            yield from imported_by(child, module)
+            yield from imports_that_run(child, module)
+
+
+def of_config(module: str) -> bool:
+    return OF_CONFIG in module.split(".")
+
+
+def reached_from(wing: str) -> dict[str, str]:
+    """Every module that a wing comes to by imports, lazy ones too, each with who imports it. A
+    module's packages are loaded before it, so they count. `of_config` is a door of its own.
+    """
+    start = f"jaxpar.{wing}"
+    reached = {start: "a user's program"}
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        if module not in FILES:
             continue
-        yield from (name if name in FILES else name.split(".")[0] for name in names)
+        names = list(imports_that_run(TREES[module], module))
+        packages = [name.rpartition(".")[0] for name in [module, *names]]
+        for name in [*names, *packages]:
+            if name not in reached and name not in ("", FACADE) and not of_config(name):
+                reached[name] = module
+                waiting.append(name)
+    return reached
+
+
+def may_load(wing: str) -> set[str]:
+    """The wings that a wing may load: itself, and those on the lines below its place."""
+    place = FLOOR[STANDS_UNDER.get(wing, wing)]
+    return {wing} | {other for other, line in FLOOR.items() if line < place}
 
 
 def ours(module: str) -> set[str]:
@@ -124,9 +179,32 @@ def test_imports_have_no_cycles():
     assert set(order) == set(MODULES)
 
 
+@pytest.mark.parametrize("wing", FLOOR)
+def test_a_wing_comes_to_nothing_above_it(wing):
+    reached = reached_from(wing)
+    allowed = may_load(wing)
+    for module, importer in reached.items():
+        if module in FILES:
+            assert room(module) in allowed, f"{importer} imports {module}: {wing} may not load it"
+        elif wing in LIBRARY:
+            assert module not in OF_MODELS, f"{importer} imports {module}: {wing} serves without"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wing", LIBRARY)
+def test_the_import_of_a_wing_loads_nothing_above_it(wing):
+    """The same, as Python does it."""
+    script = f"import sys, jaxpar.{wing}; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    wings = {room(name) for name in loaded if name.startswith("jaxpar.")}
+    assert wing in wings
+    assert wings <= may_load(wing)
+    assert not {name.split(".")[0] for name in loaded} & set(OF_MODELS)
+
+
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) in CORES])
 def test_verify_and_rehearse_know_configs_and_models_in_one_file(module):
-    if OF_CONFIG in module.split("."):
+    if of_config(module):
         return
     named = {
         alias.name
@@ -135,7 +213,7 @@ def test_verify_and_rehearse_know_configs_and_models_in_one_file(module):
         for alias in node.names
         if node.module == "jaxpar.base.config" or str(node.module).startswith("jaxpar.models")
     }
-    assert not {name for name in named if name[0].isupper()}, f"{module} knows configs or models"
+    assert not named, f"{module} knows configs or models"
 
 
 def test_the_facade_imports_nothing_before_it_is_asked_for():

@@ -366,6 +366,18 @@ def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
     return rows
 
 
+def local_bytes(tree: PyTree) -> int:
+    """Count the bytes of one device's part of some arrays.
+
+    Args:
+      tree: a pytree of ShapeDtypeStructs or arrays that have shardings.
+    """
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def replicated_sharding(layout: Layout) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(layout.mesh, P())

@@ -24,6 +24,7 @@ from jaxpar.base.errors import UserError, short
 from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
 from jaxpar.base.runtime import versions
+from jaxpar.base.sharding import local_bytes
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.tasks import Place
 from jaxpar.parallel.host_memory import compile_absent, lower_for
@@ -37,7 +38,6 @@ from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, simulate
-from jaxpar.train.memory import local_bytes
 
 PyTree = Any
 _DRAWN_TRIPS = 100

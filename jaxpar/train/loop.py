@@ -33,6 +33,7 @@ from jaxpar.base.runtime import (
     stop_signals,
     told_by_first,
 )
+from jaxpar.base.sharding import local_bytes
 from jaxpar.data.corpus import (
     Corpus,
     HostBatch,
@@ -45,7 +46,7 @@ from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
-from jaxpar.train.memory import local_bytes, require_memory
+from jaxpar.train.memory import require_memory
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink, read_metrics
 from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer

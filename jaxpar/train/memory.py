@@ -22,7 +22,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
 from jaxpar.base.plan import Plan, gradient_dtype
-from jaxpar.base.sharding import Axes, merge_trees, output_axis, state_axes
+from jaxpar.base.sharding import Axes, local_bytes, merge_trees, output_axis, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.parallel.experts import RouterSums
@@ -65,16 +65,6 @@ class StateBytes(NamedTuple):
     @property
     def host(self) -> int:
         return sum(held.host for held in self[:4])
-
-
-def local_bytes(tree: Any) -> int:
-    """Return the bytes of a device's part of a pytree of ShapeDtypeStructs (or arrays) with
-    shardings.
-    """
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:

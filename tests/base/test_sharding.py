@@ -24,6 +24,7 @@ from jaxpar.base.rules import LOGICAL_AXES
 from jaxpar.base.sharding import (
     ShardingRules,
     fit_rules,
+    local_bytes,
     local_rows,
     placements,
     spec_for,
@@ -261,6 +262,13 @@ FEW_HEADS: list[
         ],
     ),
 ]
+
+
+def test_local_bytes_are_those_of_one_device(plan_of):
+    plan = plan_of(fsdp=4, tensor=2)
+    split = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=plan.sharding(("embed", "mlp")))
+    whole = jax.device_put(np.zeros(5, np.int8), plan.sharding((None,)))
+    assert local_bytes({"split": split, "inner": [whole]}) == 4 * 2 * 3 + 5
 
 
 @pytest.mark.parametrize(("asked", "heads", "mesh", "changes", "says"), FEW_HEADS)

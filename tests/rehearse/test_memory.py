@@ -5,24 +5,23 @@ fills.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig, override
 from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import local_bytes
 from jaxpar.hlo.parse import Module, parse
 from jaxpar.models import Model
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.memory import account, saved_bytes
 from jaxpar.rehearse.report.tables import memory_verdict
-from jaxpar.train.memory import activations, local_bytes, unnamed_bytes
+from jaxpar.train.memory import activations, unnamed_bytes
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -111,21 +110,6 @@ def test_what_is_kept_without_a_name_is_known(family: str, mesh: dict[str, int])
     known = sum(one.kept_bytes for one in activations(config, plan)) + unnamed_bytes(config, plan)
     assert known == pytest.approx(saved_bytes(module, LAYERS), rel=0.05)
     assert unnamed_bytes(config, replace(plan, remat="dots")) == 0
-
-
-def test_local_bytes_are_a_devices_part(plan_of: Callable[..., Plan]):
-    plan = plan_of(fsdp=4, tensor=2)
-    split = jax.ShapeDtypeStruct(
-        (8, 6),
-        jnp.float32,
-        sharding=plan.sharding(("embed", "mlp")),
-    )
-    whole = jax.ShapeDtypeStruct(
-        (8,),
-        jnp.bfloat16,
-        sharding=plan.sharding((None,)),
-    )
-    assert local_bytes({"a": split, "b": [whole]}) == 4 * 2 * 3 + 2 * 8
 
 
 TEXT = """HloModule m, is_scheduled=true

@@ -9,7 +9,6 @@ from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.toml import to_toml
 from jaxpar.train.loop import OutOfMemory, _Run
-from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.own_tokenizer import carry_tokenizer
 from jaxpar.train.run_folder import keep_config, read_run_config
@@ -223,19 +221,6 @@ def test_device_memory_is_the_largest_peak_of_this_process():
     ]
     assert device_memory([*here, device(1, {"peak_bytes_in_use": 9})]) == 7
     assert device_memory(jax.devices()) is None
-
-
-def test_local_bytes_counts_what_one_device_holds(plan_of):
-    plan = plan_of(data=2, tensor=2)
-    split = jax.device_put(
-        np.zeros((8, 6), np.float32),
-        plan.sharding(("batch", "mlp")),
-    )
-    whole = jax.device_put(
-        np.zeros(5, np.int8),
-        plan.sharding((None,)),
-    )
-    assert local_bytes({"split": split, "whole": whole}) == 4 * 3 * 4 + 5
 
 
 @pytest.mark.parametrize(
