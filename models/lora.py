@@ -58,9 +58,15 @@ class LoraPair(nnx.Module):
         return ops.rank_linear(self.scale * low_BSr, self.b[...], axes, seq)
 
 
-def lora_pairs(
-    matrices: Mapping[str, nnx.Param], config: ModelConfig, rngs: nnx.Rngs
-) -> nnx.Dict[LoraPair]:
+class LoraPairs(nnx.Dict[LoraPair]):
+    """Pairs by the names of the matrices that they stand beside."""
+
+    def beside(self, name: str) -> LoraPair | None:
+        """Return the pair of a matrix, or None where it has none."""
+        return vars(self).get(name)  # `get` of Flax's Dict raises an AttributeError before 0.12.6
+
+
+def lora_pairs(matrices: Mapping[str, nnx.Param], config: ModelConfig, rngs: nnx.Rngs) -> LoraPairs:
     """Make the pairs that a config asks for, by the names of their matrices.
 
     Args:
@@ -85,7 +91,7 @@ def lora_pairs(
             )
         if name not in pairs:
             pairs[name] = LoraPair(matrices[name], lora, rngs)
-    return nnx.Dict(pairs)
+    return LoraPairs(pairs)
 
 
 class Linear(NamedTuple):

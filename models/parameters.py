@@ -36,9 +36,7 @@ def declared_axes(variable: nnx.Variable, name: str = "a parameter") -> tuple[st
       UserError: a dim has several names, there are more names than dims, or the entries are no
         floating-point numbers. The message begins with `name`.
     """
-    metadata = variable.get_metadata()
-    # the second is the word of Flax 0.12.3 and before
-    names = tuple(metadata.get("out_sharding") or metadata.get("sharding_names") or ())
+    names = tuple(variable.get_metadata().get("out_sharding") or ())
     shape = variable.shape
     one_each = all(axis is None or isinstance(axis, str) for axis in names)
     if not one_each or len(names) > len(shape):

@@ -277,9 +277,9 @@ class Block(nnx.Module):
         config = self.config
         family = self.family
         linears = [
-            Linear(self.q, self.q_bias, self.lora.get("q")),
-            Linear(self.k, self.k_bias, self.lora.get("k")),
-            Linear(self.v, self.v_bias, self.lora.get("v")),
+            Linear(self.q, self.q_bias, self.lora.beside("q")),
+            Linear(self.k, self.k_bias, self.lora.beside("k")),
+            Linear(self.v, self.v_bias, self.lora.beside("v")),
         ]
         q_BSHh, k_BSKh, v_BSKh = column_linears(x_BSD, linears, ops, "attention_seq")
         # A norm's backward starts from what the matmul made, so that is what bears the name.
@@ -304,21 +304,21 @@ class Block(nnx.Module):
             key,
             config.attention_softcap,
         )
-        out = Linear(self.out, self.out_bias, self.lora.get("out"))
+        out = Linear(self.out, self.out_bias, self.lora.beside("out"))
         return row_linear(mixed_BSHh, out, ops, "attention_seq")
 
     def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         """Return what the MLP adds to the residual stream."""
         activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu
-        up = Linear(self.up, self.up_bias, self.lora.get("up"))
+        up = Linear(self.up, self.up_bias, self.lora.beside("up"))
         if self.family.gated:
-            gate = Linear(self.gate, None, self.lora.get("gate"))
+            gate = Linear(self.gate, None, self.lora.beside("gate"))
             gate_BSF, up_BSF = column_linears(x_BSD, [gate, up], ops)
             hidden_BSF = activation(named(gate_BSF, "gate")) * named(up_BSF, "up")
         else:
             (up_BSF,) = column_linears(x_BSD, [up], ops)
             hidden_BSF = activation(named(up_BSF, "up"))
-        down = Linear(self.down, self.down_bias, self.lora.get("down"))
+        down = Linear(self.down, self.down_bias, self.lora.beside("down"))
         return row_linear(named(hidden_BSF, "mlp_hidden"), down, ops)
 
     def _experts(
