@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +22,27 @@ from safetensors import SafetensorError, safe_open
 
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.plan import Plan, param_dtype
-from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
+from jaxpar.base.sharding import Axes, KeyPath, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
-from jaxpar.models.lora import base_config
+from jaxpar.models.hf_layout import (
+    Tensor,
+    base_model,
+    dim_letters,
+    dim_sizes,
+    hf_layout,
+    require_mapping,
+)
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params
 
 __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 
-Dtype = Literal["float32", "bfloat16"]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 # reads a block of a parameter, or of one of the arrays stacked in it
 Read = Callable[[Bounds], np.ndarray]
 
 _READABLE = ("F32", "BF16", "F16")
 _FIT = "build the model from model_config_from_hf of the same checkpoint"
-_LETTERS: dict[LogicalAxis | None, str] = {
-    "vocab": "V",
-    "embed": "D",
-    "heads": "H",
-    "kv_heads": "K",
-    "head_dim": "h",
-    "mlp": "F",
-    "rank": "r",
-}
-# the dim of a parameter that has no logical axis
-_NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}
 
 
 class Source(NamedTuple):
@@ -63,89 +58,6 @@ class Source(NamedTuple):
         this process's memory until it is closed."""
         with safe_open(self.file, framework="numpy") as handle:
             return handle.get_slice(self.name)[index]
-
-
-class Tensor(NamedTuple):
-    """A tensor of a checkpoint, which holds one or several parameters; of stacked ones the slice at
-    `index`: layer, expert. They lie side by side `along` a dim; None = all are this one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dims: tuple[str, ...]
-    params: tuple[str, ...]
-    index: tuple[int, ...]
-    along: int | None = -1
-
-    def bytes(self, dtype: Dtype) -> int:
-        return math.prod(self.shape) * jnp.dtype(dtype).itemsize
-
-
-def hf_layout(model: Model) -> list[Tensor]:
-    """List the tensors of a model's checkpoint in the file's order, with those of a block
-    together.
-    """
-    sizes = dim_sizes(model)
-    present = dim_letters(model)
-    rows = [
-        row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present
-    ]
-    tensors = []
-    for stacked, group in groupby(rows, key=lambda row: "{layer}" in row[0]):
-        group = list(group)
-        for layer in range(model.config.layers) if stacked else (None,):
-            for name, (dims, *params) in group:
-                *outer, last = (
-                    math.prod(sizes[letter] for letter in merged) for merged in dims.split()
-                )
-                shape = (*outer, last * len(params))
-                for expert in range(model.config.experts) if "{expert}" in name else (None,):
-                    index = tuple(number for number in (layer, expert) if number is not None)
-                    full = name.format(layer=layer, expert=expert)
-                    tensors.append(
-                        Tensor(
-                            full,
-                            shape,
-                            tuple(dims.split()),
-                            tuple(params),
-                            index,
-                        )
-                    )
-    return tensors
-
-
-def dim_sizes(model: Model) -> dict[str, int]:
-    """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our
-    padding.
-    """
-    config = model.config
-    return {
-        "V": config.vocab_size,
-        "P": config.max_seq_len,
-        "D": config.embed,
-        "H": config.heads,
-        "K": config.kv_head_count,
-        "h": config.head_size,
-        "F": config.mlp,
-        "E": config.experts,
-        "r": config.lora.rank,
-    }
-
-
-def dim_letters(model: Model) -> dict[str, str]:
-    """Every parameter's dims as letters, in our order, without those it is stacked over:
-    `{"blocks.q": "DHh"}`.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(
-        model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )
-    named = {
-        path_name(path): [axis for axis in axes if axis not in ("layers", "experts")]
-        for path, axes in leaves
-    }
-    return {
-        name: "".join(_LETTERS.get(axis) or _NEVER_SPLIT[name] for axis in axes)
-        for name, axes in named.items()
-    }
 
 
 def import_hf(
@@ -173,7 +85,8 @@ def import_hf(
       UserError: the checkpoint cannot be read, does not fit the model or has an entry that is not
         finite, or the plan does not fit the model.
     """
-    model = model.with_config(base_config(model.config))
+    model = base_model(model)
+    require_mapping(model)
     pairs = _match(find_tensors(_files(Path(path))), model, str(path))
     read = read_params(pairs, model, plan, model.shapes(), allow_nonfinite)
     return shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)

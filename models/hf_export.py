@@ -22,11 +22,19 @@ from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.sharding import path_name
-from jaxpar.models.hf import Dtype, Tensor, dim_letters, dim_sizes, hf_layout, shift_norms
+from jaxpar.models.hf import shift_norms
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_type
+from jaxpar.models.hf_layout import (
+    Dtype,
+    Tensor,
+    dim_letters,
+    dim_sizes,
+    hf_layout,
+    require_mapping,
+)
 from jaxpar.models.lora import base_config, lora_scale
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.parts import Params, part_name
 
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -57,14 +65,15 @@ def export_hf(
         is missing is null.
 
     Raises:
-      UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face
-        form, or a write failed.
+      UserError: the model has parts of one's own, the folder has files in it, the dtype is unknown,
+        the sizes have no Hugging Face form, or a write failed.
     """
     if dtype not in _WRITTEN:
         raise UserError(
             f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of "
             f"{', '.join(_WRITTEN)}"
         )
+    require_library_parts(model)
     config = hf_config(base_config(model.config)) | {"dtype": dtype} | dict(token_ids or {})
     params = shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
     arrays = hf_tensors(params, model, dtype)
@@ -74,6 +83,20 @@ def export_hf(
         _write_files(unfinished, hf_layout(model), max_shard_bytes, arrays, dtype)
 
     write_folder(Path(folder), write, arrays)
+
+
+def require_library_parts(model: Model) -> None:
+    """Refuse a model with parts of one's own, which nobody who loads the folder would compute, with
+    a UserError.
+    """
+    theirs = Model(model.config).parts
+    for part, own in model.parts._asdict().items():
+        if own != getattr(theirs, part):
+            raise UserError(
+                f"{part}={part_name(own)} is a part of your own, and transformers would compute "
+                f"{model.config.family}: keep the run folder, or write the arrays of "
+                "jaxpar.models.hf_export.hf_tensors for a reader that knows it"
+            )
 
 
 def write_folder(
@@ -114,6 +137,7 @@ def hf_tensors(
     `params` need not be parameters: anything of the same form will do, such as gradients.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    require_mapping(model)
     letters = dim_letters(model)
     sizes = dim_sizes(model)
     scale = lora_scale(model.config.lora)

@@ -20,6 +20,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, PyTree, is_axes, merge_trees
+from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
 from jaxpar.models.parts import Maker, Params, Parts, init_part, split_parts
 from jaxpar.models.transformer import Block, Embed, Head
@@ -29,7 +30,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
-from jaxpar.parallel.remat import named, remat
+from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import (
     Places,
     halves,
@@ -439,69 +440,6 @@ class Model:
             math.prod(shape) for axes, shape in self._leaves("blocks") if "experts" in axes
         )
         return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
-
-
-def over_layers(
-    config: ModelConfig,
-    body: Callable[[Any, Any, int], tuple[Any, Any]],
-    carry: Any,
-    xs: PyTree,
-    plan: Plan,
-) -> tuple[Any, Any]:
-    """Run `body(carry, x, kind) -> (carry, y)` over layers stacked in `xs` [L, ...], each of which
-    keeps for its backward what the plan says, and return the last carry and the stacked ys.
-
-    It is one scan, or unrolled where `config.scan_layers` is false. Layers of several kinds are
-    scanned in groups of one of each, and those that are left over are unrolled.
-    """
-    L = len(jax.tree.leaves(xs)[0])
-    p = config.kinds
-
-    def of(kind: int, looped: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
-        return remat(lambda carry, x: body(carry, x, kind), plan, looped)
-
-    if config.scan_layers and p == 1:
-        return jax.lax.scan(of(0, True), carry, xs)
-    grouped = L // p * p if config.scan_layers else 0
-    found = []
-    if grouped:
-        kinds = [of(kind, True) for kind in range(p)]
-
-        def group(carry: Any, xs: PyTree) -> tuple[Any, Any]:
-            ys = []
-            for kind, one in enumerate(kinds):
-                carry, y = one(
-                    carry,
-                    jax.tree.map(lambda leaf, kind=kind: leaf[kind], xs),
-                )
-                ys.append(y)
-            return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *ys)
-
-        if grouped == L:
-            whole = xs
-        else:
-            whole = jax.tree.map(lambda leaf: leaf[:grouped], xs)
-        carry, ys = jax.lax.scan(
-            group,
-            carry,
-            jax.tree.map(
-                lambda x: x.reshape(L // p, p, *x.shape[1:]),
-                whole,
-            ),
-        )
-        found.append(
-            jax.tree.map(
-                lambda y: y.reshape(grouped, *y.shape[2:]),
-                ys,
-            )
-        )
-    for i in range(grouped, L):
-        carry, y = of(i % p, False)(
-            carry,
-            jax.tree.map(lambda leaf, i=i: leaf[i], xs),
-        )
-        found.append(jax.tree.map(lambda y: y[None], y))
-    return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *found)
 
 
 # Cached, because a budget asks for the same model some hundred times.

@@ -13,17 +13,16 @@ from pathlib import Path
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.plan import Plan
-from jaxpar.models.hf import (
-    Source,
-    Tensor,
-    dim_letters,
-    dim_sizes,
-    find_tensors,
-    pair_up,
-    read_params,
+from jaxpar.models.hf import Source, find_tensors, pair_up, read_params
+from jaxpar.models.hf_export import (
+    hf_tensors,
+    require_library_parts,
+    write_folder,
+    write_json,
+    write_tensors,
 )
-from jaxpar.models.hf_export import hf_tensors, write_folder, write_json, write_tensors
 from jaxpar.models.hf_families import HF_FAMILIES, model_type
+from jaxpar.models.hf_layout import Tensor, dim_letters, dim_sizes, require_mapping
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params
 
@@ -114,6 +113,7 @@ def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool
     """Read the LoRA matrices of a model, each straight into its sharding; the rest of the
     parameters is not there. An adapter that cannot be read, does not fit the model or has NaN (see
     `import_hf`), is a UserError."""
+    require_mapping(model)
     pairs = pair_up(
         {tensor.name: tensor for tensor in _layout(model)}, _tensors(folder), str(folder / WEIGHTS)
     )
@@ -124,6 +124,7 @@ def export_adapter(params: Params, model: Model, folder: Path, base: str) -> Non
     """Write a folder that PEFT loads; `base` is the folder of the model. See `export_hf` for the
     rest. A UserError says that the folder has files, a write failed, or PEFT has one pair for
     matrices that have their own here."""
+    require_library_parts(model)
     layout = [tensor._replace(name=_PREFIX + tensor.name) for tensor in _layout(model)]
     lora = model.config.lora
     linears = _linears(model.config)

@@ -248,7 +248,7 @@ class Block(nnx.Module):
         rate = self.config.dropout
         with jax.named_scope("attention"):
             normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
-            out_BSD = self._attention(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
+            out_BSD = self.attention(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
             if self.family.post_norms:
                 out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
             x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
@@ -256,15 +256,15 @@ class Block(nnx.Module):
             normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
             routed = None
             if self.config.experts:
-                y_BSD, routed = self._experts(normed_BSD, text_BS, ops)
+                y_BSD, routed = self.experts(normed_BSD, text_BS, ops)
             else:
-                y_BSD = self._mlp(normed_BSD, ops)
+                y_BSD = self.mlp(normed_BSD, ops)
             if self.family.post_norms:
                 y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
             x_BSD = x_BSD + dropout(y_BSD, rate, mlp_key)
         return x_BSD if routed is None else (x_BSD, routed)
 
-    def _attention(
+    def attention(
         self,
         x_BSD: Float[Array, "B S D"],
         positions_BS: Int[Array, "B S"],
@@ -307,7 +307,7 @@ class Block(nnx.Module):
         out = Linear(self.out, self.out_bias, self.lora.beside("out"))
         return row_linear(mixed_BSHh, out, ops, "attention_seq")
 
-    def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
+    def mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
         """Return what the MLP adds to the residual stream."""
         activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu
         up = Linear(self.up, self.up_bias, self.lora.beside("up"))
@@ -321,7 +321,7 @@ class Block(nnx.Module):
         down = Linear(self.down, self.down_bias, self.lora.beside("down"))
         return row_linear(named(hidden_BSF, "mlp_hidden"), down, ops)
 
-    def _experts(
+    def experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
     ) -> tuple[Float[Array, "B S D"], RouterSums]:
         """Return what the experts add to the residual stream, and their router's sums."""

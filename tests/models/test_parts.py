@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Layout
 from jaxpar.models import Block, Model
+from jaxpar.models.hf import import_hf
+from jaxpar.models.hf_export import export_hf
 
 pytestmark = pytest.mark.quick
 
@@ -233,3 +236,27 @@ def test_what_a_block_may_not_do_is_said_when_it_is_traced() -> None:
     named = Model(LLAMA, blocks=block_with(out_sharding=("embed", "widths")))
     with pytest.raises(UserError, match="no logical axis 'widths'"):
         ONE.sharding(named.axes, named.shapes())
+
+
+class SameNames(Block):
+    """Other mathematics over the library's own parameters."""
+
+    def __call__(self, x_BSD: jax.Array, ops: Any = None) -> jax.Array:
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD), ops)
+
+
+def test_blocks_of_ones_own_are_imported_by_the_names_of_their_parameters_and_not_exported(
+    tmp_path: Path,
+) -> None:
+    library = Model(LLAMA)
+    export_hf(jax.jit(library.init)(jax.random.key(0)), library, tmp_path / "llama")
+    other = Model(LLAMA, blocks=SameNames)
+    params = import_hf(tmp_path / "llama", other, ONE)
+    assert jax.tree.structure(params) == jax.tree.structure(library.shapes())
+    said = "blocks=SameNames is a part of your own, and transformers would compute llama"
+    with pytest.raises(UserError, match=said):
+        export_hf(params, other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    said = r"the parameter blocks.mixes.0.kernel \[2, 16, 16\] of Parallel is none of the checkpoi"
+    with pytest.raises(UserError, match=said):
+        import_hf(tmp_path / "llama", Model(LLAMA, blocks=Parallel), ONE)
