@@ -333,7 +333,7 @@ def path_name(path: KeyPath) -> str:
 
 def merge_trees(tree: PyTree, part: PyTree) -> PyTree:
     """Return a dict of dicts in which what a `part` of it has stands in place of its own."""
-    if not isinstance(part, Mapping):
+    if not isinstance(part, dict):
         return part
     return {**tree, **{key: merge_trees(tree.get(key, {}), part[key]) for key in part}}
 
