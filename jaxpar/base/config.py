@@ -17,6 +17,7 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, ranges, require_ranges
+from jaxpar.base.registry import require_names
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
 from jaxpar.base.training_rules import only_training, outdated_keys, training_rules
@@ -515,6 +516,7 @@ def check(config: Config, training: bool = True) -> Config:
     require_ranges(
         Config, {key: value for key, value in values.items() if training or not only_training(key)}
     )
+    require_names(Config, values)
     _require_size(config)
     model = config.model
     train = config.train

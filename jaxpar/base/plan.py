@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, TypeAlias
 
 import jax.numpy as jnp
 
@@ -14,12 +14,13 @@ from jaxpar.base.activation_names import Action, Keep, Policy, actions
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.ranges import Range
+from jaxpar.base.registry import FORMS, SCHEDULES, OneOf
 from jaxpar.base.sharding import Axes, Layout, LogicalAxis, drop_axes, first_axes
 
-Form = Literal["xla", "ring", "bidirectional"]
+Form: TypeAlias = str
+"""The name of a form in which a linear gathers or scatters: one of `registry.FORMS`."""
 Move = Literal["gather", "scatter"]
 Strategy = Literal["ring", "ulysses"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,25 @@ class Overlap:
     """How the linears gather and scatter the sequence.
 
     `xla` is a collective before or after the matmul. `ring` sends parts from neighbour to neighbour
-    beside parts of the matmul, and `bidirectional` sends half of them each way. `auto` takes the
-    fastest of the three at each site: see `jaxpar.plan.choose_overlap`.
+    beside parts of the matmul, and `bidirectional` sends half of them each way; others may be
+    registered (`jaxpar.parallel.ring_matmul.register_form`). `auto` takes the fastest of all at
+    each site: see `jaxpar.plan.choose_overlap`.
     """
 
-    gather: Literal[Form, "auto"] = "xla"
+    gather: Annotated[Form, OneOf(FORMS, ("auto",))] = "xla"
     """How the input is gathered before the matmul, and the output's gradient in the backward."""
-    scatter: Literal[Form, "auto"] = "xla"
+    scatter: Annotated[Form, OneOf(FORMS, ("auto",))] = "xla"
     """How the output is summed and scattered after the matmul, and the input's gradient in the
     backward.
     """
-    heads_gather: Literal[Form, "same"] = "same"
+    heads_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
     """The form of `gather` for q, k, v and the attention's output alone; `same` is that of
     `gather`.
     """
-    heads_scatter: Literal[Form, "same"] = "same"
-    mlp_gather: Literal[Form, "same"] = "same"
+    heads_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
+    mlp_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
     """The form of `gather` for the linears of the MLP alone."""
-    mlp_scatter: Literal[Form, "same"] = "same"
+    mlp_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
     domino: Literal["off", "on", "auto"] = "off"
     """Whether each block runs on two halves of a device's sequences, so that one half's collectives
     may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
@@ -61,7 +63,7 @@ class Overlap:
                 f"overlap.{move} is auto, which train and rehearse choose: here, try "
                 f"overlap.{move}=xla"
             )
-        return cast(Form, form)
+        return form
 
     def forms(self, site: LogicalAxis | None) -> tuple[Form, Form]:
         """The form of the gather and that of the scatter; see `form`."""
@@ -97,9 +99,9 @@ class Pipeline:
     `jaxpar.parallel.pipeline`.
     """
 
-    schedule: Schedule = "1f1b"
-    """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See
-    `parallel.pipeline.schedules`.
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "1f1b"
+    """One of gpipe, 1f1b, interleaved and looped, of which the last two take `virtual`, or one that
+    was registered: see `parallel.pipeline.schedules`.
     """
     microbatches: Annotated[int, Range(0, 65_536)] = 0
     """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts

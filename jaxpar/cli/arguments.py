@@ -27,6 +27,7 @@ from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR
 from jaxpar.base.ranges import require_ranges
+from jaxpar.base.registry import require_names
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
 
@@ -232,6 +233,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     # a run may have older values
     given = {key: value for key, value in after.items() if value != before[key]}
     require_ranges(type(args), given, inside="config.")
+    require_names(type(args), given, inside="config.")
     return args
 
 

@@ -26,6 +26,7 @@ from jaxpar.parallel.context import Split
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
+from jaxpar.parallel.ring_matmul import ring_forms
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def split_of(plan: Plan, softcap: float = 0.0) -> Split:
 
 def overlap_notes(plan: Plan) -> list[str]:
     """Say for the log where a collective replaces a ring that the plan asks for."""
-    asked = [name for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")]
+    rings = ring_forms()
+    asked = [name for name, form in vars(plan.overlap).items() if form in rings]
     if not asked:
         return []
     flags = " and ".join(f"overlap.{name}" for name in asked)
@@ -214,10 +216,10 @@ def overlap_notes(plan: Plan) -> list[str]:
     sums = {output_axis("kv_heads", plan): attention, "heads": attention, "mlp": moves}
     for axis, moved in sums.items() if any("scatter" in name for name in asked) else ():
         split = plan.mesh_axes(axis)
-        rings = [ring for _, ring in moved]
-        if split and rings and set(split) != set(rings[0]):
+        ring = moved[0][1] if moved else ()
+        if split and ring and set(split) != set(ring):
             over = " x ".join(split)
-            around = " x ".join(rings[0])
+            around = " x ".join(ring)
             notes.append(
                 f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring "
                 f"is {around}"

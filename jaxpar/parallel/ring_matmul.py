@@ -14,16 +14,73 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
+from jaxpar.base.registry import FORMS, registering
 from jaxpar.base.sharding import Axes, Layout
 from jaxpar.parallel.collectives import further_split, gather, reduce
+
+
+class Lane(NamedTuple):
+    """A part of a chunk that travels by itself, `rows` of it from the row `first` on.
+
+    Attributes:
+      way: to which neighbour it goes at each hop: 1 = the next one, -1 = the one before.
+    """
+
+    first: int
+    rows: int
+    way: int
+
+
+Lanes = Callable[[int], list[Lane]]
+"""How a chunk of so many rows travels. The parts cover it, one after another."""
+
+
+def register_form(name: str) -> Callable[[Lanes], Lanes]:
+    """A decorator that makes a form of ring known by a name, to the ops and to configs (`overlap`).
+
+    It is put on a function from the number of rows of a chunk, at least 1, to its parts. `overlap
+    auto` tries every form.
+
+    Args:
+      name: a word that no other form has.
+    """
+    return registering(FORMS, name, lambda lanes: lanes)
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """The form that is no ring: a collective before or after the matmul."""
+
+
+FORMS.add("xla", _Collective())
+
+
+@register_form("ring")
+def whole_chunks(rows: int) -> list[Lane]:
+    """Whole chunks, all of them one way."""
+    return [Lane(0, rows, 1)]
+
+
+@register_form("bidirectional")
+def half_each_way(rows: int) -> list[Lane]:
+    """One half of each chunk either way. A single row goes one way only."""
+    half = rows // 2
+    if not half:
+        return whole_chunks(rows)
+    return [Lane(0, half, -1), Lane(half, rows - half, 1)]
+
+
+def ring_forms() -> dict[str, Lanes]:
+    """The forms that are rings, by name."""
+    return {name: lanes for name, lanes in FORMS.items() if not isinstance(lanes, _Collective)}
 
 
 def all_gather_matmul(
@@ -120,48 +177,32 @@ def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
     """The ring that replaces the gather from one layout to the other, or its transpose; None = no
     ring.
     """
-    if form not in get_args(Form):
-        known = get_args(Form)
-        raise UserError(
-            f"no form {form!r}{suggest(form, known)} of a gather or scatter: try one of "
-            f"{', '.join(known)}"
-        )
+    lanes = FORMS[form]
     moves = further_split(stored, used, layout)
-    if form == "xla" or [dim for dim, _ in moves] != [1]:
+    if isinstance(lanes, _Collective) or [dim for dim, _ in moves] != [1]:
         return None
-    return _Ring(
-        moves[0][1],
-        layout.pieces(moves[0][1]),
-        form,
-    )
+    axes = moves[0][1]
+    return _Ring(axes, layout.pieces(axes), lanes)
 
 
 class _Ring(NamedTuple):
     """Devices that hand chunks on to their neighbours."""
 
-    axes: tuple[MeshAxis, ...]  # mesh axes, treated as one
-    size: int  # number of devices along them
-    # `ring` sends whole chunks one way, `bidirectional` one half of each chunk either way.
-    form: Literal["ring", "bidirectional"]
+    axes: tuple[MeshAxis, ...]
+    """Mesh axes, treated as one."""
+    size: int
+    """The number of devices along them."""
+    lanes: Lanes
 
-    def lanes(self, rows: int) -> list[tuple[int, int, int]]:
-        """How a chunk of `rows` travels: (first row, rows, direction) of each part. A single row
-        goes one way only.
-        """
-        half = rows // 2 if self.form == "bidirectional" else 0
-        if half:
-            return [(0, half, -1), (half, rows - half, 1)]
-        return [(0, rows, 1)]
-
-    def hop(self, x: jax.Array, direction: int) -> jax.Array:
+    def hop(self, x: jax.Array, way: int) -> jax.Array:
         """Return what the neighbour behind has, as seen in this direction."""
         return jax.lax.ppermute(
-            x, self.axes, [(i, (i + direction) % self.size) for i in range(self.size)]
+            x, self.axes, [(i, (i + way) % self.size) for i in range(self.size)]
         )
 
-    def behind(self, hops: int, direction: int) -> jax.Array:
+    def behind(self, hops: int, way: int) -> jax.Array:
         """Return the device that is so many hops behind this one."""
-        return (jax.lax.axis_index(self.axes) - direction * hops) % self.size
+        return (jax.lax.axis_index(self.axes) - way * hops) % self.size
 
 
 def _gather_chunks(

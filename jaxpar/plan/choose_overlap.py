@@ -23,6 +23,7 @@ from jaxpar.base.plan import Overlap, Plan
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
+from jaxpar.parallel.ring_matmul import ring_forms
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate
@@ -83,7 +84,7 @@ def time_forms(
     rings = bool(further_split(STORED, GATHERED, plan))
     for site in SITES if rings else ():
         if asked[site] == "same" and asked[site.rpartition("_")[2]] == "auto":
-            for form in ("ring", "bidirectional"):
+            for form in ring_forms():
                 take(dataclasses.replace(_fastest(seconds), **{site: form}))
     rows = config.train.batch // config.train.accumulation // plan.size("batch")
     # Domino can run

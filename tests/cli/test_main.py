@@ -596,7 +596,7 @@ def test_show_a_schedule(run, refused, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a_schedule.png"]
     assert run(*words, "--pipeline.schedule", "gpipe").startswith("gpipe, 2 stages")
     assert "try mesh.stage=4" in refused("show", "tiny", "--schedule")
-    assert "invalid choice 'zb_h2'" in refused(*words, "--pipeline.schedule", "zb_h2")
+    assert "found 'zb_h2'" in refused(*words, "--pipeline.schedule", "zb_h2")
 
 
 # Machines.

@@ -48,4 +48,7 @@ def test_through_a_program(key: str) -> None:
         except UserError as error:
             assert len(str(error)) < 1000
         else:
-            assert type(flatten(config)[key]) is type(flatten(Config())[key])
+            default = flatten(Config())[key]
+            # a rule that nobody wrote is a tuple of a type of its own
+            kind = tuple if isinstance(default, tuple) else type(default)
+            assert type(flatten(config)[key]) is kind

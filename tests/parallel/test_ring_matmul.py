@@ -17,6 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpar
+from jaxpar import parallel
+from jaxpar.base import registry
+from jaxpar.base.config import Config, check, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Overlap, Plan
@@ -24,6 +28,7 @@ from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.ops import Ops, overlap_notes
+from jaxpar.parallel.ring_matmul import Lane, register_form, ring_forms
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick
@@ -396,7 +401,52 @@ def test_the_plan_asks_for_what_is_sent():
 
 def test_a_form_that_there_is_not_is_refused():
     x, weight = arrays((B, 8, D), (D, H, h))
-    with pytest.raises(UserError, match=r"no form 'rnig' \(did you mean 'ring'\?\) of a gather"):
+    with pytest.raises(
+        UserError, match=r"form of a collective is one of .*found 'rnig' \(did you mean 'ring'\?\)"
+    ):
         Ops(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(
             x, (weight,), (("heads", "head_dim"),)
         )  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def thirds():
+    """A form of one's own: each chunk in three parts, of which the middle one goes the other
+    way.
+    """
+
+    @register_form("thirds")
+    def lanes(rows: int) -> list[Lane]:
+        if rows < 3:
+            return [Lane(0, rows, 1)]
+        third = rows // 3
+        return [Lane(0, third, 1), Lane(third, third, -1), Lane(2 * third, rows - 2 * third, 1)]
+
+    yield lanes
+    registry.FORMS.remove("thirds")
+
+
+def test_a_form_of_ones_own_gives_the_same_answer_and_is_listed(thirds: Any) -> None:
+    layout = jaxpar.Layout(jaxpar.make_mesh(tensor=8))
+    rng = np.random.default_rng(0)
+    shapes = ((2, 24, 8), (8, 16), (16, 8))
+    args = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+    def loss(form: str) -> Any:
+        def of(x: Any, up: Any, down: Any) -> Any:
+            hidden = parallel.column_linear(x, up, ("mlp",), layout, overlap=form)
+            y = parallel.row_linear(hidden, down, ("mlp",), layout, overlap=form)
+            return jnp.sum(jnp.sin(y))
+
+        return jax.jit(jax.grad(of, (0, 1, 2)))
+
+    for ours, wanted in zip(loss("thirds")(*args), loss("xla")(*args), strict=True):
+        # sums of float32 in another order
+        assert np.max(np.abs(ours - wanted)) <= 1e-5 * np.max(np.abs(wanted))
+    # three parts go round at each of seven hops
+    assert str(jax.make_jaxpr(loss("thirds"))(*args)).count("ppermute") % (3 * 7) == 0
+    config = override(Config(), {"overlap.gather": "thirds"})
+    assert check(config) is config
+    assert "thirds" in ring_forms()
+    with pytest.raises(UserError, match=r"overlap.gather is one of .*thirds, auto, found 'thrids'"):
+        check(override(Config(), {"overlap.gather": "thrids"}))

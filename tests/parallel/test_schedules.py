@@ -4,29 +4,33 @@ literature say.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
+from jaxpar.base.config import Config, override
+from jaxpar.base.config import check as check_config
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Schedule
+from jaxpar.base.registry import SCHEDULES
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import (
     Action,
     Table,
     Times,
     check,
+    register_schedule,
     schedule,
     simulate_schedule,
 )
 
 pytestmark = pytest.mark.quick
 
-NAMES: tuple[Schedule, ...] = get_args(Schedule)
-CHUNKED: tuple[Schedule, ...] = ("interleaved", "looped")
+NAMES = SCHEDULES.names()
+CHUNKED = ("interleaved", "looped")
 STAGES = (1, 2, 3, 4, 5, 8)
 
 every_schedule = pytest.mark.parametrize("name", NAMES)
@@ -50,7 +54,7 @@ def batches(P: int) -> list[int]:
     )
 
 
-def sizes(name: Schedule, P: int) -> list[tuple[int, int]]:
+def sizes(name: str, P: int) -> list[tuple[int, int]]:
     """M and v to try."""
     return [(M, v) for M in batches(P) for v in ((1, 2, 3) if name in CHUNKED else (1,))]
 
@@ -467,7 +471,7 @@ def test_the_checker_finds_what_the_definition_does(name):
     [
         (
             ("1f1", 4, 8, 1),
-            r"no schedule '1f1' \(did you mean '1f1b'\?\): gpipe, 1f1b, interleaved, looped",
+            r"is one of gpipe, 1f1b, interleaved, looped, found '1f1' \(did you mean '1f1b'\?\)",
         ),
         (("1f1b", 0, 8, 1), "at least one stage, microbatch and virtual stage, found 0, 8, 1"),
         (("1f1b", 4, 0, 1), "found 4, 0, 1"),
@@ -486,3 +490,65 @@ def test_schedules_that_there_are_not(words, message):
 
 def test_the_bubble_of_as_many_microbatches_as_stages():
     assert simulate_schedule(schedule("1f1b", 8, 8)).bubble == pytest.approx(7 / 15)
+
+
+# Schedules of one's own.
+
+
+def last_first(action: Action | None, microbatches: int) -> Action | None:
+    if action is None or action.kind == "forward":
+        return action
+    return action._replace(microbatch=microbatches - 1 - action.microbatch)
+
+
+@pytest.fixture
+def late():
+    """A schedule of one's own: GPipe whose last microbatch has its backward first."""
+
+    @register_schedule("late")
+    def build(stages, microbatches, virtual):
+        ours = schedule("gpipe", stages, microbatches, virtual)
+        rounds = tuple(
+            tuple(tuple(last_first(action, microbatches) for action in tick) for tick in part)
+            for part in ours.rounds
+        )
+        return dataclasses.replace(ours, rounds=rounds)
+
+    yield build
+    SCHEDULES.remove("late")
+
+
+def test_a_schedule_of_ones_own_is_named_by_a_config_and_by_the_messages(late):
+    config = override(Config(), {"pipeline.schedule": "late", "mesh.stage": 2})
+    assert check_config(config) is config
+    assert schedule("late", 2, 4) == late(2, 4, 1)
+    with pytest.raises(
+        UserError, match=r"pipeline.schedule is one of gpipe, .*, late, found 'lat'"
+    ):
+        check_config(override(Config(), {"pipeline.schedule": "lat", "mesh.stage": 2}))
+    with pytest.raises(UserError, match="late has one virtual stage a stage"):
+        schedule("late", 2, 4, 2)
+
+
+def test_a_registered_schedule_that_is_wrong_is_refused_by_its_name(late):
+    @register_schedule("wrong")
+    def wrong(stages, microbatches, virtual):
+        table = late(stages, microbatches, virtual)
+        return dataclasses.replace(table, rounds=table.rounds[:-1])
+
+    @register_schedule("other_sizes")
+    def other_sizes(stages, microbatches, virtual):
+        return late(stages, 1, virtual)
+
+    try:
+        with pytest.raises(UserError, match=r"wrong made no valid table: tick .* is never done"):
+            schedule("wrong", 2, 4)
+        with pytest.raises(UserError, match=r"other_sizes made a table of \(2, 1, 1\)"):
+            schedule("other_sizes", 2, 4)
+        with pytest.raises(UserError, match="'late' is registered already"):
+            register_schedule("late")(wrong)
+        with pytest.raises(UserError, match="registered by a word, and was given 'two words'"):
+            register_schedule("two words")(wrong)
+    finally:
+        SCHEDULES.remove("wrong")
+        SCHEDULES.remove("other_sizes")

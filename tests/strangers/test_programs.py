@@ -168,6 +168,7 @@ def test_attention_on_one_device_asks_for_no_layout() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param("gpipe", 1, {"stage": 8}, marks=pytest.mark.slow),
+        pytest.param("last_first", 1, {"stage": 4, "data": 2}, marks=pytest.mark.slow),
         ("1f1b", 1, {"stage": 2, "fsdp": 2, "tensor": 2}),
         pytest.param(
             pipeline.schedule("1f1b", 2, 4), 1, {"stage": 2, "data": 4}, marks=pytest.mark.slow

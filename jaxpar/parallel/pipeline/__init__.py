@@ -12,4 +12,5 @@ from jaxpar.parallel.pipeline.layers import reorder_layers as reorder_layers
 from jaxpar.parallel.pipeline.layers import stored_order as stored_order
 from jaxpar.parallel.pipeline.own import value_and_grad as value_and_grad
 from jaxpar.parallel.pipeline.schedules import Table as Table
+from jaxpar.parallel.pipeline.schedules import register_schedule as register_schedule
 from jaxpar.parallel.pipeline.schedules import schedule as schedule

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Pipeline, Plan, Schedule
+from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.pipeline.executor import gradients
@@ -72,7 +72,7 @@ def value_and_grad(
     layout: Layout,
     *,
     microbatches: int,
-    schedule: Schedule | Table = "1f1b",
+    schedule: str | Table = "1f1b",
     virtual: int = 1,
 ) -> Callable[[Params, Mapping[str, Array]], tuple[Array, Params]]:
     """Return the mean loss and the gradients of a model whose blocks are stages of a pipeline.
@@ -94,9 +94,9 @@ def value_and_grad(
         begin with "layers".
       layout: a layout with more than one device along `stage`.
       microbatches: how many microbatches the batch's rows are cut into.
-      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, or a table of one's own, which also sets
-        microbatches and virtual stages (`jaxpar.parallel.pipeline.schedules.check` says which
-        tables are valid).
+      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, one that `register_schedule` made known,
+        or a table of one's own, which also sets microbatches and virtual stages
+        (`jaxpar.parallel.pipeline.schedules.check` says which tables are valid).
       virtual: how many chunks of layers a stage has.
 
     Returns:

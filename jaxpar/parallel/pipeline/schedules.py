@@ -13,14 +13,14 @@ of stage s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.plan import Schedule
+from jaxpar.base.errors import UserError
+from jaxpar.base.registry import SCHEDULES, registering
 
 Kind = Literal["forward", "backward"]
 """`backward` = gradients of a virtual stage's input and of its weights."""
@@ -60,34 +60,124 @@ class Table:
         return tuple(tick for part in self.rounds for tick in part)
 
 
-def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -> Table:
-    """Build the table of a schedule, in ticks of one kind.
+Build = Callable[[int, int, int], Table]
+"""Makes a schedule's table of the numbers of stages, microbatches and virtual stages a stage."""
 
-    `gpipe` (Huang et al. 2018, arXiv:1811.06965) runs all forwards, then all backwards. `1f1b`
-    (PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503) runs a backward as soon as there is
-    one. `interleaved` (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) is 1F1B through v
-    chunks per stage, about P microbatches at a time. `looped` (breadth-first, Lamy-Poirier 2022,
-    arXiv:2211.05953) is GPipe through v chunks per stage.
+
+@dataclass(frozen=True)
+class RegisteredSchedule:
+    """What a name of `pipeline.schedule` stands for."""
+
+    build: Build
+    virtual: bool
+    """Whether a stage may have more than one virtual stage."""
+
+
+def register_schedule(name: str, *, virtual: bool = False) -> Callable[[Build], Build]:
+    """A decorator that makes a schedule known by a name, to configs (`pipeline.schedule`) and to
+    `value_and_grad`.
+
+    It is put on a function of the numbers of stages P, microbatches M and virtual stages a stage v
+    (`pipeline.virtual`), which returns the table. The table is checked (`check`) wherever it is
+    used.
+
+    Args:
+      name: a word that no other schedule has.
+      virtual: whether v may be above 1.
+    """
+    return registering(SCHEDULES, name, lambda build: RegisteredSchedule(build, virtual))
+
+
+def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Table:
+    """Build the table of a registered schedule.
+
+    Raises:
+      UserError: there is no such schedule, a size is below 1, the schedule cannot have so many
+        virtual stages, or what it made is no valid table of these sizes.
+    """
+    check_sizes(name, stages, microbatches, virtual)
+    table = SCHEDULES[name].build(stages, microbatches, virtual)
+    found = (table.stages, table.microbatches, table.virtual)
+    if found != (stages, microbatches, virtual):
+        raise UserError(
+            f"pipeline.schedule {name} made a table of {found} stages, microbatches and virtual "
+            f"stages, where {(stages, microbatches, virtual)} were asked for"
+        )
+    try:
+        check(table)
+    except UserError as error:
+        raise UserError(f"pipeline.schedule {name} made no valid table: {error}") from error
+    return table
+
+
+def check_sizes(name: str, stages: int, microbatches: int, virtual: int) -> None:
+    """Refuse the sizes that `schedule` refuses.
 
     Raises:
       UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many
         virtual stages.
     """
-    check_sizes(name, stages, microbatches, virtual)
-    P = stages
-    v = virtual
-    all_forwards_first = name in ("gpipe", "looped")
-    if all_forwards_first:
-        groups = [microbatches]
-    else:
-        groups = _groups(P, microbatches)
+    kind: RegisteredSchedule = SCHEDULES[name]
+    if min(stages, microbatches, virtual) < 1:
+        found = f"{stages}, {microbatches}, {virtual}"
+        raise UserError(
+            f"a pipeline has at least one stage, microbatch and virtual stage, found {found}"
+        )
+    if virtual > 1 and not kind.virtual:
+        fitting = [other for other, entry in SCHEDULES.items() if entry.virtual]
+        raise UserError(
+            f"pipeline.schedule {name} has one virtual stage a stage, found "
+            f"pipeline.virtual={virtual}: try pipeline.schedule={fitting[0]}, or "
+            "pipeline.virtual=1"
+        )
+
+
+@register_schedule("gpipe")
+def gpipe(stages: int, microbatches: int, virtual: int) -> Table:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965)."""
+    return _all_forwards_first(stages, microbatches, virtual)
+
+
+@register_schedule("1f1b")
+def one_forward_one_backward(stages: int, microbatches: int, virtual: int) -> Table:
+    """A backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2020,
+    arXiv:2006.09503).
+    """
+    return _backwards_soon(stages, microbatches, virtual)
+
+
+@register_schedule("interleaved", virtual=True)
+def interleaved(stages: int, microbatches: int, virtual: int) -> Table:
+    """1F1B through v chunks a stage, about P microbatches at a time (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2).
+    """
+    return _backwards_soon(stages, microbatches, virtual)
+
+
+@register_schedule("looped", virtual=True)
+def looped(stages: int, microbatches: int, virtual: int) -> Table:
+    """GPipe through v chunks a stage (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953)."""
+    return _all_forwards_first(stages, microbatches, virtual)
+
+
+def _all_forwards_first(P: int, M: int, v: int) -> Table:
+    at = _positions(P, [M], v)
+    return _table(P, M, v, at, first_back=max(at.values()) + P)
+
+
+def _backwards_soon(P: int, M: int, v: int) -> Table:
+    groups = _groups(P, M)
     at = _positions(P, groups, v)
-    last = max(at.values())
-    if all_forwards_first:
-        first_back = last + P
-    else:
-        first_back = (v - 1) * max(P, *groups) + P - 1
-    rounds: list[dict[Kind, list[Action | None]]] = [{} for _ in range(last + first_back + 2 * P)]
+    return _table(P, M, v, at, first_back=(v - 1) * max(P, *groups) + P - 1)
+
+
+def _table(P: int, M: int, v: int, at: dict[tuple[int, int], int], first_back: int) -> Table:
+    """The table in which the forward of each microbatch and chunk is in the round `at`, on stage 0,
+    and the first backward in the round `first_back`, on the last stage.
+    """
+    rounds: list[dict[Kind, list[Action | None]]] = [
+        {} for _ in range(max(at.values()) + first_back + 2 * P)
+    ]
 
     def put(r: int, stage: int, action: Action) -> None:
         rounds[r].setdefault(action.kind, [None] * P)[stage] = action
@@ -100,27 +190,7 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
     ordered = (
         tuple(tuple(ticks[kind]) for kind in get_args(Kind) if kind in ticks) for ticks in rounds
     )
-    return Table(P, microbatches, v, tuple(filter(None, ordered)))
-
-
-def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) -> None:
-    """Refuse the sizes that `schedule` refuses."""
-    if name not in get_args(Schedule):
-        raise UserError(
-            f"no schedule {name!r}{suggest(name, get_args(Schedule))}: "
-            f"{', '.join(get_args(Schedule))}"
-        )
-    if min(stages, microbatches, virtual) < 1:
-        found = f"{stages}, {microbatches}, {virtual}"
-        raise UserError(
-            f"a pipeline has at least one stage, microbatch and virtual stage, found {found}"
-        )
-    if virtual > 1 and name not in ("interleaved", "looped"):
-        raise UserError(
-            f"pipeline.schedule {name} has one virtual stage a stage, found "
-            f"pipeline.virtual={virtual}: try "
-            "pipeline.schedule=interleaved, or pipeline.virtual=1"
-        )
+    return Table(P, M, v, tuple(filter(None, ordered)))
 
 
 def _groups(P: int, M: int) -> list[int]:

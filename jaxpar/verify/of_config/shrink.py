@@ -23,19 +23,16 @@ from jaxpar.base.config import (
     rules_of,
 )
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
-from jaxpar.base.plan import Pipeline
+from jaxpar.base.plan import Overlap, Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
 from jaxpar.base.toml import flatten
 from jaxpar.models.masks import shrink_mask
 from jaxpar.parallel.pipeline import layers_of, microbatches
+from jaxpar.parallel.ring_matmul import ring_forms
 
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
 _FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one
 _VOCAB = 40  # the vocabulary tables have at least this many rows
-# What is left to choose is set to the form in which the most could go wrong; all forms give the
-# same answer.
-_EXPLICIT = {"gather": "bidirectional", "scatter": "bidirectional", "domino": "on"}
-
 _SAID = ("model.", "data.seq_len", "train.accumulation", "overlap.", "pipeline.")
 
 Sizes = Mapping[MeshAxis, int]
@@ -89,10 +86,7 @@ def shrink(
     model = _narrow_model(
         config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim
     )
-    forms = {
-        name: form for name, form in _EXPLICIT.items() if getattr(config.overlap, name) == "auto"
-    }
-    overlap = replace(config.overlap, **forms)
+    overlap = _without_auto(config.overlap)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     # Each shard, or each half of one, has two sequences, because a single one would hide a wrong
     # order inside a shard.
@@ -116,6 +110,19 @@ def shrink(
         metrics=MetricsConfig(),
     )
     return small, _note(config, small)
+
+
+def _without_auto(overlap: Overlap) -> Overlap:
+    """What is left to choose, set to the form in which the most could go wrong: that of the most
+    parts. All forms give the same answer.
+    """
+    rings = ring_forms()
+    finest = max(rings, key=lambda name: len(rings[name](2)))
+    explicit = {"gather": finest, "scatter": finest, "domino": "on"}
+    given = vars(overlap)
+    return replace(
+        overlap, **{name: form for name, form in explicit.items() if given[name] == "auto"}
+    )
 
 
 def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:

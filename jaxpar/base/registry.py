@@ -1,0 +1,175 @@
+"""Names that a setting may have, each with what it stands for; a program adds its own by a
+decorator.
+
+    @parallel.pipeline.register_schedule("mine")
+    def mine(stages, microbatches, virtual): ...
+
+    config = override(config, {"pipeline.schedule": "mine"})
+
+What is registered is at once in what a config may say and in the messages that list it. Ours stand
+in one module each, the registry's home, which is loaded when a name is first looked up: the schema
+of a config lies below the code that it chooses from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from jaxpar.base.errors import UserError, short, suggest
+
+T = TypeVar("T")
+Kept = TypeVar("Kept")
+
+
+class Registry(Generic[T]):
+    """What may be named in one setting, or one argument, by its name."""
+
+    def __init__(self, what: str, home: str = ""):
+        """Make a registry.
+
+        Args:
+          what: what a message calls such a name: `pipeline.schedule`.
+          home: the module that registers ours, which is loaded at the first look-up; empty = it is
+            the one that makes the registry.
+        """
+        self.what = what
+        self._home = home
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, entry: T) -> T:
+        """Register an entry and return it. One that was defined at the same place replaces the one
+        before it, so that a notebook's cell may be run again.
+
+        Raises:
+          UserError: the name is not a word, or another entry has it.
+        """
+        if not isinstance(name, str) or not name.replace("_", "").isalnum():
+            raise UserError(f"{self.what} is registered by a word, and was given {short(name)}")
+        before = self._entries.get(name)
+        if before is not None and _place_of(before) != _place_of(entry):
+            raise UserError(
+                f"{self.what} {name!r} is registered already, as {_place_of(before)}: take "
+                "another name"
+            )
+        self._entries[name] = entry
+        return entry
+
+    def remove(self, name: str) -> None:
+        """Take a name out again, as a test does at its end."""
+        del self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        """Every name, ours first, in the order in which they were registered."""
+        self._load_home()
+        return tuple(self._entries)
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        """Every name with its entry."""
+        self._load_home()
+        return iter(list(self._entries.items()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __getitem__(self, name: str) -> T:
+        """The entry of a name; a UserError, which lists all names, for one that is not
+        registered.
+        """
+        self._load_home()
+        if name not in self._entries:
+            raise UserError(f"{self.what} {unknown(name, self.names())}")
+        return self._entries[name]
+
+    def _load_home(self) -> None:
+        if self._home:
+            importlib.import_module(self._home)
+
+
+def _place_of(entry: object) -> str:
+    """Where an entry, or the function that it holds, was defined."""
+    functions = [entry, *vars(entry).values()] if dataclasses.is_dataclass(entry) else [entry]
+    for one in functions:
+        if callable(one) and hasattr(one, "__qualname__"):
+            return f"{one.__module__}.{one.__qualname__}"
+    return repr(entry)
+
+
+def unknown(name: object, known: tuple[str, ...]) -> str:
+    """What a message says of a name that is none of those known: `is one of a, b, found 'c'`."""
+    return f"is one of {', '.join(known)}, found {short(name)}{suggest(str(name), known)}"
+
+
+SCHEDULES: Registry[Any] = Registry("pipeline.schedule", "jaxpar.parallel.pipeline.schedules")
+"""How microbatches go through stages: see `register_schedule` there."""
+FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.ring_matmul")
+"""How a linear gathers and scatters: see `register_form` there."""
+SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
+"""Where tokens come from: see `register_source` there."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """What a text in a schema may be, which stands beside its type: `Annotated[str,
+    OneOf(SCHEDULES)]`.
+    """
+
+    registry: Registry[Any]
+    also: tuple[str, ...] = ()
+    """Words that have a meaning of their own, such as `auto`."""
+
+    def require(self, key: str, value: object) -> None:
+        """Raise a UserError, which names the key, where a value is none of them."""
+        known = (*self.registry.names(), *self.also)
+        if value not in known:
+            raise UserError(f"{key} {unknown(value, known)}")
+
+
+@functools.cache
+def named_settings(schema: type) -> dict[str, OneOf]:
+    """The settings of a dataclass that name something registered, by dotted key."""
+    return dict(_named_settings(schema, ""))
+
+
+def _named_settings(schema: type, prefix: str) -> Iterator[tuple[str, OneOf]]:
+    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
+        if typing.get_origin(hint) is Annotated:
+            marks = typing.get_args(hint)[1:]
+            yield from ((prefix + name, mark) for mark in marks if isinstance(mark, OneOf))
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from _named_settings(hint, f"{prefix}{name}.")
+
+
+def require_names(schema: type, values: Mapping[str, Any], inside: str = "") -> None:
+    """Refuse a name that is not registered.
+
+    Args:
+      schema: the dataclass that the values are of.
+      values: values by dotted key.
+      inside: what a message leaves out at the front of a key, such as `config.`.
+
+    Raises:
+      UserError: the message names the key and the value, and lists what is registered.
+    """
+    for key, one_of in named_settings(schema).items():
+        if key in values:
+            one_of.require(key.removeprefix(inside), values[key])
+
+
+def registering(
+    registry: Registry[Any], name: str, entry_of: Callable[[Kept], Any]
+) -> Callable[[Kept], Kept]:
+    """A decorator that registers what it is put on, as the entry that `entry_of` makes of it, and
+    leaves it as it is.
+    """
+
+    def decorate(function: Kept) -> Kept:
+        registry.add(name, entry_of(function))
+        return function
+
+    return decorate
