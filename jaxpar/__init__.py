@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jaxpar.base.runtime import start
     from jaxpar.base.sharding import Layout, ShardingRules, placements, spec_for
     from jaxpar.rehearse.targets import load_target
+    from jaxpar.train.experiment import Experiment
+    from jaxpar.train.plans import make_experiment
     from jaxpar.train.state_layout import optimizer_state
 
 _NAMES = {
@@ -32,11 +34,14 @@ _NAMES = {
     "base.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
     "rehearse.targets": ("load_target",),
     "train.state_layout": ("optimizer_state",),
+    "train.experiment": ("Experiment",),
+    "train.plans": ("make_experiment",),
 }
 _WINGS = ("data", "kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
 __all__ = [
     "Config",
     "DcnSpec",
+    "Experiment",
     "Layout",
     "MeshSpec",
     "Plan",
@@ -47,6 +52,7 @@ __all__ = [
     "kernels",
     "load_config",
     "load_target",
+    "make_experiment",
     "make_mesh",
     "models",
     "optimizer_state",

@@ -51,6 +51,19 @@ class Overlap:
     """Whether each block runs on two halves of a device's sequences, so that one half's collectives
     may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to choose."""
+        return "auto" in vars(self).values()
+
+    def without_auto(self) -> Overlap:
+        """The same with `xla` and no Domino for what is left to choose, from which a search
+        starts.
+        """
+        first = {"gather": "xla", "scatter": "xla", "domino": "off"}
+        taken = {name: form for name, form in first.items() if getattr(self, name) == "auto"}
+        return replace(self, **taken)
+
     def form(self, move: Move, site: LogicalAxis | None) -> Form:
         """The form of a move at the linears whose hidden dim is `site`; a UserError where it is
         still `auto`.

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
-from jaxpar.models import Model
 from jaxpar.models.hf_families import hf_config
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import device_memory, mfu
 from jaxpar.train.step import init_state, make_train_step, put_batch
 
@@ -113,8 +113,7 @@ def _text(value: Cell) -> str:
 
 
 def bench_step(
-    config: Config,
-    plan: Plan,
+    experiment: Experiment,
     rounds: int = 15,
     steps: int = 10,
     beside_torch: bool = True,
@@ -134,10 +133,11 @@ def bench_step(
     Raises:
       ValueError: the loss does not fall.
     """
-    devices = list(plan.mesh.devices.flat)
-    run = train_steps(config, plan)
-    tokens = config.train.batch * config.data.seq_len
-    flops = Model(config.model).flops_per_token(config.data.seq_len)
+    config = experiment.config
+    devices = experiment.devices
+    run = train_steps(experiment)
+    tokens = experiment.tokens
+    flops = experiment.model.flops_per_token(config.data.seq_len)
     first = run(1)
     candidates: dict[str, Callable[[], object]] = {"jaxpar": lambda: run(steps)}
     last: dict[str, Row] = {}
@@ -173,14 +173,14 @@ def bench_step(
     return rows
 
 
-def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
+def train_steps(experiment: Experiment) -> Callable[[int], float]:
     """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it
     waits for.
     """
-    model = Model(config.model)
-    batch = random_batch(config, plan)
-    step = make_train_step(model, config, plan)
-    state = init_state(model, config, plan)
+    parts = (experiment.model, experiment.config, experiment.plan)
+    batch = random_batch(experiment.config, experiment.plan)
+    step = make_train_step(*parts)
+    state = init_state(*parts)
 
     def run(n: int) -> float:
         nonlocal state

@@ -293,15 +293,15 @@ def tokenize_command(words: list[str]) -> int:
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     from jaxpar.bench.measure import bench_step, table
-    from jaxpar.train.memory import require_memory
-    from jaxpar.train.plans import make_plan
+    from jaxpar.train.plans import make_experiment
+    from jaxpar.train.require_memory import require_memory
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
     config = check(args.config)
     say = console().print
-    plan = make_plan(config, start(config.mesh))
-    require_memory(config, plan, machine_memory())
-    say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
+    experiment = make_experiment(config, start(config.mesh))
+    require_memory(experiment, machine_memory())
+    say(table(bench_step(experiment, args.rounds, args.calls, say=say)))
     return 0
 
 

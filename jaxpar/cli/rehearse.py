@@ -61,10 +61,11 @@ def rehearse_command(words: list[str]) -> int:
     file = "" if quiet else args.json
     check_folders(args.trace, args.picture, file)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
-    config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
+    asked = on_target(args.config, target)
+    experiment, program = resolve_and_compile(asked, target, say)
     try:
         report = rehearse(
-            config, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program
+            experiment, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program
         )
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
@@ -75,13 +76,13 @@ def rehearse_command(words: list[str]) -> int:
         say(part)
     if quiet:
         print(json.dumps(report, allow_nan=False))
-    for asked, write in ((args.trace, write_trace), (args.picture, _draw), (file, _write_json)):
-        if asked:
+    for path, write in ((args.trace, write_trace), (args.picture, _draw), (file, _write_json)):
+        if path:
             try:
-                write(report, Path(asked))
+                write(report, Path(path))
             except OSError as error:
-                raise UserError(f"cannot write {asked}: {error.strerror}") from error
-            say(f"wrote {asked}")
+                raise UserError(f"cannot write {path}: {error.strerror}") from error
+            say(f"wrote {path}")
     broken = [row for row in report["findings"] if row["rule"] in rules]
     for line in finding_lines(broken):
         print(f"jaxpar: failed: {visible(line)}", file=sys.stderr)

@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
       S, T: how many queries and keys there are.
       block_q, block_k: how many queries and keys a tile has.
       q_start, k_start: the places of the first query and the first key, each an int or a traced
-      scalar.
+        scalar.
       multiple: a number that traced starts are multiples of.
     """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,19 +15,18 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, check
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import memory_of, run_together, start, write_whole
 from jaxpar.data.corpus import load_corpus, unigram_entropy
-from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.plan.budget import platform_of
 from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.own_tokenizer import with_own_tokenizer
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment
 from jaxpar.train.template_date import with_template_date
 from jaxpar.verify.of_config import require
 
@@ -48,19 +48,19 @@ def train_config(
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
     # what is wrong with the layout or the data is said before a budget is solved
-    make_plan(config, devices)
+    experiment = make_experiment(config, devices)
     config = with_template_date(config, folder)
     data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
     corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
-    settled = resolve(config, say=say)
+    settled = resolve(replace(experiment, config=config, corpus=corpus), say=say)
     if verify:
         run_together(lambda: require(settled, devices, say))
 
-    def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
+    def report_memory(experiment: Experiment, compiled: Compiled) -> None:
         if memory := compiled.memory_analysis():
-            parts, has = _memory_parts(config, plan)
+            parts, has = _memory_parts(experiment)
             predicted = [part._asdict() for part in parts]
-            said = CompiledBytes.of(memory, platform_of(plan.mesh.devices.flat[0]))._asdict()
+            said = CompiledBytes.of(memory, platform_of(experiment.devices[0]))._asdict()
             text = json.dumps(
                 {"predicted": predicted, "compiled": said, "device_has": has}, indent=1
             )
@@ -85,32 +85,32 @@ def train_config(
 
     try:
         with ThreadPoolExecutor(1) as beside:
-            result = run(settled, folder, corpus, report_memory, take_row)
+            result = run(settled, folder, watch=report_memory, report=take_row)
     except OutOfMemory as error:
         if error.where != STEP:
             raise
-        parts, has = _memory_parts(error.config, error.plan)
+        parts, has = _memory_parts(error.experiment)
         say(memory_table(parts))
-        raise UserError(out_of_memory(error.said, parts, error.config, error.plan, has)) from error
+        raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
     if main and (folder / "metrics.jsonl").exists():
         draw()
         say(f"wrote {folder / 'loss.png'}")
     return result
 
 
-def _memory_parts(config: Config, plan: Plan) -> tuple[list[MemoryPart], int]:
+def _memory_parts(experiment: Experiment) -> tuple[list[MemoryPart], int]:
     """The predicted parts of a step's memory on a device of a plan, and the bytes that the
     device has.
     """
-    device = plan.mesh.devices.flat[0]
-    return memory_account(config, plan, platform_of(device)), memory_of(device)
+    device = experiment.devices[0]
+    return memory_account(experiment, platform_of(device)), memory_of(device)
 
 
-def _draw_loss(config: Config, folder: Path, entropy: float) -> None:
+def _draw_loss(experiment: Experiment, folder: Path, entropy: float) -> None:
     from jaxpar.show.figures import loss_figure, save_figure  # matplotlib, which no step waits for
 
-    parameters = count_text(Model(config.model).parameter_count())
-    title = f"{folder.name}: {config.model.family}, {parameters} parameters"
+    parameters = count_text(experiment.model.parameter_count())
+    title = f"{folder.name}: {experiment.config.model.family}, {parameters} parameters"
     save_figure(
         loss_figure(read_metrics(folder), title, {"unigram entropy": entropy}), folder / "loss.png"
     )

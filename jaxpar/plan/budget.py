@@ -11,6 +11,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 
@@ -23,7 +24,8 @@ from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
 from jaxpar.plan.memory_search import MemorySearch, Say, Tried, searches
 from jaxpar.rehearse.targets import Target
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import make_experiment, with_config
 
 MARGIN = 0.05
 """The share of a device's memory that `auto` leaves free."""
@@ -40,55 +42,66 @@ _UNITS = {
 }
 
 
+_Given = TypeVar("_Given", Config, Experiment)
+
+
 def resolve(
-    config: Config,
+    experiment: _Given,
     target: Target | None = None,
     say: Say = lambda line: None,
-) -> Config:
-    """Replace every `overlap = auto` of a config and its `memory.budget` by what was found best.
+) -> _Given:
+    """Replace every `overlap = auto` of an experiment and its `memory.budget` by what was found
+    best.
 
     Args:
-      config: the experiment. Its mesh must fit the target.
+      experiment: an experiment, or a config, of which one is made. Its mesh must fit the target.
       target: the target to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the
-        devices at hand.
+        devices of the experiment, or all that are here.
       say: is called with a line for each form that is tried and for each compilation.
+
+    Returns:
+      The settled experiment, or the settled config where a config was given.
 
     Raises:
       UserError: the mesh does not fit, or the budget is below what the plan takes with the least
         kept.
     """
-    return resolve_and_compile(config, target, say)[0]
+    if isinstance(experiment, Config):
+        if not experiment.overlap.is_open and not experiment.memory.budget:
+            return experiment
+        made = make_experiment(experiment, None if target is None else target.devices())
+        return resolve_and_compile(made, target, say)[0].config
+    return resolve_and_compile(experiment, target, say)[0]
 
 
 def resolve_and_compile(
-    config: Config, target: Target | None = None, say: Say = lambda line: None
-) -> tuple[Config, jax.stages.Compiled | None]:
+    experiment: Experiment, target: Target | None = None, say: Say = lambda line: None
+) -> tuple[Experiment, jax.stages.Compiled | None]:
     """Do as `resolve` does, and also return the step if a budget had it compiled, or else None."""
-    config = choose_overlap(config, target, say)
-    if not config.memory.budget:
-        return config, None
-    devices = list(
-        make_plan(config, None if target is None else target.devices()).mesh.devices.flat
-    )
-    hardware = hardware_of(devices[0].device_kind) or Hardware()
-    platform = platform_of(devices[0])
+    if target is not None and experiment.devices != target.devices():
+        experiment = with_config(experiment, experiment.config, target.devices())
+    experiment = choose_overlap(experiment, target, say)
+    if not experiment.config.memory.budget:
+        return experiment, None
+    first = experiment.devices[0]
+    hardware = hardware_of(first.device_kind) or Hardware()
+    platform = platform_of(first)
     if target is not None:
         hardware = target.hardware
         platform = target.platform
-    found, tried = solve_budget(config, devices, platform, hardware, say, target)
-    return found, next(one.program for one in tried if one.config == found)
+    best, _ = solve_budget(experiment, platform, hardware, say, target)
+    return best.experiment, best.program
 
 
 def solve_budget(
-    config: Config,
-    devices: list[jax.Device],
+    experiment: Experiment,
     platform: str,
     hardware: Hardware,
     say: Say = lambda line: None,
     target: Target | None = None,
-) -> tuple[Config, list[Tried]]:
-    """Find the fastest config that fits `memory.budget`, and return it with what was compiled on
-    the way to it.
+) -> tuple[Tried, list[Tried]]:
+    """Find the fastest settings that fit `memory.budget`, and return them with all that was
+    compiled on the way to them.
 
     What `memory.may` names may change as well as the activations. If the devices are those of a
     target, its rehearsal says how long compute waits for the host, and which of the compiled
@@ -98,8 +111,9 @@ def solve_budget(
       UserError: the budget is below what the plan takes with the least kept; the message says what
         would lower that.
     """
-    budget = budget_bytes(config.memory.budget, hardware, devices[0])
-    searched = searches(config, devices, platform, hardware, say)
+    config = experiment.config
+    budget = budget_bytes(config.memory.budget, hardware, experiment.devices[0])
+    searched = searches(experiment, platform, hardware, say)
     least = min(searched, key=lambda one: one.predicted_bytes(one.least))
     tried = list[Tried]()
     best = None
@@ -157,7 +171,7 @@ def solve_budget(
     say(
         f"memory.budget {config.memory.budget}: {reasons(search, solution)}{_rehearsal_text(found)}"
     )
-    return found.config, tried
+    return found, tried
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
@@ -276,10 +290,10 @@ def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: C
     wanted += [f"precision.{name}=bfloat16" for name in wide]
     if (
         "accumulation" not in may
-        and config.train.batch // config.train.accumulation > least.plan.size("batch")
+        and config.train.batch // config.train.accumulation > least.experiment.plan.size("batch")
     ):
         wanted.append(f"train.accumulation={2 * config.train.accumulation}")
-    wanted.append(f"mesh.fsdp={2 * least.plan.mesh.shape['fsdp']}")
+    wanted.append(f"mesh.fsdp={2 * least.experiment.plan.mesh.shape['fsdp']}")
     return (
         f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan "
         "takes with the least "

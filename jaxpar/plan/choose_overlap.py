@@ -18,8 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.compiler import step_options
-from jaxpar.base.config import Config
-from jaxpar.base.plan import Overlap, Plan
+from jaxpar.base.plan import Overlap
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
@@ -27,7 +26,8 @@ from jaxpar.parallel.ring_matmul import ring_forms
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import with_config
 from jaxpar.train.step import gradient_axes
 
 LAYERS = 4
@@ -41,44 +41,47 @@ Say = Callable[[str], None]
 BlockArguments = tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
-def is_open(overlap: Overlap) -> bool:
-    """Whether something is left to choose."""
-    return "auto" in vars(overlap).values()
-
-
 def choose_overlap(
-    config: Config, target: Target | None = None, say: Say = lambda line: None
-) -> Config:
-    """Replace every `auto` in a config's overlap by what is found fastest for a target, or for the
-    devices at hand (None), which are timed. `say` is called with a line for each form that is
-    tried."""
-    if not is_open(config.overlap):
-        return config
-    # The checks of `make_plan` may trace a block, which needs every form.
-    start = dataclasses.replace(config, overlap=without_auto(config.overlap))
-    plan = make_plan(start, None if target is None else target.devices())
-    overlap = _fastest(time_forms(config, plan, target, say))
+    experiment: Experiment,
+    target: Target | None = None,
+    say: Say = lambda line: None,
+) -> Experiment:
+    """Replace every `auto` in an experiment's overlap by what is found fastest.
+
+    Args:
+      experiment: its plan is on the devices of the target, if there is one.
+      target: the target whose compiler says how long a form takes; None = the devices are at hand,
+        and timed.
+      say: is called with a line for each form that is tried.
+    """
+    config = experiment.config
+    if not config.overlap.is_open:
+        return experiment
+    overlap = _fastest(time_forms(experiment, target, say))
     say(f"overlap auto: {words(overlap)}")
-    return dataclasses.replace(config, overlap=overlap)
+    return with_config(experiment, dataclasses.replace(config, overlap=overlap))
 
 
 def time_forms(
-    config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None
+    experiment: Experiment, target: Target | None, say: Say = lambda line: None
 ) -> dict[Overlap, float]:
     """Try forms on the way to the best and return the seconds of a block, forward and backward, in
     each of them.
 
-    What is open in the config's overlap is tried; its plan may have any form. They come in the
-    order of the trials; the first is `xla` wherever it may be chosen.
+    What is open in the config's overlap is tried. They come in the order of the trials; the first
+    is `xla` wherever it may be chosen.
     """
+    config = experiment.config
+    plan = experiment.plan
     seconds: dict[Overlap, float] = {}
 
     def take(overlap: Overlap) -> None:
         if overlap not in seconds:
-            seconds[overlap] = trial(config, dataclasses.replace(plan, overlap=overlap), target)
+            formed = dataclasses.replace(plan, overlap=overlap)
+            seconds[overlap] = trial(dataclasses.replace(experiment, plan=formed), target)
             say(f"overlap auto: {words(overlap)}: {1e3 * seconds[overlap]:.2f} ms a block")
 
-    first = without_auto(config.overlap)
+    first = config.overlap.without_auto()
     take(first)
     asked = vars(config.overlap)
     rings = bool(further_split(STORED, GATHERED, plan))
@@ -98,14 +101,6 @@ def _fastest(seconds: dict[Overlap, float]) -> Overlap:
     return min(seconds, key=lambda overlap: seconds[overlap])
 
 
-def without_auto(overlap: Overlap) -> Overlap:
-    """Replace `auto` by `xla` and by no Domino, from which the search starts."""
-    first = {"gather": "xla", "scatter": "xla", "domino": "off"}
-    return dataclasses.replace(
-        overlap, **{name: form for name, form in first.items() if getattr(overlap, name) == "auto"}
-    )
-
-
 def words(overlap: Overlap) -> str:
     """Write the forms in one line: `mlp_scatter bidirectional, else xla`."""
     gather = overlap.gather
@@ -121,32 +116,31 @@ def words(overlap: Overlap) -> str:
     return f"domino, {text}" if overlap.domino == "on" else text
 
 
-def trial(config: Config, plan: Plan, target: Target | None) -> float:
+def trial(experiment: Experiment, target: Target | None) -> float:
     """The seconds of a block, forward and backward, in the plan's form: played for a target, or
     timed on devices.
     """
-    layers = min(LAYERS, config.model.layers)
-    model = Model(dataclasses.replace(config.model, layers=layers, dropout=0.0))
-    traced, arguments = _blocks(model, config, plan)
+    sizes = experiment.config.model
+    layers = min(LAYERS, sizes.layers)
+    few = experiment.model.with_config(dataclasses.replace(sizes, layers=layers, dropout=0.0))
+    traced, arguments = _blocks(few, experiment)
     if target is None:
         seconds = _time(traced.lower().compile(), arguments) / layers
         return float(multihost_utils.broadcast_one_to_all(np.float64(seconds)))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    return simulate(compiled.as_text() or "", plan.mesh, target).seconds / layers
+    text = compiled.as_text() or ""
+    return simulate(text, experiment.plan.mesh, target).seconds / layers
 
 
-def _blocks(
-    model: Model,
-    config: Config,
-    plan: Plan,
-) -> tuple[jax.stages.Traced, BlockArguments]:
+def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, BlockArguments]:
     """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters,
     x, positions, dx.
     """
+    config = experiment.config
+    plan = experiment.plan
     shapes = model.shapes()
-    rows = config.train.batch // config.train.accumulation
+    rows = experiment.sequences
     if plan.size("stage") > 1:  # each stage runs them on the same microbatch
-        rows //= plan.pipeline.microbatches
         plan = dataclasses.replace(
             plan,
             rules=dataclasses.replace(plan.rules, layers=(), stage=()),

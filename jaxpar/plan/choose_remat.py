@@ -19,15 +19,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxpar.base.activation_names import Action, Keep
-from jaxpar.base.config import Config, MemoryConfig
+from jaxpar.base.config import MemoryConfig
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import output_axis
-from jaxpar.models import Model
 from jaxpar.models.masks import reach
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.plan.communication import recompute_bytes, step_collectives
-from jaxpar.train.memory import Activation, activations, loss_cut, microbatches_of
+from jaxpar.plan.memory_account import loss_cut
+from jaxpar.train.activations import Activation, activations
+from jaxpar.train.experiment import Experiment
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
 """Figures for a device that has none, such as a CPU. They are no particular device's; a matmul
@@ -131,29 +132,25 @@ def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | No
     )
 
 
-def items_of(
-    config: Config,
-    plan: Plan,
-    hardware: Hardware,
-    offload: bool,
-) -> list[Item]:
+def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[Item]:
     """List the named activations of a model under a plan, with the cost of each choice; `offload`
     tells whether host memory may be used."""
-    listed = {one.name: one for one in activations(config, plan)}
+    config = experiment.config
+    plan = experiment.plan
+    listed = {one.name: one for one in activations(experiment)}
     layers = layers_in(plan, config.model.layers)
     if layers is None:
         blocks = config.model.layers
     else:
         blocks = layers.places * plan.pipeline.virtual
     # how often a device runs a block in a step
-    times = blocks * config.train.accumulation * microbatches_of(plan)
+    times = blocks * config.train.accumulation * experiment.microbatches
     rate = _link_rate(hardware)
-    sent = recompute_bytes(config, plan)
-    seconds = {
-        name: times
-        * (_seconds_to_make(one, config, plan, hardware) + (sent[name] / rate if rate else 0.0))
-        for name, one in listed.items()
-    }
+    sent = recompute_bytes(experiment)
+    seconds = {}
+    for name, one in listed.items():
+        sending = sent[name] / rate if rate else 0.0
+        seconds[name] = times * (_seconds_to_make(one, experiment, hardware) + sending)
     found = []
     for name, one in listed.items():
         if name == "attention_lse":  # which is decided with attention_out
@@ -193,21 +190,22 @@ _MADE_BY = {
 """The weight that an activation is a product with."""
 
 
-def _seconds_to_make(one: Activation, config: Config, plan: Plan, hardware: Hardware) -> float:
+def _seconds_to_make(one: Activation, experiment: Experiment, hardware: Hardware) -> float:
     """The seconds to make an activation of one block: its matmul or its pass over memory, whichever
     is longer.
     """
     if one.name == "attention_out":
-        flops = _attention_flops(config, plan)
+        flops = _attention_flops(experiment)
     else:
-        flops = _matmul_flops(one, config, plan)
+        flops = _matmul_flops(one, experiment)
     passed = _PASSES * one.bytes / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
-    return max(flops / _flops_rate(hardware, plan), passed)
+    return max(flops / _flops_rate(hardware, experiment.plan), passed)
 
 
-def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
+def _matmul_flops(one: Activation, experiment: Experiment) -> float:
     """The FLOPs of the matmul that makes an activation, on one device; 0 where none does."""
-    model = Model(config.model)
+    model = experiment.model
+    plan = experiment.plan
     name = _MADE_BY.get(one.name, "")
     if name not in model.axes["blocks"]:
         return 0.0
@@ -227,35 +225,40 @@ def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
     )
 
 
-def _attention_flops(config: Config, plan: Plan) -> float:
+def _attention_flops(experiment: Experiment) -> float:
     """The FLOPs of one block's scores and weighted values, on one device."""
-    model = config.model
-    S = config.data.seq_len
-    rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
+    plan = experiment.plan
+    model = experiment.config.model
+    S = experiment.config.data.seq_len
+    rows = experiment.sequences
     pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
     width = model.heads * model.head_size
     keys = sum(reach(word, S) for word in model.masks) / model.kinds
     return 4.0 * rows * S * keys * width / 2 / pieces
 
 
-def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
+def costs_of(experiment: Experiment, hardware: Hardware) -> ActionCosts:
     """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward,
     with LoRA 2 of 4.
     """
-    tokens = config.train.batch * config.data.seq_len / plan.mesh.size
-    flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
+    config = experiment.config
+    plan = experiment.plan
+    tokens = experiment.tokens / plan.mesh.size
+    flops = experiment.model.flops_per_token(config.data.seq_len) * tokens
     backward = 1 if config.model.lora.rank else 2
     forward = flops / _flops_rate(hardware, plan) / (1 + backward)
     link = hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth
     return ActionCosts(forward, backward * forward, link, EXPOSED)
 
 
-def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
+def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
     """The seconds that accumulation and the form of the loss add to a step: what is sent, as if
     nothing hid it, and the loss's chunks, or its scores made twice (see
     `jaxpar.parallel.cross_entropy.tiling`)."""
-    cut = loss_cut(config, plan)
-    times = config.train.accumulation * microbatches_of(plan)
+    config = experiment.config
+    plan = experiment.plan
+    cut = loss_cut(experiment)
+    times = config.train.accumulation * experiment.microbatches
     if cut.tiling.slices > 1:
         again = 2.0 * cut.tokens / _flops_rate(hardware, plan)
     else:
@@ -273,7 +276,8 @@ def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
         model=replace(config.model, scan_layers=True),
     )
     plan = replace(plan, remat="full", keep=Keep(), optimizer="device", parameters="device")
-    return loss + sum(one.step_bytes for one in step_collectives(config, plan)) / rate
+    alike = Experiment(config, experiment.model.with_config(config.model), plan)
+    return loss + sum(one.step_bytes for one in step_collectives(alike)) / rate
 
 
 def _link_rate(hardware: Hardware) -> float:

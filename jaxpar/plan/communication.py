@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.activation_names import NAMES
-from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import CollectiveKind, Phase, sent_bytes
-from jaxpar.models import Model, Params
+from jaxpar.models import Params
 from jaxpar.parallel.remat import remat
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.train.memory import OneBlock, one_block
-from jaxpar.train.step import make_train_step, step_shapes
+from jaxpar.train.activations import OneBlock, one_block
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.step import make_train_step
 
 
 class StepCollective(NamedTuple):
@@ -65,7 +65,7 @@ class StepCollective(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
+def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
     """List every collective of one training step in the order of the step.
 
     In a pipeline all stages run all ticks, so what is sent for a layer is sent in the bubble as
@@ -73,14 +73,13 @@ def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
     of the loop counts it, which makes their bytes an upper bound.
 
     Args:
-      config: the experiment, whose overlap is settled.
-      plan: the plan of the config, from `jaxpar.train.plans.make_plan`. Its devices need not be
-        here.
+      experiment: an experiment whose overlap is settled. Its devices need not be here.
     """
+    plan = experiment.plan
     if plan.mesh.size == 1:
         return ()
-    model = Model(config.model)
-    traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    step = make_train_step(experiment.model, experiment.config, plan)
+    traced = step.trace(experiment.state, experiment.batch)
     return tuple(
         _step_collective(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh)
     )
@@ -96,14 +95,14 @@ def bytes_by_collective(
     return dict(total)
 
 
-def recompute_bytes(config: Config, plan: Plan) -> Mapping[str, float]:
+def recompute_bytes(experiment: Experiment) -> Mapping[str, float]:
     """The bytes that one device sends to make each activation of `activation_names.NAMES` again in
     one block.
 
     They are what the gradient of a block sends more when that activation alone is not kept. What
     the plan keeps does not matter.
     """
-    return _recompute_bytes(one_block(config, plan))
+    return _recompute_bytes(one_block(experiment))
 
 
 @lru_cache(maxsize=64)

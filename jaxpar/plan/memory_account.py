@@ -10,13 +10,12 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.base.activation_names import NAMES
-from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import compiler_message
-from jaxpar.base.plan import Plan
-from jaxpar.models import Model
-from jaxpar.train.memory import activations, loss_cut, state_bytes, unnamed_bytes
-from jaxpar.train.step import param_shapes
+from jaxpar.parallel.cross_entropy import Tiling, tiling
+from jaxpar.train.activations import activations, unnamed_bytes
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.state_memory import state_bytes
 
 
 class MemoryPart(NamedTuple):
@@ -28,16 +27,17 @@ class MemoryPart(NamedTuple):
     host: int = 0
 
 
-def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart]:
+def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
     """Predict the parts of a step from shapes alone; the last is a guess.
 
     What a block works with, the loss and the update do not exist at once, so that the largest
     counts. On the platform `cpu` host memory is the device's own.
     """
-    state = state_bytes(config, plan, platform)
-    work = work_bytes(config, plan)
+    plan = experiment.plan
+    state = state_bytes(experiment, platform)
+    work = work_bytes(experiment)
     kept = []
-    for one in activations(config, plan):
+    for one in activations(experiment):
         if one.action == "offload" and platform != "cpu":
             away = one.kept_bytes
         else:
@@ -51,7 +51,7 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
                     away,
                 )
             )
-    if unnamed := unnamed_bytes(config, plan):
+    if unnamed := unnamed_bytes(experiment):
         kept.append(MemoryPart("no name", "what else the backward is given", unnamed))
     held = sum(part.device for part in kept)
     if work >= state.update - held:
@@ -68,7 +68,7 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
     ]
 
 
-def work_bytes(config: Config, plan: Plan) -> int:
+def work_bytes(experiment: Experiment) -> int:
     """Guess the bytes that a block's backward or the loss works with, whichever is more; the
     compiler corrects it.
 
@@ -77,18 +77,16 @@ def work_bytes(config: Config, plan: Plan) -> int:
     and in the compute dtype, and the gathered vocabulary matrix with its gradient. The lookup has
     the gathered table with its gradient.
     """
-    model = Model(config.model)
-    shapes = param_shapes(model, plan)
-    layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
+    plan = experiment.plan
+    blocks = experiment.state.params["blocks"]
+    layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(blocks))
     if plan.mesh.size > 1:
         gathered = layer * plan.dtype.itemsize // plan.size("mlp")
     else:
         gathered = 0
-    block = (
-        sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(config, plan))
-        + gathered
-    )
-    (tokens, rows, D, (chunks, slices)) = loss_cut(config, plan)
+    named = sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(experiment))
+    block = named + gathered
+    (tokens, rows, D, (chunks, slices)) = loss_cut(experiment)
     width = plan.dtype.itemsize
     if plan.size("embed") > 1:
         table = rows * D * (width + 4)
@@ -101,11 +99,35 @@ def work_bytes(config: Config, plan: Plan) -> int:
     )
 
 
-def out_of_memory(
-    message: str, parts: list[MemoryPart], config: Config, plan: Plan, has: int
-) -> str:
+class LossCut(NamedTuple):
+    """A device's tokens of a microbatch, its part [rows, embed] of the vocabulary matrix, and the
+    loss's tiling.
+    """
+
+    tokens: int
+    rows: int
+    embed: int
+    tiling: Tiling
+
+
+def loss_cut(experiment: Experiment) -> LossCut:
+    """Return how the loss divides a microbatch under a plan."""
+    plan = experiment.plan
+    V, D = experiment.model.shapes()["embed"]["tokens"].shape
+    sequences = experiment.sequences // plan.size("batch")
+    tokens = max(
+        sequences * experiment.config.data.seq_len // plan.size("seq") // plan.size("stage"),
+        1,
+    )
+    rows = V // plan.size("vocab")
+    return LossCut(tokens, rows, D, tiling(tokens, rows, D, plan, plan.loss_mib))
+
+
+def out_of_memory(message: str, parts: list[MemoryPart], experiment: Experiment, has: int) -> str:
     """Tell the user in one line of a step that does not fit: the runtime's message, the step's
     `memory_account`, and the bytes that a device has (0 = not known)."""
+    config = experiment.config
+    fsdp = experiment.plan.mesh.shape["fsdp"]
     if has:
         where = f"a device has {bytes_text(has)}"
     else:
@@ -118,6 +140,6 @@ def out_of_memory(
         "out of memory: a step was predicted to take "
         f"{bytes_text(sum(part.device for part in parts))}, {where}; try "
         f"{budget}, which finds what to keep, offload and recompute, "
-        f"mesh.fsdp={2 * plan.mesh.shape['fsdp']} or "
+        f"mesh.fsdp={2 * fsdp} or "
         f"train.accumulation={2 * config.train.accumulation} ({compiler_message(message)[:200]})"
     )

@@ -20,7 +20,6 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
-from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
 from jaxpar.plan.choose_remat import (
     ActionCosts,
@@ -35,9 +34,10 @@ from jaxpar.plan.memory_account import work_bytes
 from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import Timeline, simulate
-from jaxpar.train.memory import state_bytes
-from jaxpar.train.plans import make_plan
-from jaxpar.train.step import in_host, make_train_step, step_shapes
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import with_config
+from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.step import in_host, make_train_step
 
 # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
 _AWAY = 1.1
@@ -69,7 +69,7 @@ class Tried(NamedTuple):
     """A compiled assignment, with its bytes a device as predicted and by the compiler, and the step
     in the rehearsal (None = not played, because the devices are at hand)."""
 
-    config: Config
+    experiment: Experiment
     solution: Solution
     predicted: int
     compiled: int
@@ -85,29 +85,24 @@ class MemorySearch:
 
     def __init__(
         self,
-        config: Config,
+        experiment: Experiment,
         outer: Outer,
-        devices: list[jax.Device],
         platform: str,
         hardware: Hardware,
     ):
         self.outer = outer
-        self.devices = devices
         self.platform = platform
         self._hardware = hardware
-        self.config = outer.apply(
-            replace(
-                config,
-                memory=replace(config.memory, policy="full", keep=Keep(), budget=""),
-            )
-        )
-        self.plan = make_plan(self.config, devices)
-        offload = _may_offload(devices[0], platform, config.memory.offload_anyway)
-        self.items = items_of(self.config, self.plan, hardware, offload)
-        self.costs = costs_of(self.config, self.plan, hardware)
-        self.state = state_bytes(self.config, self.plan, platform)
+        asked = experiment.config.memory
+        least = replace(asked, policy="full", keep=Keep(), budget="")
+        config = outer.apply(replace(experiment.config, memory=least))
+        self.experiment = with_config(experiment, config)
+        offload = _may_offload(experiment.devices[0], platform, asked.offload_anyway)
+        self.items = items_of(self.experiment, hardware, offload)
+        self.costs = costs_of(self.experiment, hardware)
+        self.state = state_bytes(self.experiment, platform)
         self.moved = self.state.streamed / self.costs.link
-        self.work = work_bytes(self.config, self.plan)
+        self.work = work_bytes(self.experiment)
         self.compiled = False
         self.update = self.state.update
         found = frontier(self.items)
@@ -125,7 +120,7 @@ class MemorySearch:
     @cached_property
     def fixed_seconds(self) -> float:
         """The seconds that every assignment of this search takes in addition, the same for all."""
-        return self.moved + other_seconds(self.config, self.plan, self._hardware)
+        return self.moved + other_seconds(self.experiment, self._hardware)
 
     def solve(self, budget: int, away: bool = True) -> Solution | None:
         """The fastest assignment that is predicted to fit; without `away` it keeps no activations
@@ -141,6 +136,11 @@ class MemorySearch:
         ]
         return solve(items, self.costs, budget - self.state.device - self.work)
 
+    @property
+    def config(self) -> Config:
+        """The config with the outer choices, which recomputes everything."""
+        return self.experiment.config
+
     def assign(self, solution: Solution) -> Config:
         """Return the config with the actions of a solution for its activations."""
         pairs = zip(self.items, solution.actions, strict=True)
@@ -151,7 +151,7 @@ class MemorySearch:
         )
 
     def was_tried(self, solution: Solution, tried: Sequence[Tried]) -> bool:
-        return self.assign(solution) in [one.config for one in tried]
+        return self.assign(solution) in [one.experiment.config for one in tried]
 
     def rank(self, solution: Solution) -> float:
         """The seconds by which assignments are compared."""
@@ -177,24 +177,23 @@ class MemorySearch:
 
     def compile(self, solution: Solution, target: Target | None) -> Tried:
         """Compile an assignment; the next prediction learns from what the compiler says."""
-        config = self.assign(solution)
+        assigned = with_config(self.experiment, self.assign(solution))
         predicted = self.predicted_bytes(solution)
-        found, text, program = compiled_bytes(config, self.devices, self.platform)
+        found, text, program = compiled_bytes(assigned, self.platform)
         self.compiled = True
         if solution.device + self.work >= self.update:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
         if target is not None and text:
-            played = simulate(text, self.plan.mesh, target)
+            played = simulate(text, self.experiment.plan.mesh, target)
         else:
             played = None
-        return Tried(config, solution, predicted, found, self.moved, played, program)
+        return Tried(assigned, solution, predicted, found, self.moved, played, program)
 
 
 def searches(
-    config: Config,
-    devices: list[jax.Device],
+    experiment: Experiment,
     platform: str,
     hardware: Hardware,
     say: Say = lambda line: None,
@@ -202,10 +201,11 @@ def searches(
     """Make a search for each choice besides activations, leaving out parts into which the batch
     does not split.
     """
+    config = experiment.config
     found = []
-    for outer in _outers(config, devices[0], platform, say):
+    for outer in _outers(config, experiment.devices[0], platform, say):
         try:
-            found.append(MemorySearch(config, outer, devices, platform, hardware))
+            found.append(MemorySearch(experiment, outer, platform, hardware))
         except UserError:
             if outer.accumulation == 1:
                 raise
@@ -214,7 +214,7 @@ def searches(
         forms = [
             one,
             *(
-                MemorySearch(config, one.outer._replace(loss_mib=mib), devices, platform, hardware)
+                MemorySearch(experiment, one.outer._replace(loss_mib=mib), platform, hardware)
                 for mib in (256, 64)
                 if mib < config.memory.loss_mib
             ),
@@ -224,7 +224,7 @@ def searches(
 
 
 def compiled_bytes(
-    config: Config, devices: list[jax.Device], platform: str
+    experiment: Experiment, platform: str
 ) -> tuple[int, str, jax.stages.Compiled | None]:
     """Compile the training step; return the bytes of a device that it allocates, its text, and the
     program. If the compiler refuses it for its memory, return the bytes that it names, an empty
@@ -233,17 +233,13 @@ def compiled_bytes(
     Raises:
       UserError: the compiler refuses the step for another reason.
     """
-    plan = make_plan(config, devices)
-    model = Model(config.model)
-    arguments = step_shapes(model, config, plan)
-    host = (
-        in_host(arguments[0], model, plan),
-        jax.tree.map(
-            lambda _: False,
-            arguments[1],
-        ),
-    )
-    _, lowered = lower_for(make_train_step(model, config, plan), arguments, host, platform)
+    model = experiment.model
+    plan = experiment.plan
+    arguments = (experiment.state, experiment.batch)
+    batch_in_host = jax.tree.map(lambda _: False, experiment.batch)
+    host = (in_host(experiment.state, model, plan), batch_in_host)
+    step = make_train_step(model, experiment.config, plan)
+    _, lowered = lower_for(step, arguments, host, platform)
     try:
         compiled = compile_absent(lowered)
         return (

@@ -4,8 +4,8 @@ its report.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -13,26 +13,23 @@ import jax
 from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import bytes_text
 from jaxpar.base.mesh import MESH_AXES, describe
-from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import placements
 from jaxpar.hlo.parse import parse
-from jaxpar.models import Model
 from jaxpar.rehearse._step import Compiled, compile_for, report_of
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
-from jaxpar.train.memory import state_bytes
-from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.step import in_host, make_train_step, param_shapes, step_shapes
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import make_experiment, plan_notes, with_config
+from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.step import in_host, make_train_step
 
 
 class CompiledStep(NamedTuple):
-    """The training step of a config, compiled for a target."""
+    """The training step of an experiment, compiled for a target."""
 
-    config: Config
-    plan: Plan
-    model: Model
+    experiment: Experiment
     requested: list[Requested]
     compiled: Compiled
     notes: tuple[str, ...] = ()
@@ -40,7 +37,7 @@ class CompiledStep(NamedTuple):
 
 
 def rehearse(
-    config: Config,
+    experiment: Config | Experiment,
     target: Target | str,
     name: str = "",
     command: str = "",
@@ -51,8 +48,8 @@ def rehearse(
     is in it.
 
     Args:
-      config: the experiment, settled (`jaxpar.plan.resolve`). Its mesh must fit the target;
-        `mesh.distributed` and `mesh.platform` do not count.
+      experiment: the experiment, or the config of one, settled (`jaxpar.plan.resolve`). Its mesh
+        must fit the target; `mesh.distributed` and `mesh.platform` do not count.
       target: a name such as `h100x64`, or the result of `load_target`.
       name: the name of the config in the report.
       command: the command line in the report.
@@ -65,11 +62,11 @@ def rehearse(
     """
     if not isinstance(target, Target):
         target = load_target(target)
-    step = compile_step(config, target, say, program)
-    config = step.config
-    plan = step.plan
-    model = step.model
-    of_a_step = config.train.batch * config.data.seq_len
+    step = compile_step(experiment, target, say, program)
+    config = step.experiment.config
+    plan = step.experiment.plan
+    model = step.experiment.model
+    of_a_step = step.experiment.tokens
     report = report_of(
         step.compiled,
         _memory(step),
@@ -88,7 +85,7 @@ def rehearse(
         "tokens": of_a_step,
         "accumulation": config.train.accumulation,
     }
-    rows = placements(param_shapes(model, plan), model.axes, plan)
+    rows = placements(step.experiment.state.params, model.axes, plan)
     found = [
         *report["findings"],
         *lint.replicated_parameters(rows, plan),
@@ -103,52 +100,58 @@ def rehearse(
     return report
 
 
-def on_target(config: Config, target: Target) -> tuple[Config, list[jax.Device]]:
-    """Return a config as it runs on a target, and the target's devices.
+def on_target(experiment: Config | Experiment, target: Target) -> Experiment:
+    """Return an experiment as it runs on a target.
 
     Raises:
       UserError: the config is wrong in itself, or its mesh does not fit the target.
     """
-    config = check(
-        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False))
-    )
-    check_mesh(config.mesh, target)
-    return config, target.devices()
+    given = experiment if isinstance(experiment, Config) else experiment.config
+    config = replace(given, mesh=replace(given.mesh, distributed=False))
+    check_mesh(check(config).mesh, target)
+    if isinstance(experiment, Config):
+        return make_experiment(config, target.devices())
+    if config == given and experiment.devices == target.devices():
+        return experiment
+    return with_config(experiment, config, target.devices())
 
 
 def compile_step(
-    config: Config,
+    experiment: Config | Experiment,
     target: Target,
     say: Callable[[str], None] = lambda line: None,
     program: jax.stages.Compiled | None = None,
 ) -> CompiledStep:
-    """Compile the training step of a config with the target's own compiler: see `rehearse`."""
-    config, devices = on_target(config, target)
+    """Compile the training step of an experiment with the target's own compiler: see
+    `rehearse`.
+    """
+    experiment = on_target(experiment, target)
+    config = experiment.config
+    plan = experiment.plan
     require_settled(config)
-    plan = make_plan(config, devices)
-    model = Model(config.model)
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
-    state, batch = step_shapes(model, config, plan)
-    host = in_host(state, model, plan)
+    host = in_host(experiment.state, experiment.model, plan)
     compiled = compile_for(
-        make_train_step(model, config, plan),
-        (state, batch),
+        make_train_step(experiment.model, config, plan),
+        (experiment.state, experiment.batch),
         plan.mesh,
         target,
         program,
-        advice(config, plan, target.platform),
-        host=(host, jax.tree.map(lambda _: False, batch)),
+        advice(experiment, target.platform),
+        host=(host, jax.tree.map(lambda _: False, experiment.batch)),
     )
-    notes = plan_notes(config, plan)
+    notes = plan_notes(experiment)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)
-    return CompiledStep(config, plan, model, asked, compiled, tuple(notes))
+    return CompiledStep(experiment, asked, compiled, tuple(notes))
 
 
-def advice(config: Config, plan: Plan, platform: str) -> str:
+def advice(experiment: Experiment, platform: str) -> str:
     """What to try where a step does not fit; a rehearsal says what each saves."""
-    held = state_bytes(config, plan, platform)
+    config = experiment.config
+    plan = experiment.plan
+    held = state_bytes(experiment, platform)
     mesh = plan.mesh
     stages = plan.size("stage")
     state = bytes_text(
@@ -176,16 +179,15 @@ def advice(config: Config, plan: Plan, platform: str) -> str:
 
 def _memory(step: CompiledStep) -> Memory:
     """A device's memory by the parts that the config knows, with advice where it is too small."""
-    config = step.config
-    plan = step.plan
+    experiment = step.experiment
     compiled = step.compiled
     target = compiled.target
-    held = state_bytes(config, plan, target.platform)
+    held = state_bytes(experiment, target.platform)
     arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
-    kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
+    kept = memory.saved_bytes(parse(compiled.text), experiment.config.model.layers)
     has = target.hardware.hbm_bytes
     gradients = held.gradients.device
     taken = memory.account(compiled.stats, target.platform, arguments, has, kept, gradients)
     if not taken["fits"]:
-        taken["advice"] = [advice(config, plan, target.platform)]
+        taken["advice"] = [advice(experiment, target.platform)]
     return taken

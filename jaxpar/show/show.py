@@ -12,18 +12,15 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe, total_sizes
 from jaxpar.base.runtime import start
 from jaxpar.base.sharding import placements
-from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import UNIT, schedule
-from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
 from jaxpar.show.schedule import schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, memory_table, sharding_table
-from jaxpar.train.memory import activations
-from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.step import param_shapes
+from jaxpar.train.activations import activations
+from jaxpar.train.plans import make_experiment, plan_notes
 
 
 def show(config: Config, picture: Path, has: int = 0) -> None:
@@ -39,17 +36,18 @@ def show(config: Config, picture: Path, has: int = 0) -> None:
     check_folders(picture)
     mesh = replace(config.mesh, platform="cpu", distributed=False)
     auto = "overlap auto: shown as xla, without Domino; train and rehearse choose"
-    notes = [auto] if is_open(config.overlap) else []
-    config = replace(config, mesh=mesh, overlap=without_auto(config.overlap))
-    plan = make_plan(config, start(mesh))
-    model = Model(config.model)
-    rows = placements(param_shapes(model, plan), model.axes, plan)
-    collectives = step_collectives(config, plan)
+    notes = [auto] if config.overlap.is_open else []
+    config = replace(config, mesh=mesh, overlap=config.overlap.without_auto())
+    experiment = make_experiment(config, start(mesh))
+    plan = experiment.plan
+    model = experiment.model
+    rows = placements(experiment.state.params, model.axes, plan)
+    collectives = step_collectives(experiment)
     size = count_text(model.parameter_count())
     budget = config.memory.budget
     title = f"{config.model.family}, {size} parameters, on {describe(dict(plan.mesh.shape))}"
     solved = f"memory.budget {budget}: shown as policy and keep say; train and rehearse solve it"
-    parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
+    parts = memory_account(experiment, "tpu")  # a device whose host memory is not its own
     held = memory_table(parts, has), *([solved] if budget else [])
     if collectives:
         sent = communication_table(collectives)
@@ -58,14 +56,14 @@ def show(config: Config, picture: Path, has: int = 0) -> None:
     tables = (
         sharding_table(rows),
         "",
-        activation_table(activations(config, plan)),
+        activation_table(activations(experiment)),
         "",
         *held,
         "",
         sent,
     )
     out = console()
-    for part in (title, *plan_notes(config, plan), *notes, *tables):
+    for part in (title, *plan_notes(experiment), *notes, *tables):
         out.print(part)
     save_figure(mesh_figure(rows, plan, title), picture)
     out.print(f"picture: {picture}")

@@ -17,7 +17,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.sharding import Placement
 from jaxpar.plan.communication import StepCollective
 from jaxpar.plan.memory_account import MemoryPart
-from jaxpar.train.memory import Activation
+from jaxpar.train.activations import Activation
 
 _table = partial(Table, box=None, pad_edge=False)
 _number = partial(Column, justify="right")

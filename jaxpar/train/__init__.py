@@ -15,20 +15,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar.train.experiment import Experiment
     from jaxpar.train.generation import generate
     from jaxpar.train.loop import run
-    from jaxpar.train.plans import make_plan
+    from jaxpar.train.plans import make_experiment, make_plan
     from jaxpar.train.restore import config_of, export_run
     from jaxpar.train.step import batch_rows, init_state, make_eval_step, make_train_step, put_batch
     from jaxpar.train.trained import open_trained
 
 _MODULES = {
+    "Experiment": "experiment",
     "batch_rows": "step",
     "config_of": "restore",
     "export_run": "restore",
     "generate": "generation",
     "init_state": "step",
     "make_eval_step": "step",
+    "make_experiment": "plans",
     "make_plan": "plans",
     "make_train_step": "step",
     "open_trained": "trained",
@@ -36,12 +39,14 @@ _MODULES = {
     "run": "loop",
 }
 __all__ = [
+    "Experiment",
     "batch_rows",
     "config_of",
     "export_run",
     "generate",
     "init_state",
     "make_eval_step",
+    "make_experiment",
     "make_plan",
     "make_train_step",
     "open_trained",

@@ -21,10 +21,10 @@ from jaxpar.base.runtime import Batches, machine_memory, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
-from jaxpar.models import Model, Params
-from jaxpar.train.memory import require_memory
+from jaxpar.models import Params
 from jaxpar.train.own_tokenizer import with_own_tokenizer
-from jaxpar.train.plans import kernel_notes, make_plan
+from jaxpar.train.plans import kernel_notes, make_experiment
+from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_folder import is_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
@@ -99,9 +99,10 @@ def evaluate_folder(
     on how they run. A UserError says that there is no checkpoint or no validation data, or that the
     mesh does not fit.
     """
-    plan = make_plan(check(config, training=False), start(config.mesh))
-    run_together(lambda: require_memory(config, plan, machine_memory(), training=False))
-    for note in kernel_notes(config, plan, training=False):
+    experiment = make_experiment(check(config, training=False), start(config.mesh))
+    plan = experiment.plan
+    run_together(lambda: require_memory(experiment, machine_memory(), training=False))
+    for note in kernel_notes(experiment, training=False):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)
     if is_run(folder):
@@ -117,7 +118,7 @@ def evaluate_folder(
         raise UserError(f"{folder} is no run, whose layers could lie on stages: use mesh.stage=1")
     else:
         params = load_params(folder, config, plan, step)
-    eval_step = compile_eval_step(Model(config.model), config, plan)
+    eval_step = compile_eval_step(experiment.model, config, plan)
     loss = evaluate(eval_step, params, corpus.val, config, plan, config.train.final_eval_batches)
     if corpus.tokenizer is None:
         bits = None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
-from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import (
     Batches,
     ask_to_stop,
@@ -43,14 +43,14 @@ from jaxpar.data.corpus import (
     unigram_entropy,
 )
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
-from jaxpar.train.memory import require_memory
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink, read_metrics
 from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
-from jaxpar.train.plans import make_plan, offload_asked, plan_notes
+from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
+from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
 from jaxpar.train.run_folder import METRIC, Checkpoints, compare_run, keep_config, replaced_values
@@ -62,7 +62,6 @@ from jaxpar.train.step import (
     init_state,
     make_train_step,
     put_batch,
-    step_shapes,
 )
 from jaxpar.train.template_date import with_template_date
 
@@ -103,19 +102,17 @@ class OutOfMemory(UserError):
     """A device has too little memory for a step or an evaluation, at compilation or when it runs.
 
     Attributes:
-      config: the experiment.
-      plan: its plan.
+      experiment: what ran.
       said: the device's message.
       where: what had too little: `this step` or `this evaluation`.
     """
 
-    def __init__(self, config: Config, plan: Plan, said: str, where: str = STEP):
+    def __init__(self, experiment: Experiment, said: str, where: str = STEP):
         tries = "memory.policy=full, a higher train.accumulation, or memory.budget=auto"
         if where == EVALUATION:  # which keeps nothing for a backward pass
             tries = "a higher train.accumulation, which is that of an evaluation too, or mesh.fsdp"
         super().__init__(f"out of memory in {where} ({compiler_message(said)[:200]}): try {tries}")
-        self.config = config
-        self.plan = plan
+        self.experiment = experiment
         self.said = said
         self.where = where
 
@@ -124,14 +121,12 @@ class Diverged(UserError):
     """The loss, the gradients or the update of a step are not finite."""
 
 
-Watch = Callable[[Config, Plan, Compiled], None]
-"""A function that runs beside the first steps and gets the config, its plan and the compiled
-step.
-"""
+Watch = Callable[[Experiment, Compiled], None]
+"""A function that runs beside the first steps and gets the experiment and the compiled step."""
 
 
 def run(
-    config: Config,
+    experiment: Config | Experiment,
     folder: Path,
     corpus: Corpus | None = None,
     watch: Watch = lambda *_: None,
@@ -140,11 +135,11 @@ def run(
     """Train the run in `folder`, or go on with it.
 
     Args:
-      config: the experiment, with nothing left open: `jaxpar.plan.resolve` settles a memory budget
-        and `overlap auto`. If the folder already has a config, the two may differ only in layout
-        and reporting.
+      experiment: the experiment, or the config of one, with nothing left open:
+        `jaxpar.plan.resolve` settles a memory budget and `overlap auto`. If the folder already has
+        a config, the two may differ only in layout and reporting.
       folder: the run folder, which is made if it is absent.
-      corpus: the config's data, if they are already loaded.
+      corpus: the data, if they are already loaded and are not the experiment's.
       watch: a function that the first process calls in a thread beside the loop.
       report: a function that every process calls with the step and the numbers of each row of
         metrics.jsonl. The calls are the same in number and order on all of them; speed and
@@ -156,23 +151,28 @@ def run(
         config, or it diverged.
     """
     require_local(folder)
-    require_settled(check(config))
+    given = experiment if isinstance(experiment, Config) else experiment.config
+    config = check(given)
+    require_settled(config)
     if config.model.lora.rank and not config.train.init:
         raise UserError(
             "model.lora trains beside frozen weights, and there are none: name their folder in "
             "train.init"
         )
-    devices = start(config.mesh)
+    if isinstance(experiment, Config):
+        experiment = make_experiment(config, start(config.mesh))
+    made = experiment
     say = console().print if jax.process_index() == 0 else lambda line: None
-    plan = make_plan(config, devices)
-    run_together(lambda: require_memory(config, plan, machine_memory()))
+    run_together(lambda: require_memory(made, machine_memory()))
     config = with_template_date(config, folder)
+    corpus = corpus or experiment.corpus
     if corpus is None:
         data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
         corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
-    for note in (*plan_notes(config, plan), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
+    experiment = replace(experiment, config=config, corpus=corpus)
+    for note in (*plan_notes(experiment), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
         say(note)
-    if offload_asked(plan):
+    if offload_asked(experiment.plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
     main = jax.process_index() == 0
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
@@ -199,7 +199,7 @@ def run(
     ):
         say(note)
     try:
-        result = _Run(config, folder, plan, corpus, checkpoints, compared, watch, report).go()
+        result = _Run(experiment, folder, corpus, checkpoints, compared, watch, report).go()
     except BaseException:
         try:
             checkpoints.close()
@@ -218,27 +218,26 @@ class _Run:
 
     def __init__(
         self,
-        config: Config,
+        experiment: Experiment,
         folder: Path,
-        plan: Plan,
         corpus: Corpus,
         checkpoints: Checkpoints,
         compared: Compared,
         watch: Watch,
         report: Report | None,
     ):
+        config = experiment.config
+        self.experiment = experiment
         self.config = config
+        self.model = experiment.model
+        self.plan = experiment.plan
         self.folder = folder
-        self.plan = plan
         self.corpus = corpus
         self.compared = compared
         self.broken = ""
-        self.checkpoints, self.watch, self.report, self.model = (
-            checkpoints,
-            watch,
-            report,
-            Model(config.model),
-        )
+        self.checkpoints = checkpoints
+        self.watch = watch
+        self.report = report
         self.first = checkpoints.latest() or 0
         self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
         self.entropy = unigram_entropy(corpus.train.sample)
@@ -392,7 +391,7 @@ class _Run:
             # a kernel's limit, not the device's memory
             if said := kernel_memory_message(str(error)):
                 raise UserError(f"the compiler refuses {self.running}: {said}") from error
-            raise OutOfMemory(self.config, self.plan, str(error), self.running) from error
+            raise OutOfMemory(self.experiment, str(error), self.running) from error
 
     def _start(self) -> tuple[TrainState[jax.Array], DatasetIterator[HostBatch]]:
         """Return the state and the data iterator at the first step, and print the start-up
@@ -468,7 +467,7 @@ class _Run:
         """
         began = time.perf_counter()
         step_fn = make_train_step(self.model, self.config, self.plan)
-        compiled = step_fn.lower(*step_shapes(self.model, self.config, self.plan)).compile()
+        compiled = step_fn.lower(self.experiment.state, self.experiment.batch).compile()
         require_order(compiled, self.plan.mesh.devices.flat)
         memory = compiled.memory_analysis()
         if memory:
@@ -529,7 +528,7 @@ class _Run:
             if step == self.first + 1:
                 self._compile_evaluation()
                 watch = self.watch if self.main else lambda *_: None
-                self.watching = self.beside.submit(watch, config, self.plan, step_fn)
+                self.watching = self.beside.submit(watch, self.experiment, step_fn)
             # The host stays one step ahead: it awaits the step before, and fetches its metrics,
             # while this one runs.
             jax.block_until_ready(before)

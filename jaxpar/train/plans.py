@@ -1,5 +1,5 @@
-"""Makes the plan of a config (its mesh, rules and choices) and checks it against the model and the
-batch.
+"""Makes an experiment of a config: its model and its plan (mesh, rules and choices), which are
+checked against each other and the batch.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpar.base.compiler import option_notes, step_options
 from jaxpar.base.config import Config
@@ -14,6 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import fit_rules
+from jaxpar.data.corpus import Corpus
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
@@ -23,31 +25,82 @@ from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
-from jaxpar.train.memory import check_names, microbatches_of
+from jaxpar.train.activations import check_names
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.step import gradient_axes, param_shapes
 
 
-def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """Make the plan of a config on these devices (None = all), and check it against the model and
-    the batch.
+def make_experiment(
+    config: Config,
+    devices: list[jax.Device] | None = None,
+    model: Model | None = None,
+    corpus: Corpus | None = None,
+) -> Experiment:
+    """Make what a config needs to run on these devices, and check it as a whole.
 
     The rules are the config's, except where there are more devices than heads (see `fit_rules`).
     `plan_notes` says what was changed.
+
+    Args:
+      config: every setting.
+      devices: the devices of the mesh, which may be those of a target; None = all that are here.
+      model: the model; None = that of `config.model`.
+      corpus: the data, where they are loaded already; None = `config.data` says where they are.
 
     Raises:
       UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the
         optimizer state is split neither as its parameters nor further, XLA does not know an option,
         or `context.check_split` refuses the plan.
     """
+    if model is None:
+        model = Model(config.model)
     mesh = make_mesh(config.mesh, devices)
-    rules, _ = fit_rules(
-        config.rules,
-        config.model.heads,
-        config.model.kv_head_count,
-        mesh.shape,
-    )
+    experiment = Experiment(config, model, _plan_on(mesh, config), corpus)
+    check_parameters(experiment)
+    check_batch(experiment)
+    check_names(experiment)
+    if config.compiler.options:
+        step_options(mesh, config.compiler.options)
+    if asked := offload_asked(experiment.plan):
+        check_offload(asked, mesh.devices.flat[0], config.memory.offload_anyway)
+    return experiment
+
+
+def with_config(
+    experiment: Experiment,
+    config: Config,
+    devices: list[jax.Device] | None = None,
+) -> Experiment:
+    """Make an experiment anew with other settings, and with the same model where its own are the
+    same.
+
+    Args:
+      experiment: the experiment whose parts are used again.
+      config: the other settings.
+      devices: other devices; None = those of the experiment.
+
+    Raises:
+      UserError: as of `make_experiment`.
+    """
+    model = experiment.model.with_config(config.model)
+    return make_experiment(config, devices or experiment.devices, model, experiment.corpus)
+
+
+def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """Make the plan of a config on these devices (None = all): that of `make_experiment`.
+
+    Raises:
+      UserError: as of `make_experiment`.
+    """
+    return make_experiment(config, devices).plan
+
+
+def _plan_on(mesh: Mesh, config: Config) -> Plan:
+    """The plan of a config on a mesh, before it is held against the model and the batch."""
+    model = config.model
     memory = config.memory
     precision = config.precision
+    rules, _ = fit_rules(config.rules, model.heads, model.kv_head_count, mesh.shape)
     plan = Plan(
         mesh,
         rules,
@@ -65,25 +118,19 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
         parameters=memory.parameters,
         optimizer=memory.optimizer,
     )
-    if plan.size("stage") > 1:
-        count = microbatches(config, mesh.shape)
-        check_stages(plan, config.model.layers, count, config.model.kinds)
-        plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
-    check_parameters(config, plan)
-    check_batch(config, plan)
-    check_names(config, plan)
-    if config.compiler.options:
-        step_options(mesh, config.compiler.options)
-    if asked := offload_asked(plan):
-        check_offload(asked, mesh.devices.flat[0], memory.offload_anyway)
-    return plan
+    if plan.size("stage") == 1:
+        return plan
+    count = microbatches(config, mesh.shape)
+    check_stages(plan, model.layers, count, model.kinds)
+    return replace(plan, pipeline=replace(config.pipeline, microbatches=count))
 
 
-def check_parameters(config: Config, plan: Plan) -> None:
+def check_parameters(experiment: Experiment) -> None:
     """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op
     converts between.
     """
-    model = Model(config.model)
+    model = experiment.model
+    plan = experiment.plan
     shapes = param_shapes(model, plan)
     plan.sharding(model.axes, shapes)
     plan.sharding(gradient_axes(model), model.trained(shapes))
@@ -93,13 +140,14 @@ def check_parameters(config: Config, plan: Plan) -> None:
     plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
 
 
-def check_batch(config: Config, plan: Plan) -> None:
+def check_batch(experiment: Experiment) -> None:
     """Refuse a batch or a sequence that the mesh does not divide."""
-    train = config.train
-    sizes = config.model
-    seq_len = config.data.seq_len
+    plan = experiment.plan
+    train = experiment.config.train
+    sizes = experiment.config.model
+    seq_len = experiment.config.data.seq_len
     shards = plan.size("batch")
-    microbatch = train.batch // train.accumulation // microbatches_of(plan)
+    microbatch = experiment.sequences
     if microbatch % shards:
         fitting = -(-microbatch // shards) * shards * train.accumulation
         raise UserError(
@@ -121,10 +169,12 @@ def check_batch(config: Config, plan: Plan) -> None:
     )
 
 
-def plan_notes(config: Config, plan: Plan) -> list[str]:
+def plan_notes(experiment: Experiment) -> list[str]:
     """Return what a plan does differently from what its config asks for, a line for each in the
     log.
     """
+    config = experiment.config
+    plan = experiment.plan
     asked = offload_asked(plan)
     useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
     if useless:
@@ -142,15 +192,17 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
         *overlap_notes(plan),
         *pipeline_notes(config, plan),
         *offload,
-        *kernel_notes(config, plan),
+        *kernel_notes(experiment),
     ]
     return notes + options
 
 
-def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:
+def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
     """Say why attention in training, or in evaluation, uses no kernel although the devices have
     some.
     """
+    plan = experiment.plan
+    config = experiment.config
     model = config.model
     data = config.data
     train = config.train

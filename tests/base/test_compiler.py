@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments import experiment_of
 from tiers import needs_cuda, needs_libtpu
 
 from jaxpar.base.compiler import option_notes, options_text, read_options, step_options
@@ -132,7 +133,7 @@ def test_options_of_a_tpu_are_left_out_elsewhere_and_a_note_says_so() -> None:
     words = (f"{SCOPED_VMEM}=1024", f"{GPU_OPTION}=5")
     assert step_options(here(), words) == {GPU_OPTION: 5}
     config = override(Config(), {"compiler.options": words})
-    (note,) = plan_notes(config, make_plan(config, jax.devices()[:1]))
+    (note,) = plan_notes(experiment_of(config, make_plan(config, jax.devices()[:1])))
     assert note == f"compiler.options: {SCOPED_VMEM} left out, only TPUs' compiler has it"
     assert not option_notes(absent("tpu", "TPU v5", 4), words)
 

@@ -6,13 +6,14 @@ import contextlib
 
 import jax
 import pytest
+from experiments import experiment_of
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.plan import Plan
 from jaxpar.bench import measure as bench
 from jaxpar.bench.measure import Timing
 from jaxpar.cli.main import main
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment, make_plan
 
 
 def small(family: str) -> tuple[Config, Plan]:
@@ -34,7 +35,7 @@ def test_both_sides_train_on_the_same_batch(family: str) -> None:
     pytest.importorskip("torch", reason="install the parity extra")
     pytest.importorskip("transformers", reason="install the parity extra")
     config, plan = small(family)
-    ours = bench.train_steps(config, plan)
+    ours = bench.train_steps(experiment_of(config, plan))
     with bench.torch_steps(config) as theirs:
         for run in (lambda: float(theirs(1)["loss"] or 0), lambda: ours(1)):
             losses = [run() for _ in range(5)]
@@ -59,8 +60,7 @@ def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPat
     config, plan = small("gpt2")
     said: list[str] = []
     ours, other = bench.bench_step(
-        config,
-        plan,
+        experiment_of(config, plan),
         rounds=7,
         steps=2,
         say=said.append,
@@ -74,12 +74,11 @@ def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPat
 def test_without_torch_it_is_said_and_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.sys, "executable", "true")
     losses = iter([4.0, 3.5, 3.0, 2.5, 2.0])
-    monkeypatch.setattr(bench, "train_steps", lambda config, plan: lambda steps: next(losses))
+    monkeypatch.setattr(bench, "train_steps", lambda experiment: lambda steps: next(losses))
     config, plan = small("gpt2")
     said: list[str] = []
     (row,) = bench.bench_step(
-        config,
-        plan,
+        experiment_of(config, plan),
         rounds=1,
         steps=1,
         say=said.append,
@@ -99,5 +98,5 @@ def test_the_words_reach_the_measuring_and_its_table_is_printed(
     )
     assert main(["bench", "tiny", "--model.mlp", "32", "--rounds", "2"]) == 0
     config = override(load_config("tiny"), {"model.mlp": 32})
-    assert given == [config, make_plan(config), 2, 10]
+    assert given == [make_experiment(config), 2, 10]
     assert capsys.readouterr().out == "| ms |\n| --- |\n| 1.5 |\n"

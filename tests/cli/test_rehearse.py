@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_rehearsal import fake_rehearsal
@@ -97,13 +99,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
     calls: list[tuple[str, Config]] = []
 
     def made_up(
-        config: Config,
+        experiment: Any,
         target: Target,
         name: str,
         command: str,
         say,
         program,
     ) -> Rehearsal:
+        config = experiment.config
         calls.append((name, config))
         say(f"compiling for {target.name}")
         report = fake_rehearsal(layers=2, config=name, command=command)
@@ -111,7 +114,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
         report["memory"]["total"] += config.model.layers * 2**20
         return report
 
-    monkeypatch.setattr(subject, "on_target", lambda config, target: (config, []))
+    monkeypatch.setattr(subject, "on_target", lambda config, _: SimpleNamespace(config=config))
+    monkeypatch.setattr(subject, "resolve_and_compile", lambda asked, *_: (asked, None))
     monkeypatch.setattr(subject, "rehearse", made_up)
     return calls
 
@@ -201,8 +205,8 @@ def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(monkeypatc
     def refuses(*_: object) -> Rehearsal:
         raise DoesNotFit("this step does not fit v5e-8: it needs 23.50 GiB a device")
 
-    monkeypatch.setattr(subject, "resolve_and_compile", lambda config, *_: (config, None))
-    monkeypatch.setattr(subject, "on_target", lambda config, target: (config, []))
+    monkeypatch.setattr(subject, "resolve_and_compile", lambda asked, *_: (asked, None))
+    monkeypatch.setattr(subject, "on_target", lambda config, _: SimpleNamespace(config=config))
     monkeypatch.setattr(subject, "rehearse", refuses)
     assert main(["rehearse", "tiny", "--target", "v5e-8", "--fail-on", "does-not-fit"]) == 1
     said = capsys.readouterr().err

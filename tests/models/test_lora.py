@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments import experiment_of
 from tiers import some
 
 from jaxpar.base.config import Config, check, override
@@ -18,8 +19,8 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.lora import base_config, merge_lora
-from jaxpar.train.memory import state_bytes
 from jaxpar.train.plans import make_plan
+from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import init_state, make_train_step, put_batch
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
@@ -90,7 +91,7 @@ def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> No
     assert before["blocks"]["q"].dtype == jnp.bfloat16
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * sum(leaf.size for leaf in pairs)
-    held = state_bytes(config, plan, "cpu")
+    held = state_bytes(experiment_of(config, plan), "cpu")
     assert held.gradients.device < held.optimizer.device < held.parameters.device
     step = make_train_step(model, config, plan)
     state, metrics = step(state, batch)

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from experiments import experiment_of
 from on_gpu.attention import MASKS, attention_rows
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 from on_gpu.stopwatch import durations, ready_step, time_once
@@ -264,7 +265,11 @@ def _step(
     config = _config(_GPT2, changes, small)
     (rounds, steps) = (3, 2) if small else (7, 10)
     return bench_step(
-        config, make_plan(config, jax.devices()[:1]), rounds, steps, beside_torch, say
+        experiment_of(config, make_plan(config, jax.devices()[:1])),
+        rounds,
+        steps,
+        beside_torch,
+        say,
     )
 
 

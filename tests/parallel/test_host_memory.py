@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from experiments import experiment_of
 from traced_steps import config_of
 
 from jaxpar.base.config import override
@@ -103,7 +104,7 @@ def test_a_plan_asks_and_its_notes_tell(monkeypatch: pytest.MonkeyPatch) -> None
     config = override(config_of("llama", "full"), {"memory.keep.block_input": "offload"})
     plan = make_plan(config, jax.devices()[:1])
     assert plan.offloads == ("block_input",)
-    (note,) = [note for note in plan_notes(config, plan) if "host memory" in note]
+    (note,) = [note for note in plan_notes(experiment_of(config, plan)) if "host memory" in note]
     assert "on CPU" in note
     monkeypatch.setattr(offload, "KNOWN_BAD", {("cpu", offload.version("jaxlib")): "it is wrong"})
     with pytest.raises(UserError, match=r"memory\.keep\.block_input = offload: .*it is wrong"):

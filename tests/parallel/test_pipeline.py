@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments import experiment_of
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
@@ -737,7 +738,7 @@ def test_sums_in_bfloat16_take_gradients_in_float32() -> None:
 
 
 def notes_of(config: Config) -> list[str]:
-    return plan_notes(config, plan_of(config))
+    return plan_notes(experiment_of(config, plan_of(config)))
 
 
 def test_the_log_has_the_schedule_in_figures() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from experiments import experiment_of
 from traced_steps import config_of
 
 from jaxpar.base.activation_names import NAMES, PRESETS, Keep, actions
@@ -16,7 +17,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import Places
-from jaxpar.train.memory import activations
+from jaxpar.train.activations import activations
 from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick
@@ -61,7 +62,7 @@ def size_of(shapes: list[Any]) -> int:
 def test_a_block_keeps_what_its_policy_names(family, policy):
     """To the byte, as `show` lists it."""
     config = override(config_of(family, policy), {"train.batch": 2})
-    listed = activations(config, make_plan(config, jax.devices()[:1]))
+    listed = activations(experiment_of(config, make_plan(config, jax.devices()[:1])))
     on_device, host = kept_by(config)
     assert not host
     assert size_of(on_device) == sum(one.bytes for one in listed if one.action == "save") > 0
@@ -78,8 +79,7 @@ def test_what_is_offloaded_is_in_host_memory_and_nowhere_else(family):
     listed = {
         one.name: one.bytes
         for one in activations(
-            config,
-            make_plan(config, jax.devices()[:1]),
+            experiment_of(config, make_plan(config, jax.devices()[:1])),
         )
     }
     on_device, host = kept_by(config)

@@ -24,8 +24,9 @@ from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.memory import activations
-from jaxpar.train.plans import make_plan
+from jaxpar.train.activations import activations
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import make_experiment
 
 
 @pytest.mark.parametrize(
@@ -58,18 +59,19 @@ def test_a_budget_is_met_and_spent():
     config = override(config_of("llama", fsdp=2), {"memory.budget": "100GiB", "model.layers": 3})
     said: list[str] = []
     devices = jax.devices()[:2]
-    roomy, tried = solve_budget(config, devices, "cpu", Hardware(), said.append)
-    assert roomy.memory.budget == "" and roomy.memory.policy == "full"
-    assert set(vars(roomy.memory.keep).values()) <= {"save", "policy", "recompute"}
-    assert roomy.memory.keep.up == roomy.memory.keep.attention_out == "save"
+    roomy, tried = solve_budget(make_experiment(config, devices), "cpu", Hardware(), said.append)
+    memory = roomy.experiment.config.memory
+    assert memory.budget == "" and memory.policy == "full"
+    assert set(vars(memory.keep).values()) <= {"save", "policy", "recompute"}
+    assert memory.keep.up == memory.keep.attention_out == "save"
     least = compiled_bytes(
-        override(config, {"memory.policy": "full", "memory.budget": ""}), devices, "cpu"
+        make_experiment(override(config, {"memory.policy": "full", "memory.budget": ""}), devices),
+        "cpu",
     )[0]
     budget = (least + max(one.compiled for one in tried)) // 2  # of the least and of everything
     tight = override(config, {"memory.budget": str(budget)})
-    found, tried = solve_budget(tight, devices, "cpu", Hardware(), said.append)
-    (last,) = [one for one in tried if one.config == found]
-    assert last.compiled <= budget
+    found, tried = solve_budget(make_experiment(tight, devices), "cpu", Hardware(), said.append)
+    assert found in tried and found.compiled <= budget
     assert len(tried) <= 3 and said[-1].startswith("memory.budget ")
     assert "recompute" in said[-1]
     assert [line[:24] for line in said if line.startswith("compiling")][
@@ -101,28 +103,20 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
     config = override(config_of("llama"), {"memory.budget": "12MiB", "model.layers": 8})
     real: list[int] = []
 
-    def compiled(
-        config: Config,
-        devices: Any,
-        platform: str,
-    ) -> tuple[int, str, None]:
-        plan = make_plan(config, devices)
-        kept = sum(one.kept_bytes for one in activations(config, plan) if one.action == "save")
-        real.append(
-            subject.state_bytes(config, plan, platform).device
-            + kept
-            + subject.work_bytes(config, plan)
-            + 3 * 2**20
-        )
+    def compiled(experiment: Experiment, platform: str) -> tuple[int, str, None]:
+        kept = sum(one.kept_bytes for one in activations(experiment) if one.action == "save")
+        state = subject.state_bytes(experiment, platform).device
+        real.append(state + kept + subject.work_bytes(experiment) + 3 * 2**20)
         return real[-1], "", None
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
-    state = subject.state_bytes(config, plan := make_plan(config, jax.devices()[:1]), "cpu").device
-    room = state + subject.work_bytes(config, plan) + 3 * 2**20 + 12 * 2**20
+    experiment = make_experiment(config, jax.devices()[:1])
+    state = subject.state_bytes(experiment, "cpu").device
+    room = state + subject.work_bytes(experiment) + 3 * 2**20 + 12 * 2**20
     config = override(config, {"memory.budget": str(room)})
-    found, tried = solve_budget(config, jax.devices()[:1], "cpu", Hardware())
+    found, tried = solve_budget(make_experiment(config, jax.devices()[:1]), "cpu", Hardware())
     assert tried[0].compiled > room, "else the test says nothing"
-    assert compiled(found, jax.devices()[:1], "cpu")[0] <= room
+    assert compiled(found.experiment, "cpu")[0] <= room
     assert len(tried) <= 3
 
 
@@ -134,7 +128,7 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
     def tried(host: int, *played: float) -> Any:
         timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
         return Tried(
-            Config(),
+            make_experiment(Config(), jax.devices()[:1]),
             Solution(0, host, 0.0, ()),
             0,
             0,
@@ -170,22 +164,16 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
     monkeypatch.setattr(subject, "_AWAY", 1.0)  # the guess as it is
 
-    def moved(config: Config) -> int:
+    def moved(experiment: Experiment) -> int:
         return sum(
-            one.bytes * one.blocks
-            for one in activations(config, make_plan(config, devices))
-            if one.action == "offload"
+            one.bytes * one.blocks for one in activations(experiment) if one.action == "offload"
         )
 
-    def compiled(
-        config: Config,
-        devices: Any,
-        platform: str,
-    ) -> tuple[int, str, None]:
-        plan = make_plan(config, devices)
-        kept = sum(one.kept_bytes for one in activations(config, plan) if one.action == "save")
-        state = subject.state_bytes(config, plan, platform).device
-        return state + kept + subject.work_bytes(config, plan), str(moved(config)), None
+    def compiled(experiment: Experiment, platform: str) -> tuple[int, str, None]:
+        kept = sum(one.kept_bytes for one in activations(experiment) if one.action == "save")
+        state = subject.state_bytes(experiment, platform).device
+        size = state + kept + subject.work_bytes(experiment)
+        return size, str(moved(experiment)), None
 
     def played(text: str, *_: Any) -> Any:
         waits = 2 * int(text) / link
@@ -193,14 +181,16 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     monkeypatch.setattr(subject, "simulate", played)
-    everything = compiled(override(base, {"memory.policy": "none"}), devices, "cuda")[0]
-    least = compiled(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
+    policies = [override(base, {"memory.policy": policy}) for policy in ("none", "full")]
+    everything, least = (compiled(make_experiment(one, devices), "cuda")[0] for one in policies)
     config = override(base, {"memory.budget": str((least + everything) // 2)})
-    guessed, _ = solve_budget(config, devices, "cuda", hardware)
-    found, tried = solve_budget(config, devices, "cuda", hardware, target=load_target("h100x1"))
-    assert moved(guessed) > 0, "else the test says nothing"
-    assert any(moved(one.config) for one in tried), "what is waited for has been seen"
-    assert moved(found) == 0
+    guessed, _ = solve_budget(make_experiment(config, devices), "cuda", hardware)
+    found, tried = solve_budget(
+        make_experiment(config, devices), "cuda", hardware, target=load_target("h100x1")
+    )
+    assert moved(guessed.experiment) > 0, "else the test says nothing"
+    assert any(moved(one.experiment) for one in tried), "what is waited for has been seen"
+    assert moved(found.experiment) == 0
 
 
 def test_a_loss_that_holds_less_is_weighed_before_host_memory(
@@ -220,7 +210,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(
     )
     devices = jax.devices()[:2]
     monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
-    searched = subject.searches(config, devices, "cuda", Hardware())
+    searched = subject.searches(make_experiment(config, devices), "cuda", Hardware())
     assert {one.outer.loss_mib for one in searched} > {0}
     whole, less = (
         next(one for one in searched if one.outer == outer)
@@ -316,19 +306,24 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     target = load_target(f"h100x{sizes.get('mesh.fsdp', 1) * sizes.get('mesh.tensor', 1)}")
     devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
-    search = MemorySearch(base, subject.Outer(), devices, "cuda", target.hardware)
+    experiment = make_experiment(base, devices)
+    search = MemorySearch(experiment, subject.Outer(), "cuda", target.hardware)
     everything = (
         search.state.device + search.work + sum(item.options[0].device for item in search.items)
     )
-    least = compiled_bytes(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
+    least = compiled_bytes(
+        make_experiment(override(base, {"memory.policy": "full"}), devices), "cuda"
+    )[0]
     budget = int(least + share * (everything - least))
     found, tried = solve_budget(
-        override(base, {"memory.budget": str(budget)}), devices, "cuda", target.hardware
+        make_experiment(override(base, {"memory.budget": str(budget)}), devices),
+        "cuda",
+        target.hardware,
     )
-    (last,) = [one for one in tried if one.config == found]
-    compiled = compile_step(found, target)
-    kept = sum(one.kept_bytes for one in activations(found, compiled.plan) if one.action == "save")
-    stacks = saved_bytes(parse(compiled.compiled.text), found.model.layers)
+    last = found
+    compiled = compile_step(found.experiment, target)
+    kept = sum(one.kept_bytes for one in activations(found.experiment) if one.action == "save")
+    stacks = saved_bytes(parse(compiled.compiled.text), base.model.layers)
     # The solver and trying all, given the same room: what the winner's own prediction left.
     room = last.solution.device + budget - last.predicted
     ours = search.costs.seconds(last.solution.host, last.solution.again)

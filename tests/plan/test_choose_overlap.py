@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jaxpar.base.plan import Overlap
 from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, choose_overlap, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import make_experiment
 
 
 def config_of(overlap: Overlap, **changes: Any) -> Config:
@@ -38,13 +40,17 @@ def priced(
     """
     tried: list[Overlap] = []
 
-    def trial(config: Config, plan: Any, target: Any) -> float:
-        tried.append(plan.overlap)
-        forms = vars(plan.overlap).items()
+    def trial(experiment: Experiment, target: Any) -> float:
+        tried.append(experiment.plan.overlap)
+        forms = vars(experiment.plan.overlap).items()
         return 10.0 - sum(gains.get(item, 0.0) for item in forms)
 
     monkeypatch.setattr(auto, "trial", trial)
     return tried
+
+
+def chosen(config: Config, say: Callable[[str], None] = lambda line: None) -> Overlap:
+    return choose_overlap(make_experiment(config), say=say).config.overlap
 
 
 def test_each_site_takes_its_fastest_form(monkeypatch):
@@ -58,7 +64,7 @@ def test_each_site_takes_its_fastest_form(monkeypatch):
     tried = priced(monkeypatch, gains)
     said = list[str]()
     config = config_of(Overlap("auto", "auto", domino="auto"))
-    found = choose_overlap(config, say=said.append).overlap
+    found = chosen(config, said.append)
     assert found == Overlap("xla", "xla", heads_scatter="ring", mlp_scatter="bidirectional")
     assert len(tried) == len(set(tried)) == 1 + 2 * len(SITES) + 2, (
         "each site twice, and Domino with and without rings"
@@ -77,11 +83,9 @@ def test_what_is_not_open_is_left_alone(monkeypatch):
         },
     )
     asked = Overlap("bidirectional", "auto", heads_scatter="ring")
-    assert choose_overlap(config_of(asked)).overlap == dataclasses.replace(
-        asked, scatter="xla", mlp_scatter="ring"
-    )
+    assert chosen(config_of(asked)) == dataclasses.replace(asked, scatter="xla", mlp_scatter="ring")
     assert len(tried) == 3, "one site is open, and Domino is off"
-    closed = config_of(Overlap("ring"))
+    closed = make_experiment(config_of(Overlap("ring")))
     assert choose_overlap(closed) is closed
 
 
@@ -89,8 +93,8 @@ def test_without_a_ring_only_domino_is_open(monkeypatch):
     tried = priced(monkeypatch, {("domino", "on"): 1.0})
     everything = Overlap("auto", "auto", domino="auto")
     config = override(config_of(everything), {"mesh.data": 8, "mesh.tensor": 1, "train.batch": 16})
-    assert choose_overlap(config).overlap == Overlap(domino="on")
-    assert choose_overlap(override(config, {"train.batch": 8})).overlap == Overlap(), (
+    assert chosen(config) == Overlap(domino="on")
+    assert chosen(override(config, {"train.batch": 8})) == Overlap(), (
         "one sequence a device has no half"
     )
     assert len(tried) == 3
@@ -99,7 +103,7 @@ def test_without_a_ring_only_domino_is_open(monkeypatch):
 def test_blocks_are_timed_on_the_devices_at_hand(monkeypatch):
     monkeypatch.setattr(auto, "_CALLS", 2)
     config = config_of(Overlap("xla", "ring"))
-    assert trial(config, make_plan(config, jax.devices()), None) > 0
+    assert trial(make_experiment(config, jax.devices()), None) > 0
 
 
 @needs_libtpu
@@ -107,8 +111,7 @@ def test_blocks_are_played_for_a_target():
     target = load_target("v5e-8")
     asked = Overlap("xla", "auto", heads_scatter="xla")
     config = override(config_of(asked), {"model.embed": 256, "model.mlp": 512, "model.heads": 8})
-    plan = make_plan(config, target.devices())
-    found = time_forms(config, plan, target)
+    found = time_forms(make_experiment(config, target.devices()), target)
     tried = ["", "mlp_scatter ring, ", "mlp_scatter bidirectional, "]
     assert [words(overlap) for overlap in found] == [
         f"{site}heads_scatter xla, else xla" for site in tried

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from experiments import experiment_of
 from hypothesis import given
 from hypothesis import strategies as st
 from traced_steps import config_of, staged
@@ -24,7 +25,7 @@ from jaxpar.plan.choose_remat import (
     solve,
 )
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.memory import activations
+from jaxpar.train.activations import activations
 from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick
@@ -107,8 +108,7 @@ def test_what_is_made_again_costs_its_matmul():
     found = {
         item.names[0]: item
         for item in items_of(
-            config,
-            plan,
+            experiment_of(config, plan),
             peak,
             offload=True,
         )
@@ -148,13 +148,13 @@ def test_every_activation_of_a_plan_is_decided(config: Any) -> None:
     )
     plan = make_plan(config, jax.devices()[:count])
     hardware = load_target("v5p-8").hardware
-    found = items_of(config, plan, hardware, offload=False)
+    found = items_of(experiment_of(config, plan), hardware, offload=False)
     assert sorted(name for item in found for name in item.names) == sorted(
-        one.name for one in activations(config, plan)
+        one.name for one in activations(experiment_of(config, plan))
     )
     assert {option.action for item in found for option in item.options} == {"save", "recompute"}
     for item in found:
         for option in item.options:
             assert option.seconds > 0 if option.action == "recompute" else option.seconds == 0
-    costs = costs_of(config, plan, hardware)
+    costs = costs_of(experiment_of(config, plan), hardware)
     assert costs.backward == 2 * costs.forward > 0 and 0 < costs.exposed < 1

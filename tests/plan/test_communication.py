@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from experiments import experiment_of
 from traced_steps import config_of, staged
 
 from jaxpar.base.activation_names import Keep
@@ -23,7 +24,7 @@ from jaxpar.plan.communication import (
     recompute_bytes,
     step_collectives,
 )
-from jaxpar.train.memory import activations
+from jaxpar.train.activations import activations
 from jaxpar.train.plans import make_plan
 
 FSDP_TENSOR = config_of("llama", "full", fsdp=4, tensor=2)
@@ -40,8 +41,7 @@ STREAM = 16 * 64 * 64 * 4
 
 def in_step(config: Config) -> tuple[StepCollective, ...]:
     return step_collectives(
-        config,
-        make_plan(config, jax.devices()[: devices_needed(config.mesh)]),
+        experiment_of(config, make_plan(config, jax.devices()[: devices_needed(config.mesh)])),
     )
 
 
@@ -280,13 +280,13 @@ def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     """Beside whole steps that keep everything, and everything but one activation."""
     config = override(PLANS[name], {"memory.policy": "full"})
     plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
-    found = recompute_bytes(config, plan)
-    names = [one.name for one in activations(config, plan)]
+    found = recompute_bytes(experiment_of(config, plan))
+    names = [one.name for one in activations(experiment_of(config, plan))]
     everything = dict.fromkeys(vars(Keep()), "save")
 
     def whole(**keep: Any) -> float:
         kept = dataclasses.replace(plan, keep=Keep(**everything | keep))
-        return sum(one.step_bytes for one in step_collectives(config, kept))
+        return sum(one.step_bytes for one in step_collectives(experiment_of(config, kept)))
 
     least = whole()
     assert any(found.values()), "else the test says nothing"

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from experiments import experiment_of
 from rich.console import Console
 from traced_steps import config_of
 
@@ -22,8 +24,8 @@ from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
 from jaxpar.train import loop as train_module
-from jaxpar.train.memory import require_memory
 from jaxpar.train.plans import make_plan
+from jaxpar.train.require_memory import require_memory
 from jaxpar.train.step import make_train_step, step_shapes
 
 FSDP = config_of("llama", "dots", fsdp=2)
@@ -48,7 +50,7 @@ def test_the_state_is_what_the_compiled_step_is_given():
     config = override(FSDP, {"precision.moments": "bfloat16", "precision.params": "bfloat16"})
     plan = plan_for(config)
     model = Model(config.model)
-    parts = {part.name: part for part in memory_account(config, plan, "cpu")}
+    parts = {part.name: part for part in memory_account(experiment_of(config, plan), "cpu")}
     stats = (
         make_train_step(model, config, plan)
         .lower(*step_shapes(model, config, plan))
@@ -67,18 +69,21 @@ def test_what_a_machine_has_no_room_for_is_refused_before_it_is_made():
     """Both simulated devices share its memory, and what a step works with comes on top of what is
     counted.
     """
-    parts = {part.name: part.device for part in memory_account(FSDP, plan_for(FSDP), "cpu")}
+    parts = {
+        part.name: part.device
+        for part in memory_account(experiment_of(FSDP, plan_for(FSDP)), "cpu")
+    }
     counted = 2 * sum(size for name, size in parts.items() if name not in ("work", "no name"))
-    require_memory(FSDP, plan_for(FSDP), counted)
-    require_memory(FSDP, plan_for(FSDP), 0)  # not known
+    require_memory(experiment_of(FSDP, plan_for(FSDP)), counted)
+    require_memory(experiment_of(FSDP, plan_for(FSDP)), 0)  # not known
     with pytest.raises(
         UserError,
         match=r"a step needs .* of this machine's memory, which has .*: parameters, gradients",
     ):
-        require_memory(FSDP, plan_for(FSDP), counted - 1)
+        require_memory(experiment_of(FSDP, plan_for(FSDP)), counted - 1)
     wide = override(FSDP, {"train.batch": 2**14})
     with pytest.raises(UserError, match="an evaluation needs"):
-        require_memory(wide, plan_for(wide), counted, training=False)
+        require_memory(experiment_of(wide, plan_for(wide)), counted, training=False)
 
 
 def test_what_is_offloaded_is_on_the_host():
@@ -88,14 +93,16 @@ def test_what_is_offloaded_is_on_the_host():
         "memory.keep.block_input": "offload",
     }
     config = override(FSDP, state)
-    parts = {part.name: part for part in memory_account(config, plan_for(config), "tpu")}
-    plain = {part.name: part for part in memory_account(FSDP, plan_for(FSDP), "tpu")}
+    parts = {
+        part.name: part for part in memory_account(experiment_of(config, plan_for(config)), "tpu")
+    }
+    plain = {part.name: part for part in memory_account(experiment_of(FSDP, plan_for(FSDP)), "tpu")}
     for name in ("parameters", "optimizer", "gradients", "block_input"):
         assert parts[name].host > 0
         assert parts[name].device + parts[name].host == plain[name].device
-    assert not any(part.host for part in memory_account(config, plan_for(config), "cpu")), (
-        "the device's own memory"
-    )
+    assert not any(
+        part.host for part in memory_account(experiment_of(config, plan_for(config)), "cpu")
+    ), "the device's own memory"
 
 
 def test_accumulated_gradients_are_there_twice():
@@ -110,8 +117,7 @@ def test_accumulated_gradients_are_there_twice():
     parts = {
         part.name: part.device
         for part in memory_account(
-            config,
-            plan_for(config),
+            experiment_of(config, plan_for(config)),
             "tpu",
         )
     }
@@ -143,18 +149,16 @@ def test_a_run_writes_its_report(tmp_path: Path):
 
 
 def test_out_of_memory_ends_with_what_finds_a_step_that_fits():
-    plan = plan_for(FSDP)
-    parts = memory_account(FSDP, plan, "tpu")
-    said = out_of_memory("RESOURCE_EXHAUSTED: no", parts, FSDP, plan, 40 * 2**30)
+    experiment = experiment_of(FSDP, plan_for(FSDP))
+    parts = memory_account(experiment, "tpu")
+    said = out_of_memory("RESOURCE_EXHAUSTED: no", parts, experiment, 40 * 2**30)
     assert (
         "out of memory: a step was predicted to take" in said and "a device has 40.00 GiB" in said
     )
     assert "try memory.budget=auto, which" in said and "RESOURCE_EXHAUSTED: no" in said
-    assert "try memory.budget=14GiB, which" in out_of_memory("no", parts, FSDP, plan, 0)
-    budgeted = override(FSDP, {"memory.budget": "20GiB"})
-    assert "try a smaller memory.budget, which" in out_of_memory(
-        "no", parts, budgeted, plan, 40 * 2**30
-    )
+    assert "try memory.budget=14GiB, which" in out_of_memory("no", parts, experiment, 0)
+    budgeted = replace(experiment, config=override(FSDP, {"memory.budget": "20GiB"}))
+    assert "try a smaller memory.budget, which" in out_of_memory("no", parts, budgeted, 40 * 2**30)
 
 
 @pytest.mark.parametrize(

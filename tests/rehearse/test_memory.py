@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from experiments import experiment_of
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig, override
 from jaxpar.base.mesh import MeshSpec, devices_needed
@@ -21,7 +22,7 @@ from jaxpar.models import Model
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.memory import account, saved_bytes
 from jaxpar.rehearse.report.tables import memory_verdict
-from jaxpar.train.memory import activations, unnamed_bytes
+from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -107,9 +108,11 @@ def test_what_is_kept_without_a_name_is_known(family: str, mesh: dict[str, int])
     """XLA keeps some arrays once that autodiff keeps twice, in another dtype: within 5 %."""
     config = override(config_of("none", **mesh), {"model.family": family})
     _, module, *_, plan = compiled(config)
-    known = sum(one.kept_bytes for one in activations(config, plan)) + unnamed_bytes(config, plan)
+    known = sum(one.kept_bytes for one in activations(experiment_of(config, plan))) + unnamed_bytes(
+        experiment_of(config, plan)
+    )
     assert known == pytest.approx(saved_bytes(module, LAYERS), rel=0.05)
-    assert unnamed_bytes(config, replace(plan, remat="dots")) == 0
+    assert unnamed_bytes(experiment_of(config, replace(plan, remat="dots"))) == 0
 
 
 TEXT = """HloModule m, is_scheduled=true

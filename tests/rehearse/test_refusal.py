@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from experiments import experiment_of
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
@@ -92,7 +93,7 @@ def test_a_refusal_says_by_how_much_and_what_to_try():
 )
 def test_what_is_worth_a_try(changes, said):
     config = override(Config(), {"train.batch": 32, "train.accumulation": 2} | changes)
-    found = advice(config, make_plan(config, jax.devices()), "tpu")
+    found = advice(experiment_of(config, make_plan(config, jax.devices())), "tpu")
     assert found.startswith(said) and found.endswith(" over all 8 devices")
 
 

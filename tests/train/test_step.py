@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from experiments import experiment_of
 
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.base.errors import UserError
@@ -657,7 +658,7 @@ def test_what_the_plan_changes_is_said() -> None:
     config = config_of("gpt2", **{"mesh.tensor": 8, "model.heads": 4, "overlap.scatter": "ring"})
     plan = make_plan(config, jax.devices())
     assert (plan.rules.heads, plan.rules.attention_seq) == ((), plan.rules.residual_seq)
-    assert [note.split(":")[0] for note in plan_notes(config, plan)] == [
+    assert [note.split(":")[0] for note in plan_notes(experiment_of(config, plan))] == [
         "tensor=8 does not divide 4 heads",
         "overlap.scatter",
     ]
@@ -686,7 +687,7 @@ def test_why_no_kernel_serves_is_said(
     config = config_of("gpt2", **{"mesh.data": 8}, **changes)
     found = [
         note
-        for note in plan_notes(config, make_plan(config, jax.devices()))
+        for note in plan_notes(experiment_of(config, make_plan(config, jax.devices())))
         if note.startswith("attention by")
     ]
     assert found == ([f"attention by plain XLA, in tiles, and no kernel ({why})"] if why else [])
@@ -697,7 +698,9 @@ def test_why_no_kernel_serves_parts_of_a_sequence_is_said(monkeypatch: pytest.Mo
     config = config_of("gpt2", **{"mesh.context": 8, "model.head_dim": 320})
     plan = make_plan(config, jax.devices())
     why = "pallas_tpu: head_dim 320 is more than 256"
-    assert f"attention by plain XLA, in tiles, and no kernel ({why})" in plan_notes(config, plan)
+    assert f"attention by plain XLA, in tiles, and no kernel ({why})" in plan_notes(
+        experiment_of(config, plan)
+    )
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments import case_on
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +30,7 @@ def case_of(mesh: MeshSpec, **changes: object) -> Case:
     small, _ = shrink(
         override(Config(), {"model.family": "llama", "train.batch": 36, **changes}), mesh
     )
-    return Case.draw(small, jax.devices()[:8])
+    return case_on(small, jax.devices()[:8])
 
 
 @pytest.mark.quick

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments import case_on
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, override
@@ -22,7 +23,6 @@ from jaxpar.train import step
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.checks import FLOAT32_LOSS, compare_answers
 from jaxpar.verify.of_config.losses_and_gradients import (
-    Case,
     one_device,
     parameter_order,
     under_plan,
@@ -83,7 +83,7 @@ def test_the_reference_weighs_the_losses_of_routers_by_itself(
         "train.router_z_loss": 0.05,
     }
     small, _ = shrink(override(Config(), changes), MeshSpec())
-    case = Case.draw(small, jax.devices()[:1])
+    case = case_on(small, jax.devices()[:1])
     plan = case.plan("float32")
     weights = step.loss_weights(small.train)
 
@@ -117,7 +117,7 @@ def test_the_plan_is_run_as_in_training() -> None:
         seen.append((*args[3:], jax.config.jax_default_matmul_precision))  # pyright: ignore[reportAttributeAccessIssue]
         return step.LossSums(*jnp.ones(3)), args[1]
 
-    case = Case.draw(
+    case = case_on(
         small,
         jax.devices()[:4],
         cast(Any, gradients),
@@ -143,7 +143,7 @@ def test_an_error_of_a_few_times_the_tolerance_is_seen() -> None:
     """The worst that rounding does in float32 is 3.6e-6 of a gradient (docs/verify.md). The limits
     are 1e-5 of it and 3e-6 of the loss; in bfloat16 three times the error of one device and 2^-7,
     and 2^-8 of the loss."""
-    case = Case.draw(
+    case = case_on(
         shrink(Config(), MeshSpec())[0],
         jax.devices()[:1],
     )

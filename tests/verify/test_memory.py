@@ -138,7 +138,7 @@ def case_of(changes: Changes, mesh: dict[str, int]) -> Case:
     sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
     devices = jax.devices()[: math.prod(mesh.values())]
     setup = verify.prepare(override(Config(), COMMON | sizes | changes), devices)
-    return Case.draw(setup.config, setup.devices)
+    return Case.draw(setup)
 
 
 def reference(case: Case) -> Answer:

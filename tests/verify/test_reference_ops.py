@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments import case_on
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.mesh import MeshSpec
@@ -165,7 +166,7 @@ def primitives(jaxpr: Any) -> set[str]:
 def case_of(family: str) -> Case:
     config = override(Config(), {"model.family": family, "data.pack": True, "train.z_loss": 1e-3})
     small, _ = shrink(config, MeshSpec())
-    return Case.draw(small, jax.devices()[:1])
+    return case_on(small, jax.devices()[:1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxpar.base.config import Config
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.models import Model
 from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.of_config import Setup, Verification
 from jaxpar.verify.report import GradientRow, Verdict, table
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.quick
 
 SETUP = Setup(
     Config(mesh=MeshSpec(data=2)),
+    Model(Config().model),
     jax.devices()[:2],
     ("a note",),
 )

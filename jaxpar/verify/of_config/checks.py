@@ -19,7 +19,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.parallel import Ops
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
-from jaxpar.train.memory import microbatches_of
+from jaxpar.train.experiment import Experiment, pipelined_microbatches
 from jaxpar.verify.comparison import Answer, compare, relative_error
 from jaxpar.verify.explain import Alteration, Partition, explain, shards
 from jaxpar.verify.of_config.losses_and_gradients import (
@@ -93,7 +93,7 @@ class Verification:
 
 
 def verify(
-    config: Config,
+    experiment: Config | Experiment,
     devices: list[jax.Device] | None = None,
     gradients: Gradients | None = None,
     say: Say = lambda line: None,
@@ -101,8 +101,8 @@ def verify(
     """Compare the loss and every gradient under a config's plan with those on one device.
 
     Args:
-      config: the config to verify; its model is shrunk, and so is its mesh where there are too few
-        devices.
+      experiment: the experiment to verify, or the config of one; its model is shrunk, and so is
+        its mesh where there are too few devices.
       devices: the devices to use; None = those of this process, with simulated CPU devices where
         that is possible.
       gradients: the function under test; None = `jaxpar.train.step.gradients`, which `train` uses.
@@ -112,20 +112,18 @@ def verify(
       UserError: the config's own sizes do not fit its plan, or there are too few devices for its
         mesh axes.
     """
-    return run(prepare(config, devices), gradients, say)
+    return run(prepare(experiment, devices), gradients, say)
 
 
-def require(config: Config, devices: list[jax.Device], say: Say) -> None:
+def require(experiment: Config | Experiment, devices: list[jax.Device], say: Say) -> None:
     """Verify a plan on this process's share of `devices`, for `train --verify`.
 
     Raises:
       UserError: the plan differs from one device, or it cannot be verified here.
     """
-    found = verify(
-        config,
-        [device for device in devices if device.process_index == jax.process_index()],
-        say=say,
-    )
+    me = jax.process_index()
+    mine = [device for device in devices if device.process_index == me]
+    found = verify(experiment, mine, say=say)
     if not found.equal:
         raise UserError(
             f"--verify refuses to train this plan: {found}; `jaxpar verify` shows the whole table"
@@ -138,7 +136,7 @@ def run(
 ) -> Verification:
     """Run the second half of `verify`, the comparisons."""
     began = time.perf_counter()
-    case = Case.draw(setup.config, setup.devices, gradients or step.gradients)
+    case = Case.draw(setup, gradients or step.gradients)
     for note in setup.notes:
         say(f"note: {note}")
     return Verification(setup, tuple(_checks(case, say)), time.perf_counter() - began)
@@ -247,7 +245,7 @@ def explain_plan(
     # numbers, besides the sizes of mesh axes, that may be the factor by which a gradient is wrong
     sizes = {
         "accumulation": case.config.train.accumulation,
-        "microbatches": microbatches_of(plan),
+        "microbatches": pipelined_microbatches(plan),
         "query heads per kv head": model.heads // model.kv_head_count,
         "tokens that count": int(np.sum(case.batch["labels"] >= 0)),
     }
@@ -263,7 +261,7 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
     """
     batch = case.batch
     accumulation = case.config.train.accumulation
-    piped = microbatches_of(plan)
+    piped = pipelined_microbatches(plan)
     row = np.arange(len(batch["labels"]))
     dealt = {
         " of the pipeline": (piped, row // accumulation % piped),

@@ -30,9 +30,10 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment
 from jaxpar.train.step import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
+from jaxpar.verify.of_config.setup import Setup
 from jaxpar.verify.reference_ops import ReferenceOps
 
 Gradients = Callable[..., tuple[LossSums, Params]]
@@ -57,17 +58,16 @@ class Case:
     gradients: Gradients
 
     @classmethod
-    def draw(
-        cls, config: Config, devices: list[jax.Device], gradients: Gradients = step.gradients
-    ) -> Case:
-        """Draw random parameters and a random batch for a config."""
-        model = Model(config.model)
-        return cls(config, model, devices, random_params(model), random_batch(config), gradients)
+    def draw(cls, setup: Setup, gradients: Gradients = step.gradients) -> Case:
+        """Draw random parameters and a random batch for what was set up."""
+        params = random_params(setup.model)
+        batch = random_batch(setup.config)
+        return cls(setup.config, setup.model, setup.devices, params, batch, gradients)
 
     def plan(self, precision: str) -> Plan:
         """Return the plan under test, in this precision."""
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
-        return make_plan(config, self.devices)
+        return make_experiment(config, self.devices, self.model).plan
 
 
 def one_device(

@@ -20,10 +20,12 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start, widen_cpu_pool
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.kernels.attention.chunked import ROWS
+from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, shrink
 
@@ -34,27 +36,36 @@ as many.
 
 
 class Setup(NamedTuple):
-    """The shrunk config that is to be verified, the devices of its plan, and a sentence on each
-    change.
+    """The shrunk config that is to be verified, its model, the devices of its plan, and a sentence
+    on each change.
     """
 
     config: Config
+    model: Model
     devices: list[jax.Device]
     notes: tuple[str, ...]
 
 
-def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
+def prepare(
+    experiment: Config | Experiment,
+    devices: list[jax.Device] | None = None,
+) -> Setup:
     """Run the first half of `verify`: decide what will be run, and on which devices.
 
     Raises:
       UserError: there are too few devices to keep every mesh axis above 1, or the config's own
         sizes do not fit.
     """
-    check(config)
+    if isinstance(experiment, Config):
+        config = check(experiment)
+        model = Model(config.model)
+    else:
+        config = experiment.config
+        model = experiment.model
     mesh, used, notes = _place_mesh(config.mesh, devices)
-    _check_sizes(config, mesh)
+    _check_sizes(config, model, mesh)
     small, more = _shrink_alike(config, mesh, used)
-    return Setup(small, used, (*notes, *more))
+    return Setup(small, model.with_config(small.model), used, (*notes, *more))
 
 
 def _place_mesh(
@@ -176,7 +187,7 @@ def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
     )
 
 
-def _check_sizes(config: Config, mesh: MeshSpec) -> None:
+def _check_sizes(config: Config, model: Model, mesh: MeshSpec) -> None:
     """Refuse a config whose own sizes its mesh does not divide, because the shrunk sizes always
     fit.
     """
@@ -188,19 +199,20 @@ def _check_sizes(config: Config, mesh: MeshSpec) -> None:
         count = microbatches(config, sizes)
         check_stages(plan, config.model.layers, count, config.model.kinds)
         plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
-    check_parameters(config, plan)
-    check_batch(config, plan)
+    whole = Experiment(config, model, plan)
+    check_parameters(whole)
+    check_batch(whole)
 
 
 def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Plan:
     """Make only the part of a plan that says where arrays lie."""
     return Plan(
-        mesh,
+        mesh,  # pyright: ignore[reportArgumentType]
         rules,
         context=config.context,
         attention=config.kernels.attention,
         pipeline=config.pipeline,
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _shrink_alike(

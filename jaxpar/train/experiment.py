@@ -1,0 +1,72 @@
+"""What a config needs to run, made and checked once, and handed down as one value.
+
+`jaxpar.train.plans.make_experiment` makes one; what is below takes it and makes none of it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+
+from jaxpar.base.config import Config
+from jaxpar.base.plan import Plan
+from jaxpar.data.corpus import Corpus
+from jaxpar.models import Model
+from jaxpar.train.step import TrainState, batch_shapes, state_shapes
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A config with its model and its plan.
+
+    Attributes:
+      config: every setting.
+      model: what is trained: the config's own, or one that a program gave.
+      plan: how it runs on the devices of its mesh.
+      corpus: its data, where they are loaded already.
+    """
+
+    config: Config
+    model: Model
+    plan: Plan
+    corpus: Corpus | None = field(default=None, compare=False)
+
+    @cached_property
+    def state(self) -> TrainState[jax.ShapeDtypeStruct]:
+        """The training state as ShapeDtypeStructs with shardings."""
+        return state_shapes(self.model, self.config, self.plan)
+
+    @cached_property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A training batch as ShapeDtypeStructs with shardings, each [B, S]."""
+        return batch_shapes(self.config, self.plan)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices of the mesh, in its order."""
+        return list(self.plan.mesh.devices.flat)
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches that are in the pipeline together; 1 where there are no stages."""
+        return pipelined_microbatches(self.plan)
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of one microbatch, on all devices."""
+        train = self.config.train
+        return train.batch // train.accumulation // self.microbatches
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of one step, those of padding too."""
+        return self.config.train.batch * self.config.data.seq_len
+
+
+def pipelined_microbatches(plan: Plan) -> int:
+    """The microbatches that are in a plan's pipeline together; 1 where it has no stages."""
+    if plan.size("stage") > 1:
+        return plan.pipeline.microbatches
+    return 1

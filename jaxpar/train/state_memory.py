@@ -1,0 +1,135 @@
+"""Counts the bytes of a training state on a device, from shapes and shardings alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpar.base.plan import Plan, gradient_dtype
+from jaxpar.base.sharding import Axes, local_bytes, state_axes
+from jaxpar.models import Model
+from jaxpar.parallel.host_memory import HOST
+from jaxpar.train.experiment import Experiment
+
+
+class Held(NamedTuple):
+    """The bytes of one device in its own memory and in the host's."""
+
+    device: int
+    host: int = 0
+
+
+class StateBytes(NamedTuple):
+    """What one device holds of a training state.
+
+    Attributes:
+      parameters, optimizer, gradients, batch: the bytes of each, by memory.
+      update: the bytes that the optimizer's step works with on the device.
+      streamed: the bytes that go to host memory or come from there in a step, without activations.
+    """
+
+    parameters: Held
+    optimizer: Held
+    gradients: Held
+    batch: Held
+    update: int
+    streamed: int
+
+    @property
+    def device(self) -> int:
+        return sum(held.device for held in self[:4])
+
+    @property
+    def host(self) -> int:
+        return sum(held.host for held in self[:4])
+
+
+def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
+    """Count the bytes of a step's state from shapes alone; on the `platform` cpu host memory is the
+    device's own.
+    """
+    model = experiment.model
+    plan = experiment.plan
+    parts = experiment.config.train.accumulation
+    state = experiment.state
+    parameters = _by_memory(state.params, platform)
+    optimizer = _by_memory(state.opt_state, platform)
+    adds_up = parts > 1 or plan.size("stage") > 1
+    trained = model.trained(state.params)
+    own = _gradient_bytes(trained, model, plan, sums=False)
+    if adds_up:
+        gradients = _gradient_bytes(trained, model, plan, sums=True)
+    else:
+        gradients = own
+    gradients += own if parts > 1 and plan.size("stage") == 1 else 0
+    updated = _by_memory(trained, platform).host
+    in_host = 0 if adds_up else updated  # gradients of layers in host memory are made there
+    # Parameters are fetched for every forward and backward pass, and those that are trained fetched
+    # and sent back for the update. Gradients that are made in host memory are sent there, and
+    # fetched for their norm and for the update.
+    streamed = (
+        2 * parts * parameters.host + (2 + (0 if adds_up else 3)) * updated + 2 * optimizer.host
+    )
+    return StateBytes(
+        parameters,
+        optimizer,
+        Held(max(gradients - in_host, 0), in_host),
+        Held(local_bytes(experiment.batch)),
+        _update_bytes(trained, model, plan),
+        streamed,
+    )
+
+
+def _by_memory(tree: Any, platform: str) -> Held:
+    """Count the bytes of a pytree of ShapeDtypeStructs, whose shardings say in which memory each
+    array lies.
+    """
+    whole = local_bytes(tree)
+    host = local_bytes(
+        [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST]
+    )
+    if platform == "cpu":
+        return Held(whole)
+    return Held(whole - host, host)
+
+
+def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
+    """Count the entries of one device's part of a parameter's gradient or moment."""
+    return math.prod(plan.sharding(state_axes(axes), shape).shard_shape(shape))
+
+
+def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
+    """Return the bytes that the update needs besides the state: the float32 moments of one layer
+    and of the tables.
+
+    A state that stays on the device is updated in place and needs none.
+    """
+    if not plan.streams:
+        return 0
+    entries = jax.tree.map(
+        lambda p, axes: _local_entries(p.shape, axes, plan), params, model.trained(model.axes)
+    )
+    layers = sum(jax.tree.leaves(entries["blocks"]))
+    tables = sum(jax.tree.leaves(entries)) - layers
+    # All offloaded tables fetch two moments and a parameter at once.
+    return (12 * tables if plan.optimizer == "offload" else 0) + 8 * (layers // model.config.layers)
+
+
+def _gradient_bytes(
+    params: Mapping[str, Any],
+    model: Model,
+    plan: Plan,
+    sums: bool,
+) -> int:
+    """Return the bytes on a device of a microbatch's gradients, in the parameters' dtypes, or of
+    their sums.
+    """
+
+    def one(param: jax.ShapeDtypeStruct, axes: Axes) -> int:
+        width = (gradient_dtype(axes, plan) if sums else param.dtype).itemsize
+        return _local_entries(param.shape, axes, plan) * width
+
+    return sum(jax.tree.leaves(jax.tree.map(one, params, model.trained(model.axes))))
