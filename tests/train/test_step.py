@@ -744,11 +744,8 @@ def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
     """Every leaf is another number, so that none can stand for another."""
     config = config_of("gpt2", **{"model.layers": 5})
-    shapes = state_shapes(
-        Model(config.model),
-        config,
-        make_plan(config, jax.devices()[:1]),
-    )
+    model = Model(config.model)
+    shapes = state_shapes(model, config, make_plan(config, jax.devices()[:1]))
     count = itertools.count(1)
     # A layer's part of a stacked leaf is the layer's number, plus a hundred times that of the leaf.
     state = jax.tree.map(
