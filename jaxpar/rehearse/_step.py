@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.compiled_for import compiling_for
@@ -24,10 +24,10 @@ from jaxpar.base.errors import UserError, short
 from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
 from jaxpar.base.runtime import versions
-from jaxpar.base.sharding import local_bytes
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.tasks import Place
 from jaxpar.parallel.host_memory import compile_absent, lower_for
+from jaxpar.rehearse.arguments import argument_bytes, place_arguments
 from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
@@ -52,10 +52,11 @@ class Compiled(NamedTuple):
     target: Target
     mesh: Mesh
     jaxpr: ClosedJaxpr
+    program: jax.stages.Compiled
     text: str
     """The scheduled HLO."""
     stats: Any
-    """The result of `compiled.memory_analysis()`."""
+    """The result of `program.memory_analysis()`."""
     seconds: float
     """How long the compiler took."""
     options: Options
@@ -78,9 +79,11 @@ def step(
 
     Args:
       jitted: the result of `jax.jit(function)` for any function.
-      arguments: its arguments as ShapeDtypeStructs (or pytrees of them) with NamedShardings on a
-        mesh of the target's devices: `jaxpar.make_mesh(data=8,
-        devices=jaxpar.load_target("v5e-8").devices())`.
+      arguments: its arguments as ShapeDtypeStructs or arrays (or pytrees of them), with
+        NamedShardings on a mesh of the target's devices: `jaxpar.make_mesh(data=8,
+        devices=jaxpar.load_target("v5e-8").devices())`. Without any sharding, theirs or the
+        function's, all is on one device of the target; beside others, an array without one lies on
+        their mesh as the compiler chooses. The report's notes say either.
       target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or the result of `load_target`.
       name: the name that the report shows.
       tokens: the tokens of one call, all devices together; 0 = not known, and the report has no
@@ -98,8 +101,8 @@ def step(
       `rehearse.show` prints it, and `rehearse.write_trace` writes its timeline.
 
     Raises:
-      UserError: an argument is of another kind, the arguments do not lie on the target's devices, a
-        compiler is missing, or the compiler refuses the function.
+      UserError: an argument is of another kind, the arguments lie on other devices than the
+        target's, a compiler is missing, or the compiler refuses the function.
     """
     if not isinstance(jitted, jax.stages.Wrapped):
         raise UserError(
@@ -116,57 +119,33 @@ def step(
     require_number("rehearse.step", "model_flops", model_flops, least=0)
     if not isinstance(target, Target):
         target = load_target(target)
-    keywords = dict(keywords or {})
-    mesh = mesh_of((arguments, keywords), target)
+    names = _names(jitted, len(arguments))
+    placed = place_arguments(jitted, names, arguments, keywords or {}, target)
     if compiler_options is None:
-        options = step_options(mesh)
+        options = step_options(placed.mesh)
     else:
         options = compiler_options
     say(f"compiling for {target.name}")
-    compiled = compile_for(jitted, arguments, mesh, target, options=options, keywords=keywords)
-    given = dict(zip(_names(jitted, len(arguments)), arguments, strict=True)) | keywords
-    sizes = {key: local_bytes(_placed(argument)) for key, argument in given.items()}
-    known = {key: size for key, size in sizes.items() if size}
+    if placed.note:
+        say(placed.note)
+    compiled = compile_for(
+        jitted,
+        placed.arguments,
+        placed.mesh,
+        target,
+        options=options,
+        keywords=placed.keywords,
+    )
+    given = dict(zip(names, placed.arguments, strict=True)) | placed.keywords
+    known = argument_bytes(given, compiled.program)
     taken = memory.account(compiled.stats, target.platform, known, target.hardware.hbm_bytes)
     dirs = (OWN, *default_dirs())
-    return report_of(compiled, taken, say, dirs, name=name, tokens=tokens, model_flops=model_flops)
-
-
-def _placed(argument: PyTree) -> list[PyTree]:
-    """The arrays of an argument that have a sharding; the others are static."""
-    return [leaf for leaf in jax.tree.leaves(argument) if getattr(leaf, "sharding", None)]
-
-
-def mesh_of(arguments: PyTree, target: Target) -> Mesh:
-    """The one mesh of some arguments, which has the target's devices.
-
-    Raises:
-      UserError: there is no mesh, there are several, or it has other devices.
-    """
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
-    named = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    meshes = {mesh for mesh in named if isinstance(mesh, Mesh)}
-    how = f'make the mesh with devices=jaxpar.load_target("{target.name}").devices()'
-    if len(meshes) != 1:
-        if not meshes:
-            found = "none has a NamedSharding"
-        else:
-            found = f"{len(meshes)} meshes were found"
-        raise UserError(f"rehearse.step needs arguments on one mesh, and {found}: {how}")
-    (mesh,) = meshes
-    devices = list(mesh.devices.flat)
-    # a device says `gpu`
-    if target.platform == "cuda":
-        platforms = ("cuda", "gpu")
-    else:
-        platforms = (target.platform,)
-    if devices[0].platform not in platforms or len(devices) != target.device_count:
-        raise UserError(
-            f"the arguments lie on {len(devices)} devices ({devices[0].device_kind}) and "
-            f"{target.name} has "
-            f"{target.device_count} ({target.platform}): {how}"
-        )
-    return mesh
+    report = report_of(
+        compiled, taken, say, dirs, name=name, tokens=tokens, model_flops=model_flops
+    )
+    if placed.note:
+        report["notes"].insert(0, placed.note)
+    return report
 
 
 def compile_for(
@@ -214,7 +193,14 @@ def compile_for(
     seconds = time.perf_counter() - began
     text = compiled.as_text() or ""
     return Compiled(
-        target, mesh, traced.jaxpr, text, compiled.memory_analysis(), seconds, beside | own
+        target,
+        mesh,
+        traced.jaxpr,
+        compiled,
+        text,
+        compiled.memory_analysis(),
+        seconds,
+        beside | own,
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from strangers import own_rehearsal
 
@@ -463,11 +464,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: rehearse.step(jax.jit(jnp.sin), X, target="v5e-8", tokens="8"),  # pyright: ignore[reportArgumentType]
         "tokens as a whole number of at least 0, and was given tokens='8'",
     ),
-    "shapes without a place": (
+    "shapes on a mesh of no devices": (
         lambda: rehearse.step(
-            jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), target="v5e-8"
+            jax.jit(jnp.sin),
+            jax.ShapeDtypeStruct(
+                (8,), jnp.float32, sharding=NamedSharding(layout(tensor=8).mesh.abstract_mesh, P())
+            ),
+            target="v5e-8",
         ),
-        "needs arguments on one mesh, and none has a NamedSharding",
+        "NamedShardings on a mesh of devices, or none, and was given NamedSharding",
     ),
     "devices of another": (
         lambda: rehearse.step(
