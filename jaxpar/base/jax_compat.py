@@ -8,6 +8,7 @@ jax 0.10.2. On another jax, run `tests/base/test_jax_compat.py` first: it has a 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
@@ -40,19 +41,33 @@ def cudnn_version() -> int:
 
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 """The modules of jax's CUDA plugins, which are registered when JAX starts."""
+_NO_CUDA_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+"""A variable of the environment: the plugin looks for no libraries that only running needs."""
 
 
 def register_gpu_compiler() -> bool:
-    """Register jax's CUDA plugin anew, and return whether there is one.
+    """Register jax's CUDA plugin in a process that has started without it, and return whether there
+    is one.
 
     JAX registers its plugins once, when it starts. Where it starts on a machine without the
     libraries that only running needs, and was told no platform, it leaves the plugin out, compiler
-    and all: `jax.devices()` in a user's script does that. This is called inside
-    `runtime.without_chips`, where the plugin does without them.
+    and all: `jax.devices()` in a user's script does that. Here the plugin is told to do without
+    them. The backends that have started stay what they are.
+
+    Raises:
+      RuntimeError: the plugin does not start.
     """
     for name in _CUDA_PLUGINS:
         if find_spec(name.partition(".")[0]) and find_spec(name):
-            importlib.import_module(name).initialize()
+            before = os.environ.get(_NO_CUDA_CHECK)
+            os.environ[_NO_CUDA_CHECK] = "1"
+            try:
+                importlib.import_module(name).initialize()
+            finally:
+                if before is None:
+                    del os.environ[_NO_CUDA_CHECK]
+                else:
+                    os.environ[_NO_CUDA_CHECK] = before
             return True
     return False
 

@@ -8,6 +8,7 @@ is 64 GPUs, eight to a node.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import versions, without_chips
 from jaxpar.base.toml import presets
 
+log = logging.getLogger(__name__)
 Platform = Literal["tpu", "cuda"]
 GPUS_PER_NODE = 8
 
@@ -80,14 +82,15 @@ class Target:
     def devices(self) -> list[jax.Device]:
         """Return devices to build a mesh from and compile for, without the hardware.
 
-        Targets of several kinds may live in one process. Where JAX has been told no platform, it is
-        told `cpu`: compiling needs no accelerator, and JAX would look for one at the first array.
+        Targets of several kinds may live in one process, and JAX may have started before. Where it
+        has been told no platform, it is told `cpu`: compiling needs no accelerator, and JAX would
+        look for one at the first array.
 
         Raises:
           UserError: the compiler is not installed (the message says how to install it), or refuses
             this topology.
         """
-        if jax.config.values["jax_platforms"] is None:
+        if not jax.config.values["jax_platforms"]:
             jax.config.update("jax_platforms", "cpu")
         if missing := _missing(self.platform):
             raise UserError(f"target {self.name} needs {missing}")
@@ -95,10 +98,15 @@ class Target:
             with without_chips():
                 found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
         except (RuntimeError, NotImplementedError) as error:
-            what = (
-                f"does not start ({str(error).splitlines()[0]}): `jaxpar doctor` lists what is here"
-            )
-            raise UserError(f"the compiler for {self.name} {what}") from error
+            reason = str(error).splitlines()[0]
+            if self.platform == "cuda":
+                hint = ", and a process that starts with JAX_PLATFORMS=cpu may have it"
+            else:
+                hint = ""
+            raise UserError(
+                f"the compiler for {self.name} does not start ({reason}): `jaxpar doctor` lists "
+                f"what is here{hint}"
+            ) from error
         if len(found) != (expected := self.device_count):
             raise UserError(
                 f"the compiler for {self.name} gives {len(found)} devices, {expected} are expected"
@@ -337,6 +345,10 @@ device_description_str: "{hardware.device_kinds[0]}"
     except NotImplementedError:  # JAX had started before, without its CUDA plugin
         if not register_gpu_compiler():
             raise
+        log.warning(
+            "JAX had started without its CUDA plugin: it is loaded now, to compile for %s alone",
+            target.name,
+        )
         return describe_devices()
 
 

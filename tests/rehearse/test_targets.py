@@ -8,14 +8,16 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import needs_cuda, needs_libtpu, some
+from tiers import MARKS, needs_cuda, needs_libtpu, some
 
+from jaxpar.base import jax_compat, runtime
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, has_bfloat16, load_mesh_preset
@@ -289,23 +291,69 @@ def test_a_mesh_axis_may_be_split_over_physical_ones_inside_slices():
     assert mesh.devices.shape == (1, 4, 8, 1, 1, 8)
 
 
-@needs_cuda
-def test_gpus_are_compiled_for_after_jax_has_started_without_its_plugin():
-    """A user's script asks for `jax.devices()` first, and says nothing of platforms: JAX then
-    leaves the plugin out.
-    """
-    script = (
-        "import jax; before = jax.devices(); import jaxpar; "
-        "print(len(jaxpar.load_target('h100x8').devices()));"
-        "assert jax.devices() == before; print(float(jax.numpy.ones(3).sum()))"
-    )
+STARTED = """
+import jax
+import jax.numpy as jnp
+
+before = jax.devices()
+x = jnp.ones((256, 256)) + 1
+
+from jaxpar import rehearse
+
+report = rehearse.step(jax.jit(lambda x: jnp.tanh(x @ x)), x, target="TARGET", say=print)
+assert report["memory"]["categories"]["x"] == 4 * 256 * 256
+assert report["time"]["step"] > 0
+assert jax.devices() == before
+print(float(x.sum()))
+"""
+"""A user's script, which has JAX start and takes an array before it rehearses."""
+
+
+@pytest.mark.parametrize("told", [{}, {"JAX_PLATFORMS": ""}], ids=["nothing", "an empty text"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("h100x8", marks=MARKS["cuda"]), pytest.param("v5e-8", marks=MARKS["tpu"])]
+)
+def test_a_script_in_which_jax_has_started_rehearses(name, told):
+    """Told of no platform, JAX leaves out the CUDA plugin where libraries to run it are missing."""
     untold = {
         key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", script], env=untold, capture_output=True, text=True, check=False
+        [sys.executable, "-c", STARTED.replace("TARGET", name)],
+        env=untold | told,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.stdout.split() == ["8", "3.0"], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"compiling for {name}"
+    assert done.stdout.splitlines()[-1] == "131072.0"
+
+
+def test_a_plugin_that_was_left_out_is_loaded_for_its_compiler_alone(monkeypatch, caplog):
+    """JAX has started without it; here it brings no topologies after all."""
+    checks = []
+
+    def describe(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    def initialize():
+        checks.append(os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"])
+
+    plugin = SimpleNamespace(initialize=initialize)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    monkeypatch.setattr(runtime, "_device_files", lambda platform: True)
+    monkeypatch.setattr(targets, "_missing", lambda platform: "")
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(jax_compat, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, jax_compat._CUDA_PLUGINS[0], plugin)
+    with pytest.raises(UserError, match=r"topology not implemented for cuda.*JAX_PLATFORMS=cpu"):
+        load_target("h100x8").devices()
+    assert checks == ["1"], "the plugin would look for libraries that only running needs"
+    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+    assert caplog.messages == [
+        "JAX had started without its CUDA plugin: it is loaded now, to compile for h100x8 alone"
+    ]
 
 
 def assert_compiles(name: str, spec: MeshSpec) -> None:
