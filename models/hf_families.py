@@ -16,7 +16,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, read_json, suggest
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.toml import flatten, from_dict
-from jaxpar.models.masks import has_window, parse
+from jaxpar.models.masks import has_window, read_word
 
 REQUIRED = object()
 Json = dict[str, Any]  # a config.json: another program wrote it, so its values may be anything
@@ -453,7 +453,10 @@ def hf_config(config: ModelConfig) -> Json:
     if family.query_scalar:
         hf["query_pre_attn_scalar"] = scalar
     if family.local:
-        hf["sliding_window"] = parse(windows.pop())[1]["tokens"] if windows else None
+        if windows:
+            hf["sliding_window"] = read_word(windows.pop()).reach(config.max_seq_len)
+        else:
+            hf["sliding_window"] = None
         hf |= family.local.extra[hf["sliding_window"] is None]
         if family.local.where:
             words = [config.masks[i % config.kinds] for i in range(config.layers)]

@@ -9,9 +9,16 @@
     bigbird(window=3, globals=2, random=3, block=64, seed=0)
         blocks near, first and at random
 
-`longformer` is Beltagy et al. 2020, arXiv:2004.05150, section 3.1; `bigbird` is Zaheer et al. 2020,
-arXiv:2007.14062, section 2, whose random blocks are drawn from those before a query's own, the same
-for every `model.max_seq_len`.
+A word is a frozen dataclass whose fields are its numbers, registered by its name; a program adds
+its own in the same way:
+
+    @register_mask("even")
+    @dataclass(frozen=True)
+    class Even(MaskWord):
+        apart: int = 2
+
+        def mask(self, length):
+            return Causal() & Dilated(length, self.apart)
 
 In packed documents windows, first tokens and blocks are those of each document, as if it were
 alone.
@@ -19,124 +26,269 @@ alone.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Window, bigbird
+from jaxpar.base.ranges import Range, ranges
+from jaxpar.base.registry import Registry
+from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Window, bigbird, looks_back
 
-_WORDS: dict[str, dict[str, int | None]] = {
-    "causal": {},
-    "window": {"tokens": None},
-    "longformer": {"window": 512, "globals": 1, "stride": 1},
-    "bigbird": {"window": 3, "globals": 2, "random": 3, "block": 64, "seed": 0},
-}
-"""The numbers of each word with their defaults; None = it must be given."""
-_MAY_BE_ZERO = ("globals", "random", "seed")
-_SHRINKS = {"window": "tokens", "longformer": "window", "bigbird": "block"}
-"""The number of a word that follows the length of the sequence."""
+MayBeZero = Annotated[int, Range(0, 2**31 - 1)]
+"""A number of a word that may be 0. Others are at least 1, unless their type has a range."""
+_AT_LEAST_ONE = Range(1, 2**31 - 1)
+Word = TypeVar("Word", bound="type[MaskWord]")
+
+
+class MaskWord:
+    """The base of what a word of `model.masks` stands for: a frozen dataclass, whose fields are the
+    word's numbers. A field without a default must be given.
+    """
+
+    slides: ClassVar[bool] = False
+    """Whether it is a sliding window, whose layers may have a RoPE base of their own."""
+
+    def mask(self, length: int) -> Mask:
+        """Make the mask of a sequence of `length` places, which is causal by an `&` with
+        `Causal()`. That of a shorter sequence is the beginning of that of a longer one.
+        """
+        raise UserError(f"the word of {type(self).__name__} makes no mask: give it a method `mask`")
+
+    def reach(self, seq_len: int) -> int:
+        """Count the keys that a query late in a sequence may see, blocks of the future included;
+        costs are counted by it.
+        """
+        return seq_len
+
+    def shrink(self, before: int, seq_len: int) -> MaskWord:
+        """The same word for a sequence of `seq_len` tokens in place of `before`, for `verify`."""
+        return self
+
+    def wrong(self) -> str:
+        """What is wrong with the numbers together, to be said after the word; empty = nothing."""
+        return ""
+
+
+WORDS: Registry[type[MaskWord]] = Registry("a word of model.masks")
+
+
+def register_mask(name: str) -> Callable[[Word], Word]:
+    """A decorator that makes a `MaskWord` known by its name in `model.masks`."""
+
+    def decorate(word: Word) -> Word:
+        if not dataclasses.is_dataclass(word) or not issubclass(word, MaskWord):
+            raise UserError(
+                f"model.masks takes words that are frozen dataclasses of MaskWord, and was given "
+                f"{word.__name__} for {name!r}: write @dataclass(frozen=True) above it"
+            )
+        WORDS.add(name, word)
+        return word
+
+    return decorate
+
+
+@register_mask("causal")
+@dataclass(frozen=True)
+class _CausalWord(MaskWord):
+    def mask(self, length: int) -> Mask:
+        return Causal()
+
+
+@register_mask("window")
+@dataclass(frozen=True)
+class _WindowWord(MaskWord):
+    tokens: int
+    slides: ClassVar[bool] = True
+
+    def mask(self, length: int) -> Mask:
+        return Causal() & Window(self.tokens - 1)
+
+    def reach(self, seq_len: int) -> int:
+        return self.tokens
+
+    def shrink(self, before: int, seq_len: int) -> MaskWord:
+        return _WindowWord(_in_proportion(self.tokens, before, seq_len, least=_third(seq_len)))
+
+
+@register_mask("longformer")
+@dataclass(frozen=True)
+class _LongformerWord(MaskWord):
+    """Beltagy et al. 2020, arXiv:2004.05150, section 3.1."""
+
+    window: int = 512
+    globals: MayBeZero = 1
+    stride: int = 1
+
+    def mask(self, length: int) -> Mask:
+        if self.stride == 1:
+            near = Window(self.window - 1)
+        else:
+            near = Dilated(self.window, self.stride)
+        return Causal() & (near | First(self.globals) if self.globals else near)
+
+    def reach(self, seq_len: int) -> int:
+        return self.window + self.globals
+
+    def shrink(self, before: int, seq_len: int) -> MaskWord:
+        least = _third(seq_len, self.stride)
+        return replace(self, window=_in_proportion(self.window, before, seq_len, least))
+
+
+@register_mask("bigbird")
+@dataclass(frozen=True)
+class _BigbirdWord(MaskWord):
+    """Zaheer et al. 2020, arXiv:2007.14062, section 2. The random blocks are drawn from those
+    before a query's own, the same for every `model.max_seq_len`.
+    """
+
+    window: int = 3
+    globals: MayBeZero = 2
+    random: MayBeZero = 3
+    block: int = 64
+    seed: MayBeZero = 0
+
+    def mask(self, length: int) -> Mask:
+        return Causal() & bigbird(length, **dataclasses.asdict(self), causal=True)
+
+    def reach(self, seq_len: int) -> int:
+        return (self.window + self.globals + self.random) * self.block
+
+    def shrink(self, before: int, seq_len: int) -> MaskWord:
+        return replace(self, block=_in_proportion(self.block, before, seq_len, least=1))
+
+    def wrong(self) -> str:
+        if self.window % 2 == 0:
+            return f"has window={self.window}: blocks on both sides make it odd"
+        return ""
+
+
+def _in_proportion(number: int, before: int, seq_len: int, least: int) -> int:
+    return max(least, round(number * seq_len / before))
+
+
+def _third(seq_len: int, stride: int = 1) -> int:
+    """A third of a sequence, in steps: a smaller window would leave too little to compare."""
+    return -(-seq_len // (3 * stride))
 
 
 def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
-    """Return the mask of each kind of layer; layer i is of kind i % config.kinds. Words are checked
-    as by `parse`.
+    """Return the mask of each kind of layer; layer i is of kind i % config.kinds.
+
+    Raises:
+      UserError: as `read_word`, or a mask shows a query what comes after it.
     """
     return tuple(_mask(word, config.max_seq_len) for word in config.masks)
 
 
 @lru_cache(maxsize=64)
 def _mask(word: str, length: int) -> Mask:
-    match parse(word):
-        case "window", {"tokens": tokens}:
-            return Causal() & Window(tokens - 1)
-        case "longformer", {"window": window, "globals": count, "stride": stride}:
-            if stride == 1:
-                near = Window(window - 1)
-            else:
-                near = Dilated(window, stride)
-            return Causal() & (near | First(count) if count else near)
-        case "bigbird", numbers:
-            return Causal() & bigbird(length, **numbers, causal=True)
-    return Causal()
+    mask = read_word(word).mask(length)
+    if not looks_back(mask):
+        raise UserError(
+            f"model.masks: {word!r} makes {mask}, which may show a token those after it, so that "
+            "the loss would know its answers: join it to Causal() by &"
+        )
+    return mask
 
 
-def parse(word: str) -> tuple[str, dict[str, int]]:
-    """Return the name of a word and its numbers, those left out too: `("window", {"tokens":
-    4096})`. A word that is unknown or has wrong numbers is refused with a UserError."""
+def read_word(word: str) -> MaskWord:
+    """Return what a word of `model.masks` stands for, with its numbers.
+
+    Raises:
+      UserError: the word is unknown, or has wrong numbers.
+    """
+    return _read(word)[1]
+
+
+def _read(word: str) -> tuple[str, MaskWord]:
+    """Return the name of a word, and what it stands for; see `read_word`."""
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", word)
     name = found[1] if found else word
-    if found is None or name not in _WORDS:
-        known = ", ".join(map(_usage, _WORDS))
-        raise UserError(f"model.masks has no {word!r}{suggest(name, _WORDS)}: try one of {known}")
-    numbers: dict[str, Any] = {}
-    wrong = UserError(f"model.masks: {word!r} has wrong numbers: write {_usage(name)}")
-    try:
-        for key, part in zip(
-            [*_WORDS[name], ""], filter(str.strip, (found[2] or "").split(",")), strict=False
-        ):
-            named, equals, number = part.rpartition("=")
-            numbers[named.strip() if equals else key] = int(number)
-    except ValueError:
-        raise wrong from None
-    numbers = {key: numbers.get(key, default) for key, default in _WORDS[name].items()} | numbers
-    if numbers.keys() != _WORDS[name].keys() or None in numbers.values():
-        raise wrong
-    for key, number in numbers.items():
-        if number < (key not in _MAY_BE_ZERO):
-            raise UserError(
-                f"model.masks: {word!r} has {key}={number}: it is at least "
-                f"{int(key not in _MAY_BE_ZERO)}"
-            )
-    if name == "bigbird" and numbers["window"] % 2 == 0:
+    if found is None or name not in WORDS:
+        known = ", ".join(map(_usage, WORDS.names()))
         raise UserError(
-            f"model.masks: {word!r} has window={numbers['window']}: blocks on both sides make "
-            "it odd"
+            f"model.masks has no {word!r}{suggest(name, WORDS.names())}: try one of {known}"
         )
-    return name, numbers
+    numbers = _numbers(found[2] or "", [field.name for field in _fields(name)])
+    try:
+        made = WORDS[name](**numbers)
+    except TypeError:
+        made = None
+    if made is None:
+        raise UserError(f"model.masks: {word!r} has wrong numbers: write {_usage(name)}")
+    _require_numbers(word, made)
+    return name, made
+
+
+def _fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(WORDS[name])  # pyright: ignore[reportArgumentType]
+
+
+def _numbers(text: str, names: list[str]) -> Mapping[str, Any]:
+    """The numbers in the brackets of a word by their names, which may be left out; a name that no
+    word has where there are too many, or one is no number.
+    """
+    numbers: dict[str, Any] = {}
+    parts = [part for part in text.split(",") if part.strip()]
+    for place, part in enumerate(parts):
+        named, equals, number = part.rpartition("=")
+        if not equals and place >= len(names):
+            return {"": None}
+        try:
+            numbers[named.strip() if equals else names[place]] = int(number)
+        except ValueError:
+            return {"": None}
+    return numbers
+
+
+def _require_numbers(word: str, made: MaskWord) -> None:
+    """Refuse a number of a word that is too small, and numbers that do not go together."""
+    known = ranges(type(made))
+    for key, number in vars(made).items():
+        allowed = known.get(key, _AT_LEAST_ONE)
+        if not allowed.holds(number):
+            raise UserError(
+                f"model.masks: {word!r} has {key}={number}: it is at least {allowed.least}"
+            )
+    if why := made.wrong():
+        raise UserError(f"model.masks: {word!r} {why}")
 
 
 def _usage(name: str) -> str:
     """How a word is written."""
     parts = [
-        key if default is None else f"{key}={default}" for key, default in _WORDS[name].items()
+        field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
+        for field in _fields(name)
     ]
     return f"{name}({', '.join(parts)})" if parts else name
 
 
 def has_window(word: str) -> bool:
     """Whether a word is a sliding window, whose layers may have a RoPE base of their own."""
-    return parse(word)[0] == "window"
+    return read_word(word).slides
 
 
 def reach(word: str, seq_len: int) -> int:
     """Return how many keys a query late in a sequence may see, blocks of the future included."""
-    name, n = parse(word)
-    seen = {
-        "window": lambda: n["tokens"],
-        "longformer": lambda: n["window"] + n["globals"],
-        "bigbird": lambda: (n["window"] + n["globals"] + n["random"]) * n["block"],
-    }
-    if name in seen:
-        return min(seq_len, seen[name]())
-    return seq_len
+    return min(seq_len, read_word(word).reach(seq_len))
 
 
 def shrink_mask(word: str, before: int, seq_len: int) -> str:
     """Return the same word for a sequence of `seq_len` tokens in place of `before`; a window keeps
     a third of it.
     """
-    name, numbers = parse(word)
-    if name not in _SHRINKS:
+    name, made = _read(word)
+    smaller = made.shrink(before, seq_len)
+    numbers = vars(smaller)
+    if smaller == made:
         return word
-    key = _SHRINKS[name]
-    if name == "bigbird":
-        least = 1
+    if len(numbers) == 1:
+        parts = [str(number) for number in numbers.values()]
     else:
-        least = -(-seq_len // (3 * numbers.get("stride", 1)))
-    numbers[key] = max(least, round(numbers[key] * seq_len / before))
-    parts = [
-        f"{key}={number}" if len(numbers) > 1 else str(number) for key, number in numbers.items()
-    ]
+        parts = [f"{key}={number}" for key, number in numbers.items()]
     return f"{name}({', '.join(parts)})"

@@ -101,7 +101,11 @@ class Tiles(NamedTuple):
 
 
 class Mask:
-    """The base of all masks."""
+    """The base of all masks.
+
+    One of one's own has `visible`, and `@static_mask` above the class. What it leaves out costs
+    time and no more: without `states`, no tile is skipped.
+    """
 
     __array_ufunc__ = None  # so that numpy leaves `array & mask` to the mask, which refuses it
 
@@ -111,8 +115,14 @@ class Mask:
 
         It takes numpy or jax arrays. Inside a kernel, masks that look up an array are first
         replaced (`visits`).
+
+        Raises:
+          UserError: the class of the mask does not define it.
         """
-        raise NotImplementedError
+        raise UserError(
+            f"a mask says which keys a query sees, and {type(self).__name__} does not: give it "
+            "`visible(self, i, j)`"
+        )
 
     def states(self, tiles: Tiles) -> Places:
         """`EMPTY`, `PARTIAL` or `FULL` for each tile, int8 [Q, K], or [B, Q, K] where ids make
@@ -120,9 +130,10 @@ class Mask:
 
         The result is a numpy array where everything is known while tracing. It is exact for every
         mask, and for combinations in which only d counts. Others, and ids, may call an empty or
-        full tile `PARTIAL`, no more.
+        full tile `PARTIAL`, no more. So does this method, for a mask that does not say: every tile
+        is looked at.
         """
-        raise NotImplementedError
+        return np.full(tiles.shape, PARTIAL, np.int8)
 
     def leaves(self) -> Iterator[Mask]:
         """The masks that this one combines, from the left."""
@@ -155,9 +166,14 @@ def require_mask(value: object, what: str) -> Mask:
       what: what takes a mask, for the message.
 
     Raises:
-      UserError: it is no mask.
+      UserError: it is no mask, or JAX does not know its class.
     """
     if isinstance(value, Mask):
+        if jax.tree_util.all_leaves([value]):
+            raise UserError(
+                f"{what} takes masks that are pytrees, and {type(value).__name__} is none: write "
+                "@masks.static_mask above the class"
+            )
         return value
     raise UserError(
         f"{what} takes a mask of jaxpar.kernels.masks, such as Causal(), and was given "
@@ -170,12 +186,14 @@ def _state(some: Places, every: Places) -> Places:
 
 
 @dataclass_transform(frozen_default=True)
-def _static(kind: type[_Kind]) -> type[_Kind]:
-    """Make a class a frozen dataclass and a pytree without arrays."""
+def static_mask(kind: type[_Kind]) -> type[_Kind]:
+    """Make a class a frozen dataclass and a pytree without arrays: for a mask whose fields are
+    numbers.
+    """
     return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(kind))
 
 
-@_static
+@static_mask
 class Full(Mask):
     """Every query sees every key."""
 
@@ -186,8 +204,10 @@ class Full(Mask):
         return np.full(tiles.shape, FULL, np.int8)
 
 
-class _OfDistance(Mask):
-    """A mask in which only d counts."""
+class OfDistance(Mask):
+    """The base of a mask in which only d counts: its states are exact, and it shows a packed
+    document what it would show it alone.
+    """
 
     def states(self, tiles: Tiles) -> Places:
         return _distance_states(self, tiles)
@@ -215,8 +235,8 @@ def _distance_states(mask: Mask, tiles: Tiles) -> Places:
     return _state(count > 0, count == most - least + 1)
 
 
-@_static
-class Causal(_OfDistance):
+@static_mask
+class Causal(OfDistance):
     """A query sees the keys at or before its own place plus `offset`."""
 
     offset: int = 0
@@ -228,8 +248,8 @@ class Causal(_OfDistance):
         return i - j >= -self.offset
 
 
-@_static
-class Window(_OfDistance):
+@static_mask
+class Window(OfDistance):
     """A query sees the keys at most `left` places before it and `right` places after it; None =
     however far.
 
@@ -253,7 +273,7 @@ class Window(_OfDistance):
         return seen & (i - j >= -self.right)
 
 
-@_static
+@static_mask
 class First(Mask):
     """Every query sees the first `n` keys; `Causal() | First(n)` is a prefix LM (arXiv:1910.10683,
     section 3.2.1).
@@ -276,8 +296,8 @@ class First(Mask):
         )
 
 
-@_static
-class Dilated(_OfDistance):
+@static_mask
+class Dilated(OfDistance):
     """A query sees its own key and every `stride`-th, at most `window - 1` a side
     (arXiv:2004.05150, section 3.1).
     """
@@ -705,11 +725,14 @@ def without_segments(mask: Mask) -> Mask:
 
 
 def follows_documents(mask: Mask) -> bool:
-    """Whether a mask joined to `Segments` shows a document what it would show it alone: no map is
-    of the sequence.
+    """Whether a mask joined to `Segments` shows a document what it would show it alone.
+
+    A map of the whole sequence does not, and of a mask of another class it is not known.
     """
-    return not any(
-        isinstance(leaf, BlockSparse) and not leaf.per_document for leaf in mask.leaves()
+    return all(
+        isinstance(leaf, Full | OfDistance | First | Segments)
+        or (isinstance(leaf, BlockSparse) and leaf.per_document)
+        for leaf in mask.leaves()
     )
 
 
@@ -768,7 +791,7 @@ def of_distance(mask: Mask) -> bool:
     """Whether only d counts, so that places may begin anywhere as long as queries and keys begin
     together.
     """
-    return all(isinstance(leaf, Full | _OfDistance) for leaf in mask.leaves())
+    return all(isinstance(leaf, Full | OfDistance) for leaf in mask.leaves())
 
 
 def dense(mask: Mask, tiles: Tiles) -> Places:

@@ -97,15 +97,16 @@ class Ops:
 
         Raises:
           UserError: as there; or there are documents, and the map of a `BlockSparse` is of the
-            whole sequence.
+            whole sequence, or a mask of one's own may be.
         """
         plan = self.plan
         if segments_BS is not None:
             if not follows_documents(mask):
                 raise UserError(
                     f"packed documents begin anywhere in a sequence, and the map of {mask} "
-                    "begins where that does: "
-                    "give BlockSparse per_document=True if it is to begin with each document"
+                    "begins where that does: give BlockSparse per_document=True if it is to begin "
+                    "with each document, and derive a mask of your own from OfDistance if it "
+                    "looks at nothing but the distance"
                 )
             mask = mask & Segments(segments_BS, segments_BS)
         return _attention.attention(

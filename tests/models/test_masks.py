@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.kernels.masks import Tiles, dense
-from jaxpar.models.masks import layer_masks, reach, shrink_mask
+from jaxpar.kernels.attention import dispatch
+from jaxpar.kernels.masks import (
+    PARTIAL,
+    Causal,
+    Mask,
+    OfDistance,
+    Tiles,
+    dense,
+    follows_documents,
+    static_mask,
+)
+from jaxpar.models.masks import (
+    WORDS,
+    MaskWord,
+    MayBeZero,
+    layer_masks,
+    reach,
+    register_mask,
+    shrink_mask,
+)
 
 pytestmark = pytest.mark.quick
 S = 23
@@ -94,3 +117,91 @@ def test_a_word_shrinks_with_the_sequence() -> None:
     )
     reached = {"causal": 99, "window(7)": 7, "longformer(7, 2)": 9, "bigbird(block=4)": 32}
     assert {word: reach(word, 99) for word in reached} == reached
+
+
+@pytest.fixture
+def even():
+    """A word of one's own, for a mask of one's own that does not say its states."""
+
+    @static_mask
+    class Every(Mask):
+        apart: int
+
+        def visible(self, i: Any, j: Any) -> Any:
+            return (i - j) % self.apart == 0
+
+    @register_mask("even")
+    @dataclass(frozen=True)
+    class Even(MaskWord):
+        apart: int = 2
+        shift: MayBeZero = 0
+
+        def mask(self, length: int) -> Mask:
+            return Causal() & Every(self.apart)
+
+    yield Every
+    WORDS.remove("even")
+
+
+def test_a_word_of_ones_own_is_a_word_like_ours(even: Any) -> None:
+    np.testing.assert_array_equal(seen("even(3)"), (J <= I) & ((I - J) % 3 == 0))
+    assert reach("even", 50) == 50
+    assert shrink_mask("even(3)", 100, 10) == "even(3)"
+    for word, said in {
+        "evn": r"did you mean 'even'.*bigbird\(.*, even\(apart=2, shift=0\)",
+        "even(0)": "apart=0: it is at least 1",
+        "even(1, -1)": "shift=-1: it is at least 0",
+        "even(1, 2, 3)": r"write even\(apart=2, shift=0\)",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            layer_masks(ModelConfig(masks=(word,)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_a_mask_without_states_serves_attention(even: Any, implementation: Any) -> None:
+    """No tile of it is skipped: it is said to be partly seen."""
+    mask = Causal() & even(3)
+    q = jax.random.normal(jax.random.key(0), (1, S, 2, 4))
+    out = jax.jit(lambda q: dispatch.attention(q, q, q, mask, implementation=implementation)[0])(q)
+    scores = jnp.einsum("bshk,bthk->bhst", q, q) / 2
+    scores = jnp.where((J <= I) & ((I - J) % 3 == 0), scores, -jnp.inf)
+    wanted = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores), q)
+    # float32 sums of at most 23 terms in another order
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    assert (even(3).states(Tiles(8, 8, 4, 4)) == PARTIAL).all()
+
+
+def test_packed_documents_take_a_mask_of_ones_own_where_only_the_distance_counts(even: Any) -> None:
+    @static_mask
+    class Apart(OfDistance):
+        apart: int
+
+        def visible(self, i: Any, j: Any) -> Any:
+            return (i - j) % self.apart == 0
+
+    assert follows_documents(Causal() & Apart(2))
+    assert not follows_documents(Causal() & even(2))
+
+
+def test_masks_that_would_be_wrong_are_refused(even: Any) -> None:
+    class Bare(Mask):
+        pass
+
+    with pytest.raises(UserError, match=r"Bare is none: write @masks.static_mask above the class"):
+        Causal() & Bare()
+    with pytest.raises(UserError, match=r"and Mute does not: give it `visible\(self, i, j\)`"):
+        static_mask(type("Mute", (Mask,), {}))().visible(I, J)
+
+    @register_mask("open")
+    @dataclass(frozen=True)
+    class Open(MaskWord):
+        def mask(self, length: int) -> Mask:
+            return even(2)
+
+    try:
+        with pytest.raises(UserError, match=r"'open' makes .*, which may show a token those after"):
+            layer_masks(ModelConfig(masks=("open",)))
+        with pytest.raises(UserError, match="frozen dataclasses of MaskWord"):
+            register_mask("no_word")(Bare)  # pyright: ignore[reportArgumentType]
+    finally:
+        WORDS.remove("open")
