@@ -34,7 +34,7 @@ from jaxpar.models.hf_layout import (
 )
 from jaxpar.models.lora import base_config, lora_scale
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params, part_name
+from jaxpar.models.parts import Params
 
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -89,14 +89,12 @@ def require_library_parts(model: Model) -> None:
     """Refuse a model with parts of one's own, which nobody who loads the folder would compute, with
     a UserError.
     """
-    theirs = Model(model.config).parts
-    for part, own in model.parts._asdict().items():
-        if own != getattr(theirs, part):
-            raise UserError(
-                f"{part}={part_name(own)} is a part of your own, and transformers would compute "
-                f"{model.config.family}: keep the run folder, or write the arrays of "
-                "jaxpar.models.hf_export.hf_tensors for a reader that knows it"
-            )
+    for part, name in model.own_parts().items():
+        raise UserError(
+            f"{part}={name} is a part of your own, and transformers would compute "
+            f"{model.config.family}: keep the run folder, or write the arrays of "
+            "jaxpar.models.hf_export.hf_tensors for a reader that knows it"
+        )
 
 
 def write_folder(

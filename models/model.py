@@ -22,7 +22,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, PyTree, is_axes, merge_trees
 from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
-from jaxpar.models.parts import Maker, Params, Parts, init_part, split_parts
+from jaxpar.models.parts import Maker, Params, Parts, init_part, part_name, split_parts
 from jaxpar.models.transformer import Block, Embed, Head
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
@@ -166,6 +166,15 @@ class Model:
     def merge(params: Params, trained: Params) -> Params:
         """Return the parameters with those that are `trained` in place of their own."""
         return merge_trees(params, trained)
+
+    def own_parts(self) -> dict[str, str]:
+        """Return the names of the parts that are not the library's, by what they are."""
+        library = Parts(Embed, Block, Head)
+        return {
+            part: part_name(maker)
+            for part, maker in self.parts._asdict().items()
+            if maker != getattr(library, part)
+        }
 
     def parameter_names(self) -> list[str]:
         """Return the names of all parameters in the order in which the parts declare them, which is

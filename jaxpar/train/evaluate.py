@@ -21,7 +21,7 @@ from jaxpar.base.runtime import Batches, machine_memory, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
-from jaxpar.models import Params
+from jaxpar.models import Model, Params
 from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
@@ -89,17 +89,29 @@ def final_batches(train: TrainConfig) -> int:
 
 
 def evaluate_folder(
-    config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
+    config: Config,
+    folder: Path,
+    step: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+    model: Model | None = None,
 ) -> Evaluation:
-    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) or a
-    Hugging Face folder.
+    """Evaluate a run's checkpoint or a Hugging Face folder.
 
-    The mesh may be any. The batches are those of `train.final_eval_batches`, by default all; the
-    evaluation at the end of a run takes no more of them than it has steps. `say` receives each note
-    on how they run. A UserError says that there is no checkpoint or no validation data, or that the
-    mesh does not fit.
+    The batches are those of `train.final_eval_batches`, by default all; the evaluation at the end
+    of a run takes no more of them than it has steps.
+
+    Args:
+      config: the run's, or that of a Hugging Face folder; its mesh may be any.
+      folder: the folder.
+      step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
+      say: receives each note on how the batches run.
+      model: the model, where it has parts of one's own; None = that of the config.
+
+    Raises:
+      UserError: there is no checkpoint, it is of another model, there is no validation data, or the
+        mesh does not fit.
     """
-    experiment = make_experiment(check(config, training=False), start(config.mesh))
+    experiment = make_experiment(check(config, training=False), start(config.mesh), model)
     plan = experiment.plan
     run_together(lambda: require_memory(experiment, machine_memory(), training=False))
     for note in kernel_notes(experiment, training=False):
@@ -113,11 +125,11 @@ def evaluate_folder(
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_path, or data.val_fraction")
     if is_run(folder):
-        step, params = load_run(folder, step, config, plan)
+        step, params = load_run(folder, step, experiment)
     elif plan.size("stage") > 1:
         raise UserError(f"{folder} is no run, whose layers could lie on stages: use mesh.stage=1")
     else:
-        params = load_params(folder, config, plan, step)
+        params = load_params(folder, experiment, step)
     eval_step = compile_eval_step(experiment.model, config, plan)
     loss = evaluate(eval_step, params, corpus.val, config, plan, config.train.final_eval_batches)
     if corpus.tokenizer is None:

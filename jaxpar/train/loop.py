@@ -405,12 +405,12 @@ class _Run:
         data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
         if self.checkpoints.latest() is None:
             if config.train.init:
-                params = load_params(Path(config.train.init), config, plan)
+                params = load_params(Path(config.train.init), self.experiment)
             else:
                 params = None
             state = init_state(model, config, plan, params)
         else:
-            state, beside = restore_state(self.checkpoints, self.first, config, plan)
+            state, beside = restore_state(self.checkpoints, self.first, self.experiment)
             run_together(lambda: self._require_as_much(beside["training_tokens"]))
             changed = told_by_first(self.compared.changed)
             if beside["iterator"] is not None:
@@ -589,7 +589,7 @@ class _Run:
     def _save(self, step: int) -> None:
         size = self.corpus.train.size
         position = self.positions[step]
-        beside = beside_state(self.plan, self.config, position, size, self.frozen)
+        beside = beside_state(self.experiment, position, size, self.frozen)
         self.checkpoints.save(step, saved_part(self.state, self.model), beside)
 
     def _save_good(self) -> None:

@@ -40,8 +40,9 @@ from jaxpar.models.lora import (
 )
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_folder import (
     Checkpoints,
     compare_run,
@@ -54,11 +55,13 @@ from jaxpar.train.step import TrainState, init_state, reorder_state, state_shape
 
 ORDER = "layer_order"
 FROZEN = "frozen"
+PARTS = "parts"
 _BESIDE_KINDS = {
     "iterator": dict[str, Any] | None,
     "training_tokens": int | None,
     ORDER: list[int] | None,
     FROZEN: int | None,
+    PARTS: dict[str, str] | None,
 }
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.
@@ -72,16 +75,22 @@ _FREE = {
 }
 
 
-def load_run(
-    folder: Path,
-    step: int,
-    config: Config,
-    plan: Plan,
-) -> tuple[int, Params]:
-    """Load the parameters of a run's checkpoint on this plan's mesh and return its step and them; 0
-    = the best, or the newest where none was evaluated. The optimizer's state is not read. A
-    checkpoint that is not there, or cannot be read, is a UserError. Where a run that trains beside
-    has removed the one that was chosen, another is."""
+def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Params]:
+    """Load the parameters of a run's checkpoint. The optimizer's state is not read.
+
+    Where a run that trains beside has removed the checkpoint that was chosen, another is.
+
+    Args:
+      folder: the run folder.
+      step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
+      experiment: its model, on a plan of any mesh.
+
+    Returns:
+      The step, and the parameters on the mesh.
+
+    Raises:
+      UserError: there is no such checkpoint, or it cannot be read.
+    """
     for _ in range(_TRIES):
         checkpoints = Checkpoints(folder / "checkpoints")
         chosen = step or _best_or_newest(checkpoints)
@@ -90,7 +99,7 @@ def load_run(
                 f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}"
             )
         try:
-            return chosen, restore_state(checkpoints, chosen, config, plan, whole=False)[0].params
+            return chosen, restore_state(checkpoints, chosen, experiment, whole=False)[0].params
         except UserError:
             # Of several processes all would have to choose alike.
             if step or jax.process_count() > 1 or not _is_removed(folder, chosen):
@@ -122,22 +131,33 @@ def _is_removed(folder: Path, step: int) -> bool:
 
 
 def restore_state(
-    checkpoints: Checkpoints, step: int, config: Config, plan: Plan, whole: bool = True
+    checkpoints: Checkpoints, step: int, experiment: Experiment, whole: bool = True
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
-    """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved
-    beside it.
+    """Restore the training state of a checkpoint.
 
-    Where not the `whole` of it is asked for, only parameters are read. Those that are frozen are
-    loaded from `train.init`. A UserError says that one of both cannot be read, or that the frozen
-    weights are no longer the run's.
+    Args:
+      checkpoints: those of the run.
+      step: that of the checkpoint.
+      experiment: the run's model, on a plan of any mesh.
+      whole: whether all of the state is read; if not, then its parameters alone.
+
+    Returns:
+      The state on the mesh, and what was saved beside it. Parameters that are frozen are loaded
+      from `train.init`.
+
+    Raises:
+      UserError: the checkpoint or the frozen weights cannot be read, they are of a model of other
+        parts, or the frozen weights are no longer the run's.
     """
-    model = Model(config.model)
+    config = experiment.config
+    model = experiment.model
     data = _read_beside(checkpoints, step, config.model.layers)
-    trained = _restore_trained(model, checkpoints, step, config, plan, data, whole)
+    _require_parts(model, data.get(PARTS) or {}, checkpoints.folder / str(step))
+    trained = _restore_trained(checkpoints, step, experiment, data, whole)
     if not config.model.lora.rank:
         return trained, data
     source = Path(config.train.init)
-    frozen = init_state(model, config, plan, load_params(source, config, plan)).params
+    frozen = init_state(model, config, experiment.plan, load_params(source, experiment)).params
     if fingerprint(model, frozen) != data.get(FROZEN):
         raise UserError(
             f"{source} has other weights now than those that this run trains LoRA beside: bring "
@@ -162,18 +182,33 @@ def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, 
     return data
 
 
+def _require_parts(model: Model, saved: dict[str, str], place: Path) -> None:
+    """Refuse a checkpoint of a model with other parts, whose parameters may have the same names."""
+    ours = model.own_parts()
+    if saved != ours:
+        there, here = (
+            ", ".join(f"{part}={name}" for part, name in parts.items()) or "the library's own"
+            for parts in (saved, ours)
+        )
+        raise UserError(
+            f"{place} is of a model whose parts are {there}, and here they are {here}: give "
+            "make_experiment, or open_trained, the model=Model(config.model, ...) that was trained"
+        )
+
+
 def _restore_trained(
-    model: Model,
     checkpoints: Checkpoints,
     step: int,
-    config: Config,
-    plan: Plan,
+    experiment: Experiment,
     data: dict[str, Any],
     whole: bool,
 ) -> TrainState[Any]:
     """Restore what a checkpoint has; where not the `whole` of it is asked for, step and optimizer
     are empty.
     """
+    model = experiment.model
+    config = experiment.config
+    plan = experiment.plan
     layers = config.model.layers
     renamed = model.config.lora.rank > 0 and has_old_names(checkpoints.names(step))
 
@@ -232,12 +267,20 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
 
 
 def beside_state(
-    plan: Plan, config: Config, iterator: Any, tokens: int | None, frozen: int | None
+    experiment: Experiment, iterator: Any, tokens: int | None, frozen: int | None
 ) -> dict[str, Any]:
     """Return what is saved beside a state: the data iterator's state, its number of tokens, the
-    layers' order and the `fingerprint` of the frozen parameters."""
-    order = stored_order(plan, config.model.layers)
-    return {"iterator": iterator, "training_tokens": tokens, ORDER: order, FROZEN: frozen}
+    layers' order, the `fingerprint` of the frozen parameters, and the names of parts of one's own.
+    """
+    model = experiment.model
+    order = stored_order(experiment.plan, model.config.layers)
+    return {
+        "iterator": iterator,
+        "training_tokens": tokens,
+        ORDER: order,
+        FROZEN: frozen,
+        PARTS: model.own_parts(),
+    }
 
 
 def model_of(source: Path) -> ModelConfig:
@@ -263,46 +306,66 @@ def frozen_folder(source: Path, lora: Lora) -> Path:
     return source.absolute()
 
 
-def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Params:
-    """Load the parameters of a config's model from a run folder (see `load_run`), a Hugging Face
-    folder, or the folder of a PEFT adapter. They are on this plan's mesh, with the model's order of
-    layers, as `init_state` takes them.
+def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
+    """Load the parameters of a model from a folder.
 
     An adapter of the config's own rank, alpha and targets stays beside its matrices; another is
     merged into them. LoRA that the source does not have begins as PEFT begins it, from
-    `train.seed`. A UserError says that there is no such folder, that it is of another model, or
-    that its weights cannot be read.
+    `train.seed`.
+
+    Args:
+      source: a run folder (see `load_run`), a Hugging Face folder, or that of a PEFT adapter.
+      experiment: the model, on any plan.
+      step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
+
+    Returns:
+      The parameters on the plan's mesh, with the model's order of layers, as `init_state` takes
+      them.
+
+    Raises:
+      UserError: there is no such folder, it is of another model, or its weights cannot be read.
     """
     theirs = model_of(source)
-    plan = drop_stages(plan)
+    config = experiment.config
+    model = experiment.model
+    plan = drop_stages(experiment.plan)
     nonfinite = config.train.allow_nonfinite
     require_model(theirs, config.model, source)
     lora = config.model.lora
-    there = replace(config, model=replace(config.model, lora=theirs.lora))
+    there = _with_lora(replace(experiment, plan=plan), theirs.lora)
     if is_run(source):
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
-        there = replace(there, train=run.train)
-        params = load_run(source, step, there, replace(plan, params=run.precision.params))[1]
+        saved = replace(
+            there,
+            config=replace(there.config, train=run.train),
+            plan=replace(plan, params=run.precision.params),
+        )
+        params = load_run(source, step, saved)[1]
     elif peft.is_adapter(source):
-        base = load_params(
-            peft.base_folder(source), replace(there, model=base_config(there.model)), plan
-        )
-        params = Model.merge(
-            base,
-            peft.import_adapter(source, Model(there.model), plan, nonfinite),
-        )
+        base = load_params(peft.base_folder(source), _with_lora(there, Lora()))
+        adapter = peft.import_adapter(source, there.model, plan, nonfinite)
+        params = Model.merge(base, adapter)
     else:
-        params = import_hf(source, Model(there.model), plan, nonfinite)
+        params = import_hf(source, there.model, plan, nonfinite)
     if theirs.lora == lora:
         return params
-    params = merge_lora(params, there.model)
-    model = Model(config.model)
+    params = merge_lora(params, there.config.model)
     if not lora.rank:
         return params
     shardings = model.trained(plan.sharding(model.axes, model.shapes()))
     key = jax.random.key(config.train.seed)
     return Model.merge(
         params, jax.jit(lambda: model.trained(model.init(key)), out_shardings=shardings)()
+    )
+
+
+def _with_lora(experiment: Experiment, lora: Lora) -> Experiment:
+    """Return the experiment with the model that has this LoRA."""
+    sizes = replace(experiment.config.model, lora=lora)
+    return replace(
+        experiment,
+        config=replace(experiment.config, model=sizes),
+        model=experiment.model.with_config(sizes),
     )
 
 
@@ -399,12 +462,12 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
-    plan = make_plan(check(config), start(config.mesh))
-    model = Model(config.model)
+    experiment = make_experiment(check(config), start(config.mesh))
+    model = experiment.model
     if finished_steps(target):
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
     compare_run(target, config)
-    state = init_state(model, config, plan, load_params(source, config, plan))
+    state = init_state(model, config, experiment.plan, load_params(source, experiment))
     keep_config(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if jax.process_index() == 0:
@@ -412,7 +475,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
         if adapter:
             carry_tokenizer(peft.base_folder(source), target)
         carry_tokenizer(source, target, keep=adapter)
-    beside = beside_state(plan, config, None, None, fingerprint(model, state.params))
+    beside = beside_state(experiment, None, None, fingerprint(model, state.params))
     checkpoints.save(0, saved_part(state, model), beside, None)
     checkpoints.close()
 
@@ -435,9 +498,10 @@ def export_run(
         raise UserError(
             f"--adapter: {source} was trained without LoRA, so it has none: leave it out"
         )
-    plan = drop_stages(make_plan(check(config, training=False), start(config.mesh)))
-    model = Model(config.model)
-    step, params = load_run(source, step, config, plan)
+    experiment = make_experiment(check(config, training=False), start(config.mesh))
+    experiment = replace(experiment, plan=drop_stages(experiment.plan))
+    model = experiment.model
+    step, params = load_run(source, step, experiment)
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)
         peft.export_adapter(params, model, target, str(base))

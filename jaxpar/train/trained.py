@@ -19,6 +19,7 @@ from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import folder_config, load_params
 from jaxpar.train.run_folder import is_run, read_run_config
@@ -44,6 +45,7 @@ def open_trained(
     step: int = 0,
     template_args: Sequence[str] = (),
     template_date: str = "",
+    model: Model | None = None,
 ) -> Trained:
     """Load the parameters of a folder on the plan for generating.
 
@@ -56,6 +58,7 @@ def open_trained(
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
       template_args: what the chat template reads besides messages, as `data.template_args`; a run
         has its own before.
+      model: the model, where it has parts of one's own; its sizes are the folder's.
       template_date: what the chat template writes as today's date, as in 2026-01-31; empty =
         today's, for a run too.
 
@@ -79,7 +82,10 @@ def open_trained(
     config = replace(config, model=base_config(config.model), data=data)
     words = _words_folder(folder)
     tokenizer = folder_tokenizer(words, config)
-    model = Model(config.model)
+    if model is None:
+        model = Model(config.model)
+    else:
+        model = model.with_config(config.model)
     mesh = mesh or MeshSpec()
     devices = start(mesh)
     if replace(mesh, platform="auto", distributed=False) == MeshSpec():
@@ -95,7 +101,8 @@ def open_trained(
     plan = decode_plan(
         Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model
     )
-    params = load_params(folder, replace(config, mesh=mesh), plan, step)
+    experiment = Experiment(replace(config, mesh=mesh), model, plan)
+    params = load_params(folder, experiment, step)
     return Trained(words, config, Generator(model, params, plan, consume=True), tokenizer)
 
 

@@ -187,7 +187,7 @@ def test_a_reader_takes_another_where_a_run_has_removed_the_one_it_chose(
 
     monkeypatch.setattr(restore_module, "Checkpoints", Reader)
     monkeypatch.setattr(restore_module, "restore_state", restore)
-    assert restore_module.load_run(tmp_path, 0, Any, Any) == (2, "those of 2")  # pyright: ignore[reportArgumentType]
+    assert restore_module.load_run(tmp_path, 0, Any) == (2, "those of 2")  # pyright: ignore[reportArgumentType]
     assert tried == [1, 2]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from jaxpar.models import Model, peft
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf
 from jaxpar.models.lora import base_config, with_old_names
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import (
     beside_state,
     config_of,
@@ -107,7 +108,7 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     )
     assert saved["params"].keys() == {"blocks"}
     assert set(saved["params"]["blocks"]) == {"lora"}
-    step, params = load_run(tmp_path / "part", 4, config, make_plan(config))
+    step, params = load_run(tmp_path / "part", 4, make_experiment(config))
     assert step == 4
     # Merged into its base and exported, it is a plain model with the same answers; both are
     # float32.
@@ -132,7 +133,9 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     import_run(again, tmp_path / "adapter", tmp_path / "imported")
     assert read_run_config(tmp_path / "imported").train.init == str(base)
     imported = read_run_config(tmp_path / "imported")
-    staged = load_run(tmp_path / "imported", 0, imported, drop_stages(make_plan(again)))[1]
+    unstaged = make_experiment(imported)
+    unstaged = replace(unstaged, plan=drop_stages(unstaged.plan))
+    staged = load_run(tmp_path / "imported", 0, unstaged)[1]
     np.testing.assert_allclose(
         logits(again, staged),
         logits(config, params),
@@ -146,10 +149,10 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     wider = override(again, {"model.lora.rank": 3})
     import_run(wider, tmp_path / "adapter", tmp_path / "wider")
     assert frozen_folder(tmp_path / "wider", wider.model.lora) == tmp_path / "adapter"
-    load_run(tmp_path / "wider", 0, read_run_config(tmp_path / "wider"), make_plan(wider))
+    load_run(tmp_path / "wider", 0, make_experiment(read_run_config(tmp_path / "wider")))
     # A full run may start from the run: its adapter is merged.
     full = config_for(base)
-    started = load_params(tmp_path / "part", full, make_plan(full), step=4)
+    started = load_params(tmp_path / "part", make_experiment(full), step=4)
     np.testing.assert_allclose(
         logits(full, started),
         logits(config, params),
@@ -164,18 +167,18 @@ def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
 ) -> None:
     """Beside `q` there were `q_lora_a` and `q_lora_b`, in the optimizer's state too."""
     config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2})
-    plan = make_plan(config)
-    model = Model(config.model)
-    fresh = init_state(model, config, plan, load_params(base, config, plan))
+    experiment = make_experiment(config)
+    model = experiment.model
+    fresh = init_state(model, config, experiment.plan, load_params(base, experiment))
     count = itertools.count(1)
     state = jax.tree.map(lambda x: x + next(count), fresh)
     state = state._replace(params=model.merge(fresh.params, model.trained(state.params)))
     saved = with_old_names(saved_part(state, model))
     assert "q_lora_a" in saved.params["blocks"] and "lora" not in saved.params["blocks"]
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
-    beside = beside_state(plan, config, None, None, fingerprint(model, state.params))
+    beside = beside_state(experiment, None, None, fingerprint(model, state.params))
     checkpoints.save(3, saved, beside)
-    found, _ = restore_state(checkpoints, 3, config, plan)
+    found, _ = restore_state(checkpoints, 3, experiment)
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, found, state)
 

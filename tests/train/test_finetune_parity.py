@@ -19,7 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
 from jaxpar.train.optimizer import learning_rate
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import config_of, load_params
 from jaxpar.train.step import init_state, make_train_step, put_batch
 
@@ -161,7 +161,7 @@ def losses_of_torch(model: Any, config: Config) -> list[float]:
 def losses_here(config: Config, source: Path) -> tuple[list[float], Any]:
     plan = make_plan(config)
     model = Model(config.model)
-    state = init_state(model, config, plan, load_params(source, config, plan))
+    state = init_state(model, config, plan, load_params(source, make_experiment(config)))
     step = None
     found = []
     step = make_train_step(model, config, plan)
@@ -204,7 +204,7 @@ def test_lora_learns_as_with_peft_and_adapters_go_both_ways(name: str, tmp_path:
         MODELS[name][1],
     )
     config = override(config_for(tmp_path / "adapter"), {"train.learning_rate": 2e-2})
-    params = load_params(tmp_path / "adapter", config, make_plan(config))
+    params = load_params(tmp_path / "adapter", make_experiment(config))
     np.testing.assert_allclose(
         logits_here(config, params),
         logits_of(theirs),
@@ -237,8 +237,7 @@ def test_full_fine_tuning_learns_as_with_transformers(name: str, tmp_path: Path)
 def test_the_one_pair_of_a_fused_matrix_is_read_and_not_written(tmp_path: Path) -> None:
     theirs = adapter(base_model("gpt2", tmp_path / "base"), tmp_path / "adapter", ["c_attn"])
     config = config_for(tmp_path / "adapter")
-    plan = make_plan(config)
-    params = load_params(tmp_path / "adapter", config, plan)
+    params = load_params(tmp_path / "adapter", make_experiment(config))
     assert config.model.lora.targets == ("q", "k", "v")
     np.testing.assert_allclose(
         logits_here(config, params),
@@ -248,7 +247,7 @@ def test_the_one_pair_of_a_fused_matrix_is_read_and_not_written(tmp_path: Path) 
     )
     # an adapter is merged where the config has none
     without = replace(config, model=base_config(config.model))
-    merged = load_params(tmp_path / "adapter", without, plan)
+    merged = load_params(tmp_path / "adapter", make_experiment(without))
     np.testing.assert_allclose(
         logits_here(without, merged),
         logits_of(theirs),

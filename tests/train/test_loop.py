@@ -23,7 +23,7 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer import learning_rate
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints, read_run_config
 
@@ -98,7 +98,7 @@ def final_state(folder: Path, config: Config) -> Any:
     checkpoints = Checkpoints(folder / "checkpoints")
     step = checkpoints.latest()
     assert step is not None
-    return step, *restore_state(checkpoints, step, config, make_plan(config))
+    return step, *restore_state(checkpoints, step, make_experiment(config))
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
@@ -346,7 +346,7 @@ def test_weights_of_another_run_on_another_mesh(
     best = checkpoints.best()
     theirs = read_run_config(whole)
     assert best
-    want, _ = restore_state(checkpoints, best, theirs, make_plan(theirs))
+    want, _ = restore_state(checkpoints, best, make_experiment(theirs))
     _, found, _ = final_state(tmp_path / "tuned", started)
     for there, here in zip(
         jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True

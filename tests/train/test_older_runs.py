@@ -20,6 +20,7 @@ from jaxpar.cli.commands import TrainArgs
 from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
 from jaxpar.models import Model
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import beside_state, saved_part
 from jaxpar.train.run_folder import (
@@ -137,7 +138,7 @@ def test_an_old_run_is_evaluated_generated_from_and_exported(
     checkpoints.save(
         5,
         saved_part(state, model),
-        beside_state(plan, old, None, None, None),
+        beside_state(Experiment(old, model, plan), None, None, None),
     )
     checkpoints.close()
     assert main(["eval", str(run)]) == 0

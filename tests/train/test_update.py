@@ -31,7 +31,7 @@ from jaxpar.train.optimizer import (
     pack_moments,
     update,
 )
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints
 from jaxpar.train.step import TrainState, init_state, make_train_step, put_batch
@@ -167,15 +167,15 @@ def test_training_is_the_same_with_state_in_host_memory(name: str) -> None:
 def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     """Onto the device, too: where it lies is no part of a checkpoint."""
     config = override(config_of("llama", fsdp=2), SMALL | STATE)
-    state, _, plan = trained(config, 1)
+    state, *_ = trained(config, 1)
     with_state = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     with_state.save(
         1, state, {"iterator": None, "training_tokens": None, "layer_order": None}, None
     )
     for changes in (STATE, {"memory.optimizer": "device", "memory.parameters": "device"}):
         other = override(config, changes)
-        plan = make_plan(other, jax.devices()[:2])
-        found, _ = restore_state(with_state, 1, other, plan)
+        experiment = make_experiment(other, jax.devices()[:2])
+        found, _ = restore_state(with_state, 1, experiment)
         jax.tree.map(np.testing.assert_array_equal, found, state)
         kind = "pinned_host" if changes is STATE else "device"
         assert found.params["blocks"]["q"].sharding.memory_kind == kind
@@ -386,7 +386,11 @@ def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     )
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, old, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
-    _, found = moments_of(restore_state(checkpoints, 1, config, plan)[0].opt_state)
+    _, found = moments_of(
+        restore_state(checkpoints, 1, make_experiment(config, jax.devices()[: plan.mesh.size]))[
+            0
+        ].opt_state
+    )
     checkpoints.close()
     for got, wanted in zip(
         jax.tree.leaves(found),
