@@ -70,7 +70,8 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
     """
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
-    return Place(scope, source_line(module.stack(instruction), dirs), phase)
+    source = source_line(module.stack(instruction), dirs)
+    return Place(scope, source, phase, told="/" in instruction.op_name)
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:
@@ -217,64 +218,70 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
     """Give a place to those nodes of a list that the compiler made itself, since they have none of
     their own.
 
-    A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest
-    such task with a scope. A matmul belongs to the neighbour in the innermost scope, and among
-    several to the latest of its operands, which in a backward is the gradient, not what was saved.
-    What is left belongs to the loop that it feeds or depends on, else to the loop `around` it. A
-    phase or line of its own is kept. What computes at a line of its own is not the compiler's:
-    where that line stands in no scope, it has none.
+    A copy or slice belongs to what it feeds, else to what feeds it: the nearest such task whose
+    place is known. A matmul belongs to the neighbour in the innermost scope, and among several to
+    the latest of its operands, which in a backward is the gradient, not what was saved. What is
+    left belongs to the loop that it feeds or depends on, else to the loop `around` it. A line of
+    its own is kept. What the program places itself stays there: where that is in no scope, it
+    takes none of a neighbour's.
     """
-    places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
+    places = [_known_place(node) for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
     for position, node in enumerate(nodes):
         for maker in () if isinstance(node, Wait) else node.depends:
             users[maker].append(position)
 
-    def given(neighbours: Iterable[int]) -> list[Place]:
-        """Return the places of neighbours, except bookkeeping on scalars and whole loops."""
-        return [
-            places[at]
-            for at in neighbours
-            if isinstance(node := nodes[at], Task) and node.kind != "control"
-        ]
+    def known(neighbours: Iterable[int]) -> list[Place]:
+        """The places of neighbours that have one, except bookkeeping on scalars and loops."""
+        found = []
+        for at in neighbours:
+            node = nodes[at]
+            place = places[at]
+            if isinstance(node, Task) and node.kind != "control" and place is not None:
+                found.append(place)
+        return found
 
-    tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
-    settled = {at for at, task in tasks.items() if task.kind not in _MADE and task.place.source}
-    for position in reversed(tasks):
-        if position not in settled and tasks[position].kind != "matmul":
-            places[position] = _from(places[position], given(users[position]))
+    open_tasks = {
+        position: node
+        for position, node in enumerate(nodes)
+        if isinstance(node, Task) and places[position] is None
+    }
+    for position in reversed(open_tasks):
+        task = open_tasks[position]
+        near = known(users[position])
+        if task.kind != "matmul" and near:
+            places[position] = _beside(near[0], task.place)
     found = list(nodes)
-    for position, task in tasks.items():
-        if position in settled:
-            continue
+    for position, task in open_tasks.items():
+        place = places[position]
+        makers = task.depends
         if task.kind == "matmul":
             makers = task.depends[::-1]
-        else:
-            makers = task.depends
-        near = given(makers) + given(users[position])
-        if task.kind == "matmul":
-            near.sort(key=lambda place: -place.scope.count("/"))
-        places[position] = _from(places[position], near)
-        loops = [
-            node.place for at in (*users[position], *makers) if isinstance(node := nodes[at], Loop)
-        ]
-        found[position] = replace(
-            task, place=_from(places[position], [*loops, around], anything=True)
-        )
+        if place is None:
+            near = known(makers) + known(users[position])
+            if task.kind == "matmul":
+                near.sort(key=lambda place: -place.scope.count("/"))
+            beside = [nodes[at] for at in (*users[position], *makers)]
+            loops = [node.place for node in beside if isinstance(node, Loop)]
+            place = _beside([*near, *loops, around][0], task.place)
+            # a neighbour's place is handed on, but a loop's is everyone's
+            places[position] = place if near else None
+        found[position] = replace(task, place=place)
     return found
 
 
-def _from(place: Place, near: Iterable[Place], anything: bool = False) -> Place:
-    """Return `place`; if it has no scope, take that of the first neighbour with one (or of any,
-    with `anything`).
+def _known_place(node: Node) -> Place | None:
+    """The place of a task that needs none of a neighbour's; None for others.
+
+    The compiler may give a copy of its own the line of another instruction, and nothing else.
     """
-    if place.scope or (place.phase == "other" and place.source):
-        return place
-    near = [other for other in near if other.scope or anything]
-    alike = [other for other in near if place.phase in ("other", other.phase)]
-    other = next(iter(alike or near), place)
-    if place.phase == "other" or other.phase == "update":
-        phase = other.phase
-    else:
-        phase = place.phase
-    return Place(other.scope, place.source or other.source, phase)
+    if not isinstance(node, Task):
+        return None
+    place = node.place
+    told = place.told or place.scope or (place.source and node.kind not in _MADE)
+    return place if told else None
+
+
+def _beside(other: Place, own: Place) -> Place:
+    """The place of a neighbour, at a line of its own where it has one."""
+    return Place(other.scope, own.source or other.source, other.phase)

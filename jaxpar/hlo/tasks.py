@@ -10,7 +10,7 @@ row-major order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["matmul", "fusion", "kernel", "collective", "copy", "host_copy", "control"]
@@ -32,6 +32,10 @@ class Place:
     source: str = ""
     """The innermost line of a model, else of the library: `models/transformer.py:72`."""
     phase: Phase = "other"
+    told: bool = field(default=False, compare=False)
+    """Whether the program says where it comes from. Then no scope is one that it has not; otherwise
+    it is the compiler's own, and what is here is a neighbour's.
+    """
 
 
 def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:

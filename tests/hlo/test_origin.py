@@ -6,7 +6,8 @@ import pytest
 
 from jaxpar.hlo.origin import decode, default_dirs, inherit, place_of, source_line
 from jaxpar.hlo.parse import Frame, parse
-from jaxpar.hlo.tasks import Loop, Node, Place, Task, Wait
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import Loop, Node, Place, Task, Wait, walk
 
 pytestmark = pytest.mark.quick
 
@@ -202,10 +203,10 @@ def test_waits_are_passed_over() -> None:
     assert places(task(NOWHERE), Wait("w", 0), task(MLP, 0)) == [MLP, None, MLP]
 
 
-def test_a_phase_and_a_line_of_its_own_are_kept_and_neighbours_of_that_phase_preferred() -> None:
-    slice_ = Place("", "models/model.py:114", "backward")
-    found = places(task(slice_), task(MLP, 0), task(HEAD, 0))
-    assert found[0] == Place("head", "models/model.py:114", "backward")
+def test_a_line_of_its_own_is_kept_by_what_the_compiler_made() -> None:
+    copied = Place("", "models/model.py:114")
+    found = places(task(copied), task(MLP, 0), task(HEAD, 0))
+    assert found[0] == Place("block/mlp", "models/model.py:114", "forward")
 
 
 def test_bookkeeping_gives_nothing_and_a_loop_gives_what_is_left() -> None:
@@ -219,16 +220,47 @@ def test_bookkeeping_gives_nothing_and_a_loop_gives_what_is_left() -> None:
     assert places(task(NOWHERE), loop, task(MLP, 0))[0] == MLP
 
 
-def test_what_belongs_to_no_scope_by_its_own_line_stays_there() -> None:
-    schedule = Place("", "jaxpar/train/step.py:140", "other")
-    assert places(task(schedule), task(MLP, 0))[0] == schedule
+@pytest.mark.parametrize("source", ["loss.py:9", ""], ids=["a line", "no line"])
+@pytest.mark.parametrize("kind", ["matmul", "fusion", "kernel", "collective", "copy"])
+def test_what_the_program_places_in_no_scope_takes_no_neighbours(kind: str, source: str) -> None:
+    """A program without scopes, or a loss beside a model's. A program that lies in an installed
+    package has no line that is shown, and is the user's all the same.
+    """
+    for phase in ("backward", "other"):
+        plain = Place("", source, phase, told=True)  # pyright: ignore[reportArgumentType]
+        given = task(MLP), task(plain, 0, kind=kind), task(HEAD, 1)
+        assert places(*given, around=HEAD) == [MLP, plain, HEAD]
 
 
-@pytest.mark.parametrize("kind", ["matmul", "fusion", "kernel", "collective"])
-def test_what_computes_at_a_line_outside_every_scope_takes_no_neighbours(kind: str) -> None:
-    """A program without scopes, or a loss beside a model's: only copies are the compiler's own."""
-    plain = Place("", "loss.py:9", "backward")
-    assert places(task(MLP), task(plain, 0, kind=kind), task(HEAD, 1), around=HEAD)[1] == plain
-    assert places(task(MLP), task(plain, 0, kind="copy"))[1] == Place(
-        "block/mlp", "loss.py:9", "backward"
-    )
+def test_a_copy_that_feeds_what_is_in_no_scope_is_in_none() -> None:
+    plain = Place("", "loss.py:9", "forward", told=True)
+    assert places(task(MLP), task(NOWHERE, 0), task(plain, 1))[1] == plain
+
+
+STRANGER = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: bf16[64,64], w: bf16[64,64]) -> bf16[64,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %w = bf16[64,64]{1,0} parameter(1)
+  %seen = bf16[64,64]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/jvp(core)/attention_forward/pallas_call"}
+  %copy.1 = bf16[64,64]{0,1} copy(%seen)
+  %dot = bf16[64,64]{1,0} dot(%copy.1, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/jvp()/dot_general"}
+  %gelu = bf16[64,64]{1,0} tanh(%dot), metadata={op_name="jit(step)/jvp()/tanh"}
+  %copy.2 = bf16[64,64]{0,1} copy(%gelu), metadata={op_name="jit(step)/jvp()/transpose"}
+  ROOT %again = bf16[64,64]{1,0} custom-call(%copy.2), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/jvp(core)/attention_forward/pallas_call"}
+}
+"""
+"""A user's MLP between two attentions of this library, as a program without its source lines."""
+
+
+def test_a_users_mlp_is_not_taken_for_the_attention_beside_it() -> None:
+    program = read_program(STRANGER, DIRS)
+    scopes = {one.name: one.place.scope for one, _ in walk(program.nodes)}
+    assert scopes == {
+        "seen": "core/attention_forward",
+        "copy.1": "",
+        "dot": "",
+        "gelu": "",
+        "copy.2": "",
+        "again": "core/attention_forward",
+    }
