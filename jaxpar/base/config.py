@@ -17,7 +17,7 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, ranges, require_ranges
-from jaxpar.base.registry import require_names
+from jaxpar.base.registry import SOURCES, OneOf, require_names
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
 from jaxpar.base.training_rules import only_training, outdated_keys, training_rules
@@ -134,10 +134,10 @@ Bos = Literal["auto", True, False]
 class DataConfig:
     """Where tokens come from, and how they become sequences."""
 
-    source: Literal["stdlib", "text", "tokens", "hf", "parquet", "arrayrecord", "chat"] = "stdlib"
+    source: Annotated[str, OneOf(SOURCES)] = "stdlib"
     """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a
     .bin file; hf = a data set of Hugging Face; parquet, arrayrecord = files of documents; chat =
-    JSONL of conversations."""
+    JSONL of conversations; or one that was registered (`jaxpar.data.sources`)."""
     path: str = ""
     """File, folder, or pattern of files. For hf: `path`, `path:split` or `path:config:split`, where
     path is a name on the hub, a folder or a file, and the split is train if it is not given."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from jaxpar.base.config import RESOLVED, Config, parse, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
+from jaxpar.base.registry import SOURCES
 from jaxpar.base.sharding import LogicalAxis, named_axes
 from jaxpar.base.toml import find_toml, flatten, presets
 
@@ -24,7 +25,8 @@ class Effect(NamedTuple):
 
     keys: tuple[str, ...]
     matters: Callable[[Config], bool]
-    because: str
+    because: str | Callable[[], str]
+    """The reason, or what makes it when it is asked for, from what is registered by then."""
 
 
 def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
@@ -43,11 +45,32 @@ def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None
 
 def _holds_out(config: Config) -> bool:
     """Whether the last part of the training data may be kept for validation."""
-    return config.data.source in (*WINDOWED, "chat") and not config.data.mixture
+    return SOURCES[config.data.source].holds_out and not config.data.mixture
 
 
 def _streams(config: Config) -> bool:
-    return config.data.source == "parquet" or (config.data.source == "hf" and config.data.streaming)
+    return SOURCES[config.data.source].streams(config.data)
+
+
+def _is_read(setting: str) -> Callable[[Config], bool]:
+    """Whether the source of the data reads a setting of [data] that not all sources read."""
+    return lambda config: setting in SOURCES[config.data.source].reads
+
+
+def _read_by(setting: str) -> Callable[[], str]:
+    """The sentence about a setting of [data] that the source does not read, which lists those that
+    do.
+    """
+
+    def because() -> str:
+        others = [name for name, source in SOURCES.items() if setting in source.reads]
+        return f"it is for data.source {', '.join(others)}"
+
+    return because
+
+
+def _has_tokenizer(config: Config) -> bool:
+    return SOURCES[config.data.source].has_tokenizer
 
 
 def _offloads(config: Config) -> bool:
@@ -59,13 +82,10 @@ def _offloads(config: Config) -> bool:
     )
 
 
-WINDOWED = ("stdlib", "text", "tokens")
-"""The sources of one long text, of which a sequence is a window."""
-
 EFFECTS = (
     Effect(
         ("data.path", "data.mixture"),
-        lambda c: c.data.source != "stdlib",
+        _is_read("path"),
         "data.source is stdlib, which is read from this Python: add --data.source text, or tokens",
     ),
     Effect(
@@ -75,10 +95,10 @@ EFFECTS = (
     ),
     Effect(
         ("data.column",),
-        lambda c: c.data.source in ("hf", "parquet"),
-        "data.source is neither hf nor parquet",
+        _is_read("column"),
+        _read_by("column"),
     ),
-    Effect(("data.streaming",), lambda c: c.data.source == "hf", "data.source is not hf"),
+    Effect(("data.streaming",), _is_read("streaming"), _read_by("streaming")),
     Effect(
         ("data.shuffle_window",),
         _streams,
@@ -91,27 +111,27 @@ EFFECTS = (
     ),
     Effect(
         ("data.loss_on", "data.template_args", "data.template_date"),
-        lambda c: c.data.source == "chat",
-        "data.source is not chat",
+        _is_read("loss_on"),
+        _read_by("loss_on"),
     ),
     Effect(
         ("data.stride",),
-        lambda c: c.data.source in WINDOWED,
-        f"it is for data.source {', '.join(WINDOWED)}",
+        _is_read("stride"),
+        _read_by("stride"),
     ),
     Effect(
         ("data.max_bytes",),
-        lambda c: c.data.source == "stdlib",
+        _is_read("max_bytes"),
         "it caps the stdlib corpus: add --data.source stdlib",
     ),
     Effect(
         ("data.tokenizer",),
-        lambda c: c.data.source != "tokens" or c.data.tokenizer.endswith(".json"),
+        lambda c: not _has_tokenizer(c) or c.data.tokenizer.endswith(".json"),
         "data.source is tokens, whose file brings its own: leave it out, or add --data.source text",
     ),
     Effect(
         ("data.bos",),
-        lambda c: c.data.source == "tokens" or c.data.tokenizer.endswith(".json"),
+        lambda c: _has_tokenizer(c) or c.data.tokenizer.endswith(".json"),
         "the tokenizer has no begin of text: add --data.tokenizer with the path of a "
         "tokenizer.json",
     ),
@@ -252,4 +272,8 @@ def idle_keys(config: Config) -> Iterator[tuple[str, str]]:
         if not effect.matters(config):
             tables = tuple(key for key in effect.keys if key.endswith("."))
             found = [key for key in values if key in effect.keys or key.startswith(tables)]
-            yield from ((key, effect.because) for key in found if values[key] != defaults[key])
+            if callable(effect.because):
+                because = effect.because()
+            else:
+                because = effect.because
+            yield from ((key, because) for key in found if values[key] != defaults[key])

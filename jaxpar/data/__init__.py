@@ -4,10 +4,36 @@ of processes.
     corpus = data.load_corpus(config.data, config.model.vocab_size)
     batches = data.train_batches(corpus.train, config.data, batch, rows, config.model.vocab_size)
 
-The iterator's state is a small dict, from which a resumed run reads on exactly where it was.
+The iterator's state is a small dict, from which a resumed run reads on exactly where it was. A
+source of one's own is registered by `register_source`.
 """
 
-from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
-from jaxpar.data.tokenizer import load_tokenizer
+from __future__ import annotations
 
-__all__ = ["Corpus", "load_corpus", "load_tokenizer", "train_batches", "val_batches"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.data.sources import register_source
+
+if TYPE_CHECKING:
+    from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
+    from jaxpar.data.tokenizer import load_tokenizer
+
+__all__ = [
+    "Corpus",
+    "load_corpus",
+    "load_tokenizer",
+    "register_source",
+    "train_batches",
+    "val_batches",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `__all__` when it is first asked for: the table of sources, which a config is
+    checked by, needs no grain.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = "tokenizer" if name == "load_tokenizer" else "corpus"
+    return getattr(importlib.import_module(f"jaxpar.data.{room}"), name)

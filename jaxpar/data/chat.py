@@ -22,6 +22,7 @@ from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat_template import Span
 from jaxpar.data.conversations import read_conversation
+from jaxpar.data.parts import PartDefaults
 from jaxpar.data.tokenizer import (
     CharsTokenizer,
     HFTokenizer,
@@ -37,7 +38,7 @@ _GetWriter = Callable[[], ConversationWriter]
 
 
 @dataclass(frozen=True)
-class Examples:
+class Examples(PartDefaults):
     """Examples to learn from, their ids int32 [N]."""
 
     ids: np.ndarray
@@ -87,6 +88,13 @@ class Examples:
         return train, replace(
             self, ids=self.ids[place:], labels=self.labels[place:], starts=starts, note=""
         )
+
+    def identifying(self) -> tuple[np.ndarray, int | None]:
+        """See `parts.Part`; all ids, the prompts' too, which a sample leaves out."""
+        return self.ids, len(self.ids)
+
+    def require_enough(self, data: DataConfig, what: str, fix: str) -> None:
+        """See `parts.Part`; an example is filled up to a sequence, so that one is enough."""
 
     def rows(
         self,

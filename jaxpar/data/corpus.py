@@ -16,20 +16,17 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig, require_local_data
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat import Examples, load_examples
-from jaxpar.data.documents import Documents, load_documents
+from jaxpar.base.registry import SOURCES
+from jaxpar.data.parts import Part
 from jaxpar.data.skipped import Skipped
+from jaxpar.data.sources import Source
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.data.tokens import (
     HostBatch,
     Tokens,
-    load_texts,
-    load_token_files,
     read_windows,
     window_count,
 )
-
-Part = Tokens | Documents | Examples
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def skipped_records(stream: Part | Mixture) -> list[Skipped]:
         parts = stream.parts
     else:
         parts = (stream,)
-    counts = [part.skipped for part in parts if isinstance(part, Documents)]
+    counts = [part.skipped for part in parts]
     return [count for count in counts if count is not None]
 
 
@@ -108,28 +105,23 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     require_local_data(data)
     shares = [_share(entry) for entry in data.mixture] or [(data.path, 1.0)]
     paths = [path for path, _ in shares] + [data.val_path] * bool(data.val_path)
-    if data.source == "stdlib":
+    source: Source = SOURCES[data.source]
+    if "path" not in source.reads:
         paths[0] = ""
     elif not all(paths):
         raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
-    if data.tokenizer == "chars" and data.source not in ("stdlib", "text", "tokens"):
+    # a source of which a sequence is a window is read as a whole before training
+    if data.tokenizer == "chars" and "stride" not in source.reads:
         raise UserError(
             "data.tokenizer=chars knows the characters of a whole text, which "
             f"data.source={data.source} does not read "
             "before it starts: take bytes, or a tokenizer.json"
         )
-    load = {
-        "stdlib": load_texts,
-        "text": load_texts,
-        "tokens": load_token_files,
-        "chat": load_examples,
-    }
-    parts, tokenizer = load.get(data.source, load_documents)(paths, data, vocab_size)
+    loaded, tokenizer = source.load(paths, data, vocab_size)
+    parts = list(loaded)
     val = parts.pop() if data.val_path else None
-    if (
-        not (data.val_path or data.mixture or isinstance(parts[0], Documents))
-        and data.val_fraction > 0
-    ):
+    may_hold_out = source.holds_out and not (data.val_path or data.mixture)
+    if may_hold_out and data.val_fraction > 0:
         parts[0], val = parts[0].split(data.val_fraction)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -138,9 +130,10 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
     for part in parts:
-        _require_enough(part, data, "training", "add text")
+        part.require_enough(data, "training", "add text")
     if val is not None:
-        _require_enough(val, data, "validation", "raise data.val_fraction, or give data.val_path")
+        fix = "raise data.val_fraction, or give data.val_path"
+        val.require_enough(data, "validation", fix)
     if not data.mixture:
         return Corpus(parts[0], val, tokenizer)
     total = sum(weight for _, weight in shares)
@@ -161,20 +154,6 @@ def _share(entry: str) -> tuple[str, float]:
         f"data.mixture has {entry!r}, where it takes a path and a weight above 0, such as "
         "'books.bin 0.7'"
     )
-
-
-def _require_enough(part: Part, data: DataConfig, what: str, fix: str) -> None:
-    count = len(part.sample)
-    if not isinstance(part, Examples) and count < data.seq_len + 1:
-        raise UserError(
-            f"{part.origin} has {count} {what} tokens, one window takes data.seq_len + 1 = "
-            f"{data.seq_len + 1}: {fix}, or try data.seq_len={max(count - 1, 1)}"
-        )
-    if isinstance(part, Tokens) and data.pack and part.document_starts is None:
-        raise UserError(
-            f"{part.origin} has no document offsets (.bin.docs) beside it, which data.pack needs: "
-            "write it with `jaxpar tokenize`, or leave data.pack off"
-        )
 
 
 def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:

@@ -23,6 +23,7 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import console
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
+from jaxpar.data.parts import PartDefaults
 from jaxpar.data.skipped import Skipped
 from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
 from jaxpar.data.tokens import NOTHING_IN_IT, HostBatch, files_below, left_out
@@ -30,17 +31,17 @@ from jaxpar.data.tokens import NOTHING_IN_IT, HostBatch, files_below, left_out
 SAMPLE = 2**20
 _ENDLESS = 2**62
 """The number of documents of a stream that does not say it: more than any has."""
-Source = grain.MapDataset | Callable[[], Any]
+OpenedSource = grain.MapDataset | Callable[[], Any]
 """Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging
 Face.
 """
 
 
 @dataclass(frozen=True)
-class Documents:
+class Documents(PartDefaults):
     """Documents that are tokenized while they are read."""
 
-    source: Source
+    source: OpenedSource
     encode: Callable[[Any], dict[str, np.ndarray]]
     """Makes `{"tokens": int32 [n]}` of an element of the source."""
     origin: str
@@ -125,19 +126,30 @@ class Documents:
 
 
 def load_documents(
-    paths: Sequence[str], data: DataConfig, vocab_size: int
+    opened: Callable[[str, DataConfig], Opened],
+    paths: Sequence[str],
+    data: DataConfig,
+    vocab_size: int,
 ) -> tuple[list[Documents], Tokenizer]:
-    """Open the sources of documents at `paths`, and read the beginning of each.
+    """Open the documents at `paths`, and read the beginning of each.
+
+    Args:
+      opened: opens one path: `open_hf`, `open_parquet`, `open_arrayrecord`, or one of the caller's.
+      paths: the paths.
+      data: the config.
+      vocab_size: the model's vocabulary.
 
     Raises:
       UserError: a path is missing or of another kind, has no documents or not the column, or a
         package is missing.
     """
     tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size, bos=data.bos)
-    return [_load(path, data, tokenizer) for path in paths], tokenizer
+    return [_load(opened, path, data, tokenizer) for path in paths], tokenizer
 
 
-def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
+def _load(
+    opened: Callable[[str, DataConfig], Opened], path: str, data: DataConfig, tokenizer: Tokenizer
+) -> Documents:
     skipped = Skipped(path)
 
     def encode(element: Any) -> dict[str, np.ndarray]:
@@ -156,7 +168,7 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
         return {"tokens": ids}
 
     with _reading(path, data.source):
-        source, size, files = _OPEN[data.source](path, data)
+        source, size, files = opened(path, data)
         nothing = np.zeros(0, np.int32)
         begin = tokenizer.begin_of_text
         documents = Documents(
@@ -235,11 +247,11 @@ class _Records:
             return _Unreadable(f"{self.origin}: record {place} cannot be read: {said}")
 
 
-_Opened = tuple[Source, int | None, tuple[Path, ...]]
+Opened = tuple[OpenedSource, int | None, tuple[Path, ...]]
 """What reads documents, how many there are, and the files, as far as these are known."""
 
 
-def _open_hf(name: str, data: DataConfig) -> _Opened:
+def open_hf(name: str, data: DataConfig) -> Opened:
     """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file.
 
     The split may be a slice or a sum of some, as `datasets` writes them: `train[:50%]`,
@@ -346,7 +358,7 @@ def _saved_slices(path: str, split: str) -> Any:
     return datasets.concatenate_datasets(slices)
 
 
-def _open_parquet(path: str, data: DataConfig) -> _Opened:
+def open_parquet(path: str, data: DataConfig) -> Opened:
     import datasets
     import pyarrow.parquet
 
@@ -388,14 +400,11 @@ def _require_text_column(schema: Any, file: Path, column: str) -> None:
         )
 
 
-def _open_arrayrecord(path: str, data: DataConfig) -> _Opened:
+def open_arrayrecord(path: str, data: DataConfig) -> Opened:
     files = _files(path, ".array_record", ".arrayrecord")
     found: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
     records: Any = _Records(found, path)
     return grain.MapDataset.source(records), len(records), tuple(files)
-
-
-_OPEN = {"hf": _open_hf, "parquet": _open_parquet, "arrayrecord": _open_arrayrecord}
 
 
 def _files(path: str, *endings: str) -> list[Path]:

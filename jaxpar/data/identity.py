@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.base.errors import reading
-from jaxpar.data.chat import Examples
-from jaxpar.data.corpus import Corpus, Mixture, Part
-from jaxpar.data.documents import Documents
+from jaxpar.data.corpus import Corpus, Mixture
+from jaxpar.data.parts import Part
 
 _WHOLE = 2**23
 """Bytes of a file that is hashed from its beginning to its end."""
@@ -130,14 +129,7 @@ def _of_file(file: Path) -> Piece:
 
 def _of_part(part: Part) -> Piece:
     """Identify data without files by ids: all of few, and samples of many."""
-    if isinstance(part, Examples):
-        ids = part.ids
-    else:
-        ids = part.sample
-    if isinstance(part, Documents):
-        length = part.size
-    else:
-        length = len(ids)
+    ids, length = part.identifying()
     if ids.nbytes > _WHOLE:
         starts = np.linspace(0, len(ids) - _PIECE, _PIECES).astype(int).tolist()
         ids = np.concatenate([ids[start : start + _PIECE] for start in starts])

@@ -24,6 +24,7 @@ from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.data.id_files import look_at, require_guess, require_ids, unknown_id
+from jaxpar.data.parts import PartDefaults
 from jaxpar.data.special_tokens import carry_declared
 from jaxpar.data.tokenizer import (
     UTF16_MARKS,
@@ -56,7 +57,7 @@ _STDLIB_LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(PartDefaults):
     """A stream of tokens, unsigned ids [N], in memory or memory-mapped."""
 
     tokens: np.ndarray
@@ -102,6 +103,15 @@ class Tokens:
         return train, replace(
             self, tokens=held_out, document_starts=val_starts, offset=cut, note=""
         )
+
+    def require_enough(self, data: DataConfig, what: str, fix: str) -> None:
+        """See `parts.Part`; documents are kept apart only where it is known where they begin."""
+        super().require_enough(data, what, fix)
+        if data.pack and self.document_starts is None:
+            raise UserError(
+                f"{self.origin} has no document offsets (.bin.docs) beside it, which data.pack "
+                "needs: write it with `jaxpar tokenize`, or leave data.pack off"
+            )
 
 
 # Text, where each file is a document.

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.errors import UserError, read_json, reading
+from jaxpar.base.registry import SOURCES
 from jaxpar.base.runtime import write_whole
 from jaxpar.data.answers import open_writer
 from jaxpar.data.chat_template import read_templates
@@ -117,7 +118,8 @@ def _learned_ends(file: Path, data: DataConfig) -> list[int]:
     """Return the ids with which the chat template that a run was trained with closes a turn, if it
     was and one does.
     """
-    if data.source != "chat" or not read_templates(file):
+    has_templates = "template_args" in SOURCES[data.source].reads
+    if not has_templates or not read_templates(file):
         return []
     writer = open_writer(file, data.template_args, data.template_date)
     return ends_of_turn(writer, load_tokenizer(file, bos=data.bos))
@@ -262,7 +264,7 @@ def _is_the_same(data: DataConfig, own: Path) -> bool:
     named = name.endswith(".json")
     if named and not Path(name).exists():
         return True
-    if data.source == "tokens" and not named:
+    if SOURCES[data.source].has_tokenizer and not named:
         return True
     there = load_tokenizer(own).to_json()
     if name == "chars":

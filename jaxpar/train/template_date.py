@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.config import Config
+from jaxpar.base.registry import SOURCES
 from jaxpar.base.runtime import run_together
 from jaxpar.data.chat_template import writes_date
 from jaxpar.train.run_folder import finished_steps, is_run, read_run_config
@@ -30,7 +31,8 @@ def with_template_date(config: Config, folder: Path) -> Config:
     Raises:
       UserError: a file of the tokenizer or of the run cannot be read.
     """
-    if config.data.source != "chat" or config.data.template_date:
+    writes = "template_date" in SOURCES[config.data.source].reads
+    if not writes or config.data.template_date:
         return config
     kept = run_together(lambda: _kept_date(folder))
     if kept is None:

@@ -1,0 +1,133 @@
+"""Where tokens come from: what a config's `data.source` may say, a registered function each.
+
+    @register_source("lines", reads={"path"})
+    def lines(paths, data, vocab_size):
+        tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size)
+        return [Tokens(ids_of(path), None, path) for path in paths], tokenizer
+
+It opens what is at each path as a `parts.Part`: `Tokens`, `Documents`, `Examples`, or a class of
+one's own. The functions here load what they need when they are called, since a command that reads
+no data checks a config by this table too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.registry import SOURCES, registering
+
+if TYPE_CHECKING:
+    from jaxpar.data.parts import Part
+    from jaxpar.data.tokenizer import Tokenizer
+
+Loaded: TypeAlias = "tuple[Sequence[Part], Tokenizer | None]"
+Load: TypeAlias = Callable[[Sequence[str], DataConfig, int], Loaded]
+"""Opens the paths of a config. Its arguments are the paths, the config, and the model's vocabulary
+size; it returns a part for each path, and the tokenizer, if there is one.
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a name of `data.source` stands for."""
+
+    load: Load
+    reads: frozenset[str]
+    """The settings of [data] that this source reads, of those that not all do."""
+    holds_out: bool
+    """Whether `data.val_fraction` may keep a part of it for validation."""
+    has_tokenizer: bool
+    """Whether it brings its own tokenizer, so that `data.tokenizer` is left out."""
+    streams: Callable[[DataConfig], bool]
+    """Whether it is read in order, so that `data.seed` shuffles only within a window."""
+
+
+def register_source(
+    name: str,
+    *,
+    reads: Collection[str] = ("path",),
+    holds_out: bool = False,
+    has_tokenizer: bool = False,
+    streams: Callable[[DataConfig], bool] = lambda data: False,
+) -> Callable[[Load], Load]:
+    """A decorator that makes a source known by a name, which `data.source` then takes.
+
+    Args:
+      name: a word that no other source has.
+      reads: those of `path`, `column`, `streaming`, `shuffle_window`, `loss_on`, `template_args`,
+        `template_date`, `stride` and `max_bytes` that it reads; others are refused as having no
+        effect. With `stride` it is one long text, of which a sequence is a window.
+      holds_out: whether its parts have `split`, for `data.val_fraction`.
+      has_tokenizer: whether it brings its own tokenizer.
+      streams: whether it is read in order under a config.
+    """
+
+    def entry_of(load: Load) -> Source:
+        return Source(load, frozenset(reads), holds_out, has_tokenizer, streams)
+
+    return registering(SOURCES, name, entry_of)
+
+
+@register_source("stdlib", reads={"max_bytes", "stride"}, holds_out=True)
+def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """The text of this Python's own standard library."""
+    from jaxpar.data.tokens import load_texts
+
+    return load_texts(paths, data, vocab_size)
+
+
+@register_source("text", reads={"path", "stride"}, holds_out=True)
+def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """A text file, or a folder of them, each of which is a document."""
+    from jaxpar.data.tokens import load_texts
+
+    return load_texts(paths, data, vocab_size)
+
+
+@register_source("tokens", reads={"path", "stride"}, holds_out=True, has_tokenizer=True)
+def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """A .bin file of ids, as `jaxpar tokenize`, nanoGPT and llm.c write it."""
+    from jaxpar.data.tokens import load_token_files
+
+    return load_token_files(paths, data, vocab_size)
+
+
+@register_source(
+    "hf",
+    reads={"path", "column", "streaming", "shuffle_window"},
+    streams=lambda data: data.streaming,
+)
+def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """A data set of Hugging Face: of the hub, a folder or a file."""
+    from jaxpar.data.documents import load_documents, open_hf
+
+    return load_documents(open_hf, paths, data, vocab_size)
+
+
+@register_source("parquet", reads={"path", "column", "shuffle_window"}, streams=lambda data: True)
+def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """Parquet files, read as a stream."""
+    from jaxpar.data.documents import load_documents, open_parquet
+
+    return load_documents(open_parquet, paths, data, vocab_size)
+
+
+@register_source("arrayrecord")
+def arrayrecord(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """ArrayRecord files, each record of which is a document."""
+    from jaxpar.data.documents import load_documents, open_arrayrecord
+
+    return load_documents(open_arrayrecord, paths, data, vocab_size)
+
+
+@register_source(
+    "chat", reads={"path", "loss_on", "template_args", "template_date"}, holds_out=True
+)
+def chat(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
+    """JSONL of conversations, or of prompts with their completions."""
+    from jaxpar.data.chat import load_examples
+
+    return load_examples(paths, data, vocab_size)
