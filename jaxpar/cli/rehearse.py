@@ -12,18 +12,20 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError, visible
 from jaxpar.base.runtime import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
+from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
 from jaxpar.rehearse.report.lint import parse_rules
 from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import finding_lines, report_parts
 from jaxpar.rehearse.report.trace import write_trace
-from jaxpar.rehearse.targets import load_target
+from jaxpar.rehearse.targets import Target, load_target
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,18 @@ class RehearseArgs(ConfigArgs):
     """Draw the timeline, a row for each lane of a device: FILE.png or FILE.svg."""
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
+    against: str = ""
+    """Compare with a report that --json wrote (FILE.json), or with a config as it stands, which is
+    rehearsed on the same target.
+    """
     fail_on: str = ""
     """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
 
 
 def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--section.key value ...]"""
+    """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--against OTHER]
+    [--section.key value ...]
+    """
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     if not args.target:
         raise UserError(
@@ -58,22 +66,33 @@ def rehearse_command(words: list[str]) -> int:
     target = load_target(args.target)
     rules = parse_rules(args.fail_on)
     quiet = args.json == "-"
+    if quiet and args.against:
+        raise UserError("--against has no effect: --json - prints the report and nothing else")
     file = "" if quiet else args.json
     check_folders(args.trace, args.picture, file)
+    before = None
+    other = None
+    if args.against.endswith(".json"):
+        before = read_report(args.against)
+    elif args.against:
+        other = load_config(args.against)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
-    asked = on_target(args.config, target)
-    experiment, program = resolve_and_compile(asked, target, say)
+    command = " ".join(["jaxpar rehearse", *words])
     try:
-        report = rehearse(
-            experiment, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program
-        )
+        report = _report_of(args.config, name, target, command, say)
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
             raise
         print(f"jaxpar: failed: error: does-not-fit: {refused}", file=sys.stderr)
         return 1
+    if other is not None:
+        say(f"and {args.against}, to compare with")
+        before = _report_of(other, args.against, target, command, say)
     for part in report_parts(report):
         say(part)
+    if before is not None:
+        for part in comparison_parts(compare(before, report)):
+            say(part)
     if quiet:
         print(json.dumps(report, allow_nan=False))
     for path, write in ((args.trace, write_trace), (args.picture, _draw), (file, _write_json)):
@@ -87,6 +106,18 @@ def rehearse_command(words: list[str]) -> int:
     for line in finding_lines(broken):
         print(f"jaxpar: failed: {visible(line)}", file=sys.stderr)
     return 1 if broken else 0
+
+
+def _report_of(
+    config: Config,
+    name: str,
+    target: Target,
+    command: str,
+    say: Callable[[RenderableType], None],
+) -> Rehearsal:
+    """Settle a config for a target, and rehearse it."""
+    experiment, program = resolve_and_compile(on_target(config, target), target, say)
+    return rehearse(experiment, target, Path(name).stem, command, say, program)
 
 
 def _write_json(report: Rehearsal, file: Path) -> None:

@@ -3,6 +3,7 @@
     report = rehearse.step(jax.jit(step), *shapes, target="v5p-64")
     rehearse.show(report)
     rehearse.write_trace(report, "step.json.gz")    # opens in ui.perfetto.dev
+    rehearse.print_comparison(rehearse.compare(before, report))
 
 `step` takes anyone's function, `config` the training step of a config. `cost` prices what the
 compiler made of it, `timeline` plays it out, `report` says what was found. `targets` are the
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
+from jaxpar.rehearse.report.comparison import Comparison, compare, print_comparison
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import show
 from jaxpar.rehearse.report.trace import write_trace
@@ -24,11 +26,14 @@ if TYPE_CHECKING:
     from jaxpar.rehearse.of_config import rehearse as config
 
 __all__ = [
+    "Comparison",
     "Rehearsal",
     "Target",
+    "compare",
     "compiler_options",
     "config",
     "load_target",
+    "print_comparison",
     "show",
     "step",
     "write_trace",

@@ -62,6 +62,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
             "tiny --target v5e-8 --trace no/trace.json",
             "cannot write no/trace.json: there is no folder no",
         ),
+        ("tiny --target v5e-8 --against tinny", "no preset 'tinny' (did you mean 'tiny'?)"),
+        ("tiny --target v5e-8 --against no.json", "cannot read no.json: No such file"),
+        (
+            "tiny --target v5e-8 --against tiny --json -",
+            "--against has no effect: --json - prints the report and nothing else",
+        ),
         (
             "tiny --target v5e-8 --fail-onn x",
             "jaxpar rehearse takes no --fail-onn (did you mean '--fail-on'?)",
@@ -180,6 +186,22 @@ def test_findings_that_fail_a_run(asked, capsys):
     assert run("--fail-on", "large-copy", "--json", "-") == 1, "any rule of the linter"
 
 
+def test_a_config_is_compared_with_another_and_with_a_file(asked, tmp_path, capsys):
+    kept = tmp_path / "report.json"
+    assert run("--model.layers", "3", "--json", str(kept)) == 0
+    capsys.readouterr()
+    for other in ("tiny", str(kept)):
+        assert run("--model.layers", "5", "--against", other) == 0
+        out = capsys.readouterr().out
+        assert "and tiny, to compare with" in out or other != "tiny"
+        before, after = out.partition("before ")[2].splitlines()[:2]
+        assert before.strip().startswith("tiny on v5p-64"), "the target that made_up names"
+        assert after.split()[1] == "tiny"
+        (line,) = [line for line in out.splitlines() if line.rstrip().endswith("all")]
+        assert "%" in line
+    assert [config.model.layers for _, config in asked] == [3, 5, 2, 5]
+
+
 def test_the_mesh_of_a_preset(asked):
     assert main(["rehearse", "gpt2_124m", "--target", "v5e-8", "--on", "v5e_8"]) == 0
     assert asked[0][1].mesh.fsdp == 8
@@ -192,7 +214,7 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = text.partition("model options")[0]
-    for flag in "target", "on", "trace", "picture", "json", "fail-on":
+    for flag in "target", "on", "trace", "picture", "json", "against", "fail-on":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text
 

@@ -1,0 +1,315 @@
+"""Two rehearsals compared: what changed in the step, in a device's memory, and where.
+
+    print_comparison(compare(before, after))
+
+A place is matched by its scope, phase and line. Where an edit has moved the lines of a file, those
+of one scope are matched in their order, as long as there are as many as before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.console import RenderableType
+
+from jaxpar.base.console import bytes_text, console
+from jaxpar.base.errors import UserError, read_json, require_kinds, short
+from jaxpar.base.mesh import describe
+from jaxpar.rehearse.report.schema import SCHEMA, LintFinding, Rehearsal
+from jaxpar.rehearse.report.tables import finding_lines, seconds_text, titled_table
+
+_SAME = 1e-9
+"""Seconds, or a share of bytes: what differs by less is rounding."""
+_PLACES = ("compute", "exposed", "communication")
+
+
+class Change(TypedDict):
+    """A figure before and after, in seconds or in bytes."""
+
+    name: str
+    before: float
+    after: float
+
+
+class PlaceChange(TypedDict):
+    """The seconds of one line of the model in one phase; 0 in a rehearsal that has it not."""
+
+    scope: str
+    source: str
+    phase: str
+    before: dict[str, float]
+    """`compute`, `exposed` and `communication`."""
+    after: dict[str, float]
+
+
+class Comparison(TypedDict):
+    """What changed from one rehearsal to another."""
+
+    before: str
+    """What was rehearsed: `llama3_8b on v5p-64, fsdp=16 x tensor=4`."""
+    after: str
+    time: list[Change]
+    """The step, and what it is made of."""
+    memory: list[Change]
+    """A device's memory, and its parts."""
+    places: list[PlaceChange]
+    """Where the time differs, the largest change first."""
+    found: list[LintFinding]
+    """The linter's findings that are new."""
+    gone: list[LintFinding]
+
+
+def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Comparison:
+    """Find what changed from one rehearsal to another.
+
+    Args:
+      before, after: reports of `rehearse.step` or `rehearse.config`, or files that
+        `jaxpar rehearse --json` wrote.
+
+    Raises:
+      UserError: a file cannot be read, or is no such report.
+    """
+    old = _report_of(before)
+    new = _report_of(after)
+    old_findings = [_identity(row) for row in old["findings"]]
+    new_findings = [_identity(row) for row in new["findings"]]
+    return {
+        "before": _title(old),
+        "after": _title(new),
+        "time": _changes(_times(old), _times(new)),
+        "memory": _changes(_memory(old), _memory(new)),
+        "places": _place_changes(old, new),
+        "found": [row for row in new["findings"] if _identity(row) not in old_findings],
+        "gone": [row for row in old["findings"] if _identity(row) not in new_findings],
+    }
+
+
+def read_report(file: str | Path) -> Rehearsal:
+    """Read a report that `jaxpar rehearse --json` wrote.
+
+    Raises:
+      UserError: the file cannot be read, is no such report, or one of another version of its form.
+    """
+    path = Path(file)
+    found: Any = read_json(path, {"schema": int, "config": str, "mesh": dict[str, int]})
+    if found.get("schema") != SCHEMA:
+        raise UserError(
+            f"{file} is no report of this version: schema is {found.get('schema', 'absent')}, and "
+            f"{SCHEMA} is wanted; write it again with `jaxpar rehearse --json`"
+        )
+    parts = {
+        "target": {"name": str},
+        "time": {"step": float, "exposed_communication": float, "by_category": dict[str, float]},
+        "memory": {"total": int, "categories": dict[str, int], "host": dict[str, int]},
+    }
+    rows = {
+        "lines": {"scope": str, "source": str, "phase": str} | dict.fromkeys(_PLACES, float),
+        "findings": {"rule": str, "scope": str, "message": str, "source": str, "severity": str},
+    }
+    for key, kinds in parts.items():
+        _require_all(found.get(key), kinds, f"{file}: {key}")
+    for key, kinds in rows.items():
+        listed = found.get(key)
+        if not isinstance(listed, list):
+            raise UserError(f"{file}: {key} is not a list, found {short(listed)}")
+        for number, row in enumerate(listed):
+            _require_all(row, kinds, f"{file}: {key}[{number}]")
+    return found
+
+
+def comparison_parts(found: Comparison, most: int = 12) -> list[RenderableType]:
+    """The parts of a comparison in the order in which a terminal prints them; a long table shows
+    `most` rows.
+    """
+    rows = [
+        [
+            *_change_cells(row["before"]["compute"], row["after"]["compute"], seconds_text),
+            *_change_cells(row["before"]["exposed"], row["after"]["exposed"], seconds_text),
+            row["source"],
+            row["scope"],
+            row["phase"],
+        ]
+        for row in found["places"]
+    ]
+    columns = ["compute", "was", "exposed", "was", "line", "scope", "phase"]
+    parts: list[RenderableType] = [
+        "",
+        f"before       {found['before']}",
+        f"after        {found['after']}",
+        *_figures_table("the step", found["time"], seconds_text),
+        *_figures_table("memory of a device", found["memory"], bytes_text),
+        *titled_table("where the time differs, the most first", columns, rows, 4, most),
+    ]
+    for title, findings in (("found anew", found["found"]), ("found no longer", found["gone"])):
+        if findings:
+            parts += ["", title, *finding_lines(findings)]
+    return parts
+
+
+def print_comparison(found: Comparison) -> None:
+    """Print a comparison on the terminal."""
+    for part in comparison_parts(found):
+        console().print(part)
+
+
+# What is compared.
+
+
+def _report_of(given: Rehearsal | str | Path) -> Rehearsal:
+    if isinstance(given, str | Path):
+        return read_report(given)
+    if not isinstance(given, dict) or "schema" not in given:
+        raise UserError(
+            "rehearse.compare takes reports of rehearse.step or rehearse.config, or files of "
+            f"them, and was given {short(given)}"
+        )
+    return given
+
+
+def _require_all(value: Any, kinds: Mapping[str, Any], origin: str) -> None:
+    """Refuse an object of JSON that lacks one of these keys, or has another kind of value there."""
+    row = require_kinds(value, kinds, origin)
+    missing = [key for key in kinds if key not in row]
+    if missing:
+        raise UserError(
+            f"{origin} has no {missing[0]}: it is no report of `jaxpar rehearse --json`"
+        )
+
+
+def _title(report: Rehearsal) -> str:
+    name = report["config"] or "a function"
+    return f"{name} on {report['target']['name']}, {describe(report['mesh']) or 'one device'}"
+
+
+def _times(report: Rehearsal) -> dict[str, float]:
+    """The step, its compute by kind of task, what it waits for, and collectives beside it."""
+    time = report["time"]
+    kinds = dict(time["by_category"])
+    collectives = kinds.pop("collective", 0.0)
+    kinds.pop("host_copy", None)
+    waits = {
+        "exposed communication": time["exposed_communication"],
+        "waits for the host": time.get("host_stall", 0.0),
+        "waits for copies": time.get("copy_stall", 0.0),
+        "idle": time.get("idle", 0.0),
+    }
+    return {
+        "step": time["step"],
+        **{_WORDS.get(kind, kind): seconds for kind, seconds in kinds.items()},
+        "collectives, hidden or not": collectives,
+        **waits,
+    }
+
+
+_WORDS = {"matmul": "matmuls", "kernel": "kernels", "copy": "copies", "fusion": "fusions"}
+"""What a table calls the kinds of tasks."""
+
+
+def _memory(report: Rehearsal) -> dict[str, float]:
+    memory = report["memory"]
+    in_host = {f"{name} in host memory": size for name, size in memory["host"].items()}
+    return {"all": memory["total"], **memory["categories"], **in_host}
+
+
+def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[Change]:
+    """Every figure that either has, in their order."""
+    changes: list[Change] = []
+    for name in dict.fromkeys([*before, *after]):
+        old = before.get(name, 0.0)
+        new = after.get(name, 0.0)
+        if max(old, new) > _SAME:
+            changes.append({"name": name, "before": old, "after": new})
+    return changes
+
+
+def _identity(row: LintFinding) -> tuple[str, str, str]:
+    """What tells findings apart; the line is left out, as lines move."""
+    return row["rule"], row["scope"], row["message"]
+
+
+# Where the time differs.
+
+_Where = tuple[str, str, str]
+"""The scope, the phase and the file of some lines."""
+_Lines = dict[int, dict[str, float]]
+"""The figures of each line of a file; 0 = no line is known."""
+
+
+def _place_changes(old: Rehearsal, new: Rehearsal) -> list[PlaceChange]:
+    """The places whose time differs, the largest change first."""
+    before = _by_file(old)
+    after = _by_file(new)
+    changes: list[PlaceChange] = []
+    for where in dict.fromkeys([*after, *before]):
+        scope, phase, file = where
+        for line, was, now in _matched(before.get(where, {}), after.get(where, {})):
+            if any(abs(now[name] - was[name]) > _SAME for name in _PLACES):
+                changes.append(
+                    {
+                        "scope": scope,
+                        "source": f"{file}:{line}" if line else file,
+                        "phase": phase,
+                        "before": was,
+                        "after": now,
+                    }
+                )
+    return sorted(changes, key=_size, reverse=True)
+
+
+def _by_file(report: Rehearsal) -> dict[_Where, _Lines]:
+    """The figures of a report by scope, phase and file, and there by line."""
+    found: defaultdict[_Where, _Lines] = defaultdict(dict)
+    for row in report["lines"]:
+        file, _, number = row["source"].rpartition(":")
+        if number.isdigit():
+            line = int(number)
+        else:
+            file = row["source"]
+            line = 0
+        figures = {name: float(row[name]) for name in _PLACES}
+        found[row["scope"], row["phase"], file][line] = figures
+    return found
+
+
+def _matched(
+    before: _Lines, after: _Lines
+) -> Iterable[tuple[int, dict[str, float], dict[str, float]]]:
+    """Pairs of one file's lines with their number now: in their order where there are as many as
+    before, else by number.
+    """
+    if len(before) == len(after):
+        for line, old_line in zip(sorted(after), sorted(before), strict=True):
+            yield line, before[old_line], after[line]
+        return
+    nothing = dict.fromkeys(_PLACES, 0.0)
+    for line in sorted({*before, *after}):
+        yield line, before.get(line, nothing), after.get(line, nothing)
+
+
+def _size(row: PlaceChange) -> float:
+    """By how much the time of a place that the step waits for has changed."""
+    return sum(abs(row["after"][name] - row["before"][name]) for name in ("compute", "exposed"))
+
+
+# As tables.
+
+
+def _figures_table(
+    title: str, changes: list[Change], text: Callable[[float], str]
+) -> list[RenderableType]:
+    rows = []
+    for row in changes:
+        old = row["before"]
+        new = row["after"]
+        share = f"{100 * (new / old - 1):+.1f} %" if old else "new"
+        changed = abs(new - old) > _SAME
+        rows.append([text(old), text(new), share if changed else "=", row["name"]])
+    return titled_table(title, ["before", "after", "change", ""], rows, 3, len(rows))
+
+
+def _change_cells(old: float, new: float, text: Callable[[float], str]) -> tuple[str, str]:
+    """What a figure is, and what it was if that differs."""
+    return text(new) if new else "", text(old) if abs(new - old) > _SAME else "="
