@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Registry(Generic[T]):
         Raises:
           UserError: the name is not a word, or another entry has it.
         """
-        if not isinstance(name, str) or not name.replace("_", "").isalnum():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
             raise UserError(f"{self.what} is registered by a word, and was given {short(name)}")
         before = self._entries.get(name)
         if before is not None and _place_of(before) != _place_of(entry):

@@ -11,7 +11,7 @@ import datetime
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,9 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import versions
+from jaxpar.base.sharding import Placement
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.tasks import Place
 from jaxpar.parallel.host_memory import compile_absent, lower_for
@@ -215,6 +217,8 @@ def report_of(
     model_flops: float,
     requested: list[Requested] | None = None,
     dtype: str = "",
+    plan: Plan | None = None,
+    parameters: Sequence[Placement] = (),
 ) -> Rehearsal:
     """Read, price and play out a compiled function, and report what can be said of any program.
 
@@ -227,6 +231,7 @@ def report_of(
         unplanned.
       dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of
         their FLOPs.
+      plan, parameters: the plan of a config, and where its parameters lie, for the linter.
     """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     target = compiled.target
@@ -236,14 +241,16 @@ def report_of(
     dtype = dtype or _main_dtype(timeline.tasks, hardware.peak_flops)
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
-    copies = lint.large_copies(timeline.tasks, timeline.seconds)
     kernels = stand_ins(compiled.text)
-    found = [
-        *lint.does_not_fit(taken),
-        *lint.unplanned_collectives(collectives),
-        *copies,
-        *lint.other_kernels(kernels),
-    ]
+    linted = lint.LintedStep(
+        memory=taken,
+        collectives=collectives,
+        kernels=kernels,
+        tasks=timeline.tasks,
+        seconds=timeline.seconds,
+        plan=plan,
+        parameters=parameters,
+    )
     return {
         "schema": SCHEMA,
         "config": name,
@@ -270,7 +277,7 @@ def report_of(
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
         "timeline": timeline_of(timeline.events),
-        "findings": lint.by_weight(found),
+        "findings": lint.find_all(linted),
         "notes": [*_notes(timeline), *timeline.notes],
     }
 

@@ -16,7 +16,7 @@ from jaxpar.base.mesh import MESH_AXES, describe
 from jaxpar.base.sharding import placements
 from jaxpar.hlo.parse import parse
 from jaxpar.rehearse._step import Compiled, compile_for, report_of
-from jaxpar.rehearse.report import lint, memory
+from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
@@ -76,6 +76,8 @@ def rehearse(
         requested=step.requested,
         model_flops=model.flops_per_token(config.data.seq_len) * of_a_step,
         dtype=config.precision.compute,
+        plan=plan,
+        parameters=placements(step.experiment.state.params, model.axes, plan),
     )
     report["command"] = command
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
@@ -85,13 +87,6 @@ def rehearse(
         "tokens": of_a_step,
         "accumulation": config.train.accumulation,
     }
-    rows = placements(step.experiment.state.params, model.axes, plan)
-    found = [
-        *report["findings"],
-        *lint.replicated_parameters(rows, plan),
-        *lint.whole_residual_stream(plan),
-    ]
-    report["findings"] = lint.by_weight(found)
     if config.model.dropout:
         dropout = ["dropout is on: its random bits are part of the step"]
     else:

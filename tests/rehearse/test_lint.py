@@ -31,7 +31,7 @@ def plan(plan_of: Callable[..., Plan]) -> Plan:
 
 def assert_well_formed(found: list[LintFinding]) -> None:
     for finding in found:
-        assert finding["rule"] in lint.RULES
+        assert finding["rule"] in lint.LINTS
         assert list(problems(finding, LintFinding)) == []
 
 
@@ -72,14 +72,14 @@ def test_a_step_that_does_not_fit():
         "host": {},
         "advice": [],
     }
-    (found,) = lint.does_not_fit(memory)
+    (found,) = lint.find("does-not-fit", lint.LintedStep(memory=memory))
     assert_well_formed([found])
     assert (found["severity"], found["message"], found["bytes"]) == (
         "error",
         "more than 1.00 GiB of HBM",
         2 * 2**30,
     )
-    assert lint.does_not_fit({**memory, "fits": True}) == []
+    assert lint.find("does-not-fit", lint.LintedStep(memory={**memory, "fits": True})) == []
 
 
 # Collectives.
@@ -92,7 +92,7 @@ def rows_of(form: Callable[..., Any], plan: Plan) -> list[CollectiveRow]:
 
 
 def test_a_weight_gradient_summed_whole(plan):
-    (found,) = lint.unplanned_collectives(rows_of(plain, plan))
+    (found,) = lint.find("unplanned-collective", lint.LintedStep(collectives=rows_of(plain, plan)))
     assert_well_formed([found])
     assert (found["rule"], found["severity"]) == ("unplanned-collective", "error")
     assert is_in_the_mlp(found)
@@ -104,7 +104,7 @@ def test_a_weight_gradient_summed_whole(plan):
 
 
 def test_an_activation_gathered_by_xla_is_an_unplanned_collective(plan):
-    found = lint.unplanned_collectives(rows_of(gathered, plan))
+    found = lint.find("unplanned-collective", lint.LintedStep(collectives=rows_of(gathered, plan)))
     assert_well_formed(found)
     gathers = [finding for finding in found if finding["message"].startswith("all-gather")]
     assert {finding["rule"] for finding in gathers} == {"unplanned-collective"}
@@ -112,7 +112,9 @@ def test_an_activation_gathered_by_xla_is_an_unplanned_collective(plan):
 
 
 def test_the_librarys_own_collectives_are_no_finding(plan):
-    assert lint.unplanned_collectives(rows_of(library, plan)) == []
+    assert (
+        lint.find("unplanned-collective", lint.LintedStep(collectives=rows_of(library, plan))) == []
+    )
 
 
 # Parameters.
@@ -124,7 +126,10 @@ MODEL = ModelConfig(
 
 def replicated(plan: Plan, model: ModelConfig = MODEL) -> list[LintFinding]:
     subject = Model(model)
-    found = lint.replicated_parameters(placements(subject.shapes(), subject.axes, plan), plan)
+    found = lint.find(
+        "replicated-parameter",
+        lint.LintedStep(parameters=placements(subject.shapes(), subject.axes, plan), plan=plan),
+    )
     assert_well_formed(found)
     return found
 
@@ -152,7 +157,10 @@ def test_parameters_in_bfloat16_may_be_whole_too(plan_of):
         lambda leaf: leaf.update(dtype="bfloat16"),
         subject.shapes(),
     )
-    (found,) = lint.replicated_parameters(placements(shapes, subject.axes, plan), plan)
+    (found,) = lint.find(
+        "replicated-parameter",
+        lint.LintedStep(parameters=placements(shapes, subject.axes, plan), plan=plan),
+    )
     assert (found["scope"], found["bytes"]) == ("embed.positions", 2 * 2048 * 256)
     assert "1.00 MiB" in found["message"]
 
@@ -197,27 +205,29 @@ def test_on_a_stage_a_parameter_may_be_whole_too(plan_of):
 
 def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
     mesh = plan_of(fsdp=2, tensor=4).mesh
-    (found,) = lint.whole_residual_stream(Plan(mesh, ShardingRules(residual_seq=())))
+    (found,) = lint.find(
+        "replicated-activation", lint.LintedStep(plan=Plan(mesh, ShardingRules(residual_seq=())))
+    )
     assert_well_formed([found])
     assert (found["rule"], found["severity"]) == ("replicated-activation", "warning")
     assert (
         found["message"]
         == "the residual stream is whole over tensor=4: add it to rules.residual_seq"
     )
-    assert lint.whole_residual_stream(Plan(mesh)) == []
+    assert lint.find("replicated-activation", lint.LintedStep(plan=Plan(mesh))) == []
 
 
 def test_stages_split_no_activation(plan_of):
     """A microbatch is on one of them at a time."""
     mesh = plan_of(stage=2, fsdp=4).mesh
     four = Pipeline(microbatches=4)
-    assert lint.whole_residual_stream(Plan(mesh, pipeline=four)) == []
+    assert lint.find("replicated-activation", lint.LintedStep(plan=Plan(mesh, pipeline=four))) == []
     elsewhere = Plan(
         mesh,
         ShardingRules(stage=("fsdp",), batch=("data",)),
         pipeline=four,
     )
-    (found,) = lint.whole_residual_stream(elsewhere)
+    (found,) = lint.find("replicated-activation", lint.LintedStep(plan=elsewhere))
     assert found["message"].startswith("the residual stream is whole over stage=2"), (
         "no stage here, but by its name"
     )
@@ -228,7 +238,9 @@ def test_stages_split_no_activation(plan_of):
 
 def copies(form: Callable[..., Any], plan: Plan) -> list[LintFinding]:
     tasks, _ = tasks_of(form, plan)
-    found = lint.large_copies(tasks, sum(row.seconds for row in tasks))
+    found = lint.find(
+        "large-copy", lint.LintedStep(tasks=tasks, seconds=sum(row.seconds for row in tasks))
+    )
     assert_well_formed(found)
     return found
 
@@ -264,13 +276,39 @@ def copied(seconds: float, asynchronous: bool = False) -> TaskTime:
 
 
 def test_copies_of_a_line_count_together_and_only_a_share_of_the_step():
-    (found,) = lint.large_copies([copied(0.003), copied(0.002)], 1.0)
+    (found,) = lint.find(
+        "large-copy", lint.LintedStep(tasks=[copied(0.003), copied(0.002)], seconds=1.0)
+    )
     assert (found["seconds"], found["bytes"]) == (0.005, 600)
     assert found["message"] == (
         "copies of the update pass take 0.5 % of the step, most of it copy.7, bf16[2,128]{1,0}, "
         "3 times"
     )
-    assert lint.large_copies([copied(0.003), copied(0.001)], 1.0) == []
-    assert lint.large_copies([copied(0.5, asynchronous=True)], 1.0) == [], (
-        "beside compute it costs nothing"
+    assert (
+        lint.find("large-copy", lint.LintedStep(tasks=[copied(0.003), copied(0.001)], seconds=1.0))
+        == []
     )
+    assert (
+        lint.find(
+            "large-copy", lint.LintedStep(tasks=[copied(0.5, asynchronous=True)], seconds=1.0)
+        )
+        == []
+    ), "beside compute it costs nothing"
+
+
+def test_a_lint_of_ones_own_is_a_rule_like_ours():
+    @lint.register_lint("few-collectives", "error")
+    def few(step):
+        if not step.collectives:
+            yield lint.Finding("nothing is sent", bytes=3)
+
+    try:
+        assert lint.parse_rules("few-collectives") == ["few-collectives"]
+        (found,) = lint.find_all(lint.LintedStep())
+        assert_well_formed([found])
+        assert (found["rule"], found["severity"], found["bytes"]) == ("few-collectives", "error", 3)
+        with pytest.raises(UserError, match=r"it may be does-not-fit, .*, few-collectives"):
+            lint.parse_rules("many-collectives")
+    finally:
+        lint.LINTS.remove("few-collectives")
+    assert lint.find_all(lint.LintedStep()) == []

@@ -251,7 +251,7 @@ def test_what_has_to_fit_is_the_peak_where_the_compiler_lays_that_out(
         "activations and gradients are parts of what is there at the peak"
     )
     assert found.get("basis")
-    for finding in lint.does_not_fit(found):
+    for finding in lint.find("does-not-fit", lint.LintedStep(memory=found)):
         assert finding["bytes"] == found["total"] - found["usable_bytes"]
     assert found["usable_bytes"] == (int(0.9 * has) if platform == "cuda" else has)
     pool = (
@@ -259,4 +259,4 @@ def test_what_has_to_fit_is_the_peak_where_the_compiler_lays_that_out(
         "take 1.53 KiB"
     )
     assert (memory_verdict(found) == pool) == (has == 1744)
-    assert bool(lint.does_not_fit(found)) != fits
+    assert bool(lint.find("does-not-fit", lint.LintedStep(memory=found))) != fits

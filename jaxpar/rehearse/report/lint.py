@@ -1,31 +1,108 @@
-"""The linter says in the model's words what is wrong with a rehearsed step; each rule maps rows to
-findings.
+"""The linter says in the model's words what is wrong with a rehearsed step; each rule is a function
+that is registered by its name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis, Placement
+from jaxpar.base.registry import Registry, registering
+from jaxpar.base.sharding import Placement
 from jaxpar.hlo.tasks import Place
 from jaxpar.rehearse.report.schema import CollectiveRow, KernelRow, LintFinding, Memory
 from jaxpar.rehearse.timeline import TaskTime
 
-RULES = (
-    "does-not-fit",
-    "unplanned-collective",
-    "other-kernel",
-    "replicated-parameter",
-    "replicated-activation",
-    "large-copy",
-)
 _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
+
+
+@dataclass(frozen=True)
+class LintedStep:
+    """What the linter looks at: a step that was rehearsed."""
+
+    memory: Memory | None = None
+    collectives: Sequence[CollectiveRow] = ()
+    kernels: Sequence[KernelRow] = ()
+    """Kernels that were priced in place of those that the target would run."""
+    tasks: Sequence[TaskTime] = ()
+    seconds: float = 0.0
+    """The time of the step."""
+    plan: Plan | None = None
+    """The plan of one of our configs; None for another program."""
+    parameters: Sequence[Placement] = ()
+    """Where the parameters of a config's model lie."""
+
+
+class Finding(NamedTuple):
+    """What a lint says of one place in a step.
+
+    Attributes:
+      message: what is wrong and what to try, in a sentence.
+      scope: the part of the model; empty = all of it.
+      source: the line, `FILE:NUMBER`.
+      bytes: how many bytes it concerns.
+      seconds: how long it takes.
+    """
+
+    message: str
+    scope: str = ""
+    source: str = ""
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+
+Find: TypeAlias = Callable[[LintedStep], Iterable[Finding]]
+Severity: TypeAlias = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Lint:
+    """A rule of the linter."""
+
+    find: Find
+    severity: Severity
+
+
+LINTS: Registry[Lint] = Registry("a rule of the linter")
+
+
+def register_lint(rule: str, severity: Severity) -> Callable[[Find], Find]:
+    """A decorator that makes a rule of the linter known: every rehearsal has its findings, and
+    `--fail-on` takes its name.
+
+    It is put on a function from a `LintedStep` to its findings. Of a program that is not one of our
+    configs, `plan` is None and `parameters` are empty.
+    """
+    return registering(LINTS, rule, lambda find: Lint(find, severity))
+
+
+def find(rule: str, step: LintedStep) -> list[LintFinding]:
+    """The findings of one rule, as a report has them."""
+    lint = LINTS[rule]
+    return [
+        {
+            "rule": rule,
+            "severity": lint.severity,
+            "message": found.message,
+            "scope": found.scope,
+            "source": found.source,
+            "bytes": float(found.bytes),
+            "seconds": found.seconds,
+        }
+        for found in lint.find(step)
+    ]
+
+
+def find_all(step: LintedStep) -> list[LintFinding]:
+    """The findings of every rule: errors first, and then by what they cost."""
+    found = [finding for rule in LINTS.names() for finding in find(rule, step)]
+    return sorted(found, key=lambda row: (row["severity"], -row["seconds"], -row["bytes"]))
 
 
 def parse_rules(text: str) -> list[str]:
@@ -35,21 +112,24 @@ def parse_rules(text: str) -> list[str]:
       UserError: a name is unknown.
     """
     names = [part for part in map(str.strip, text.split(",")) if part]
+    known = LINTS.names()
     for name in names:
-        if name not in RULES:
-            guess = suggest(name, RULES)
+        if name not in known:
+            guess = suggest(name, known)
             raise UserError(
-                f"--fail-on {name}: unknown condition{guess}: it may be {', '.join(RULES)}"
+                f"--fail-on {name}: unknown condition{guess}: it may be {', '.join(known)}"
             )
     return names
 
 
-def does_not_fit(memory: Memory) -> list[LintFinding]:
+@register_lint("does-not-fit", "error")
+def does_not_fit(step: LintedStep) -> Iterator[Finding]:
     """Find that the step takes more memory than a device has, or than JAX's pool may take of a
     GPU's.
     """
-    if memory["fits"]:
-        return []
+    memory = step.memory
+    if memory is None or memory["fits"]:
+        return
     has = memory["hbm_bytes"]
     usable = memory["usable_bytes"]
     if usable == has:
@@ -57,55 +137,47 @@ def does_not_fit(memory: Memory) -> list[LintFinding]:
     else:
         what = f"{bytes_text(has)}, which is what JAX's pool may take"
     over = memory["total"] - usable
-    return [
-        _finding("does-not-fit", "error", f"more than {bytes_text(usable)} of {what}", size=over)
-    ]
+    yield Finding(f"more than {bytes_text(usable)} of {what}", bytes=over)
 
 
-def other_kernels(rows: Iterable[KernelRow]) -> list[LintFinding]:
-    """Find kernels that were priced in place of those that the target would run."""
-    return [
-        _finding(
-            "other-kernel",
-            "warning",
-            f"{row['op']} is priced as {row['priced']}, because {row['runs']} is not on this "
-            "machine; the target runs "
-            f"{row['runs']} where it is installed. To price that: {row['install']}",
-        )
-        for row in rows
-    ]
-
-
-def unplanned_collectives(rows: Iterable[CollectiveRow]) -> list[LintFinding]:
+@register_lint("unplanned-collective", "error")
+def unplanned_collectives(step: LintedStep) -> Iterator[Finding]:
     """Find collectives that are not the plan's."""
-    return [
-        _finding(
-            "unplanned-collective",
-            "error",
-            f"{row['kind']} of {bytes_text(row['bytes'])} over "
-            f"{' x '.join(row['axes']) or 'no axis'}, "
-            f"{row['count']} a step: {row.get('reason')}",
+    for row in step.collectives:
+        if row.get("planned", True):
+            continue
+        axes = " x ".join(row["axes"]) or "no axis"
+        yield Finding(
+            f"{row['kind']} of {bytes_text(row['bytes'])} over {axes}, {row['count']} a step: "
+            f"{row.get('reason')}",
             scope=row["scope"],
             source=row["source"],
-            size=row["sent_bytes"],
+            bytes=row["sent_bytes"],
             seconds=row["exposed"],
         )
-        for row in rows
-        if not row.get("planned", True)
-    ]
 
 
-def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[LintFinding]:
+@register_lint("other-kernel", "warning")
+def other_kernels(step: LintedStep) -> Iterator[Finding]:
+    """Find kernels that were priced in place of those that the target would run."""
+    for row in step.kernels:
+        yield Finding(
+            f"{row['op']} is priced as {row['priced']}, because {row['runs']} is not on this "
+            f"machine; the target runs {row['runs']} where it is installed. To price that: "
+            f"{row['install']}"
+        )
+
+
+@register_lint("replicated-parameter", "warning")
+def replicated_parameters(step: LintedStep) -> Iterator[Finding]:
     """Find parameters larger than a vector that no mesh axis splits, on a mesh whose rules could
     split them.
     """
-    usable = {
-        *plan.mesh_axes("embed"),
-        *plan.mesh_axes("mlp"),
-        *plan.mesh_axes("vocab"),
-    }
-    found = []
-    for row in placements:
+    plan = step.plan
+    if plan is None:
+        return
+    usable = {*plan.mesh_axes("embed"), *plan.mesh_axes("mlp"), *plan.mesh_axes("vocab")}
+    for row in step.parameters:
         if "layers" in row.axes:
             stages = plan.size("stage")
         else:
@@ -115,95 +187,53 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[L
         matrix = sum(axis != "layers" for axis in row.axes) > 1
         if not usable or not matrix or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
             continue
-        found.append(
-            _finding(
-                "replicated-parameter",
-                "warning",
-                f"{row.name} {list(row.shape)} ({', '.join(axis or '-' for axis in row.axes)}) "
-                "is whole on every device"
-                f"{of_stage}, {bytes_text(whole)}: no rule splits any of its dims over "
-                f"{' or '.join(sorted(usable))}",
-                scope=row.name,
-                size=whole,
-            )
+        axes = ", ".join(axis or "-" for axis in row.axes)
+        yield Finding(
+            f"{row.name} {list(row.shape)} ({axes}) is whole on every device{of_stage}, "
+            f"{bytes_text(whole)}: no rule splits any of its dims over "
+            f"{' or '.join(sorted(usable))}",
+            scope=row.name,
+            bytes=whole,
         )
-    return found
 
 
-def whole_residual_stream(plan: Plan) -> list[LintFinding]:
+@register_lint("replicated-activation", "warning")
+def whole_residual_stream(step: LintedStep) -> Iterator[Finding]:
     """Find mesh axes that split neither the batch, nor the residual stream's sequence, nor the
     layers.
     """
+    plan = step.plan
+    if plan is None:
+        return
     # a stage has a microbatch of its own
-    names: list[LogicalAxis] = ["batch", "residual_seq", "stage"]
+    names = ("batch", "residual_seq", "stage")
     used = {axis for name in names for axis in plan.mesh_axes(name)}
-    return [
-        _finding(
-            "replicated-activation",
-            "warning",
-            f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq",
-        )
-        for axis, size in plan.mesh.shape.items()
-        if size > 1 and axis not in used
-    ]
+    for axis, size in plan.mesh.shape.items():
+        if size > 1 and axis not in used:
+            yield Finding(
+                f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq"
+            )
 
 
-def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[LintFinding]:
+@register_lint("large-copy", "warning")
+def large_copies(step: LintedStep) -> Iterator[Finding]:
     """Find the lines whose synchronous copies and layout changes take more than half a percent of
     the step.
     """
     lines: defaultdict[Place, list[TaskTime]] = defaultdict(list)
-    for row in tasks:
+    for row in step.tasks:
         if row.task.kind == "copy" and not row.task.asynchronous:
             lines[row.task.place].append(row)
-    found = []
     for place, rows in lines.items():
         seconds = sum(row.seconds for row in rows)
-        if seconds < _COPY_SHARE * step_seconds:
+        if seconds < _COPY_SHARE * step.seconds:
             continue
         largest = max(rows, key=lambda row: row.seconds)
-        moved = sum(row.task.bytes * row.count for row in rows)
-        found.append(
-            _finding(
-                "large-copy",
-                "warning",
-                f"copies of the {place.phase} pass take {100 * seconds / step_seconds:.1f} % of "
-                "the step, most of it "
-                f"{largest.task.name}, {largest.task.shape}, {largest.count} times",
-                scope=place.scope,
-                source=place.source,
-                size=moved,
-                seconds=seconds,
-            )
+        yield Finding(
+            f"copies of the {place.phase} pass take {100 * seconds / step.seconds:.1f} % of the "
+            f"step, most of it {largest.task.name}, {largest.task.shape}, {largest.count} times",
+            scope=place.scope,
+            source=place.source,
+            bytes=sum(row.task.bytes * row.count for row in rows),
+            seconds=seconds,
         )
-    return found
-
-
-def by_weight(found: Iterable[LintFinding]) -> list[LintFinding]:
-    """Sort findings: errors first, and then by what they cost."""
-    return sorted(
-        found,
-        key=lambda row: (row["severity"], -row["seconds"], -row["bytes"]),
-    )
-
-
-def _finding(
-    rule: str,
-    severity: Literal["error", "warning"],
-    message: str,
-    *,
-    scope: str = "",
-    source: str = "",
-    size: float = 0.0,
-    seconds: float = 0.0,
-) -> LintFinding:
-    assert rule in RULES, rule
-    return {
-        "rule": rule,
-        "severity": severity,
-        "message": message,
-        "scope": scope,
-        "source": source,
-        "bytes": float(size),
-        "seconds": seconds,
-    }
