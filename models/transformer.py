@@ -270,10 +270,10 @@ class Block(nnx.Module):
         positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None,
         ops: Ops,
-        key: jax.Array | None,
-        kind: int,
+        key: jax.Array | None = None,
+        kind: int = 0,
     ) -> Float[Array, "B S D"]:
-        """Return what attention adds to the residual stream."""
+        """Return what attention adds to the residual stream; the arguments are those of a block."""
         config = self.config
         family = self.family
         linears = [
@@ -308,7 +308,7 @@ class Block(nnx.Module):
         return row_linear(mixed_BSHh, out, ops, "attention_seq")
 
     def mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
-        """Return what the MLP adds to the residual stream."""
+        """Return what an MLP without experts adds to the residual stream."""
         activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu
         up = Linear(self.up, self.up_bias, self.lora.beside("up"))
         if self.family.gated:

@@ -12,6 +12,7 @@ from jaxpar.parallel.cross_entropy import LossSums, linear_cross_entropy
 from jaxpar.parallel.experts import RouterSums, expert_mlp
 from jaxpar.parallel.linear import column_linear, dropout, logits, lookup, rank_linear, row_linear
 from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import in_natural_order, in_order
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "linear_cross_entropy",
     "logits",
     "lookup",
+    "named",
     "rank_linear",
     "row_linear",
 ]

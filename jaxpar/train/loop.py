@@ -127,7 +127,7 @@ Watch = Callable[[Experiment, Compiled], None]
 
 def run(
     experiment: Config | Experiment,
-    folder: Path,
+    folder: str | Path,
     corpus: Corpus | None = None,
     watch: Watch = lambda *_: None,
     report: Report | None = None,
@@ -151,6 +151,7 @@ def run(
         config, or it diverged.
     """
     require_local(folder)
+    folder = Path(folder)
     given = experiment if isinstance(experiment, Config) else experiment.config
     config = check(given)
     require_settled(config)

@@ -39,7 +39,7 @@ class Trained(NamedTuple):
 
 
 def open_trained(
-    folder: Path,
+    folder: str | Path,
     mesh: MeshSpec | None = None,
     dtype: Dtype = "auto",
     step: int = 0,
@@ -66,6 +66,7 @@ def open_trained(
       UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer
         has more tokens than the model, or the mesh does not fit.
     """
+    folder = Path(folder)
     try:
         config = check(read_config(folder), training=False)
     except UserError as error:
