@@ -30,6 +30,7 @@ PackageDirs = Sequence[tuple[str, str]]
 `OWN` stands for all files that belong to no installed package, nor to Python, nor to this library:
 those of somebody else's program."""
 OWN = ("", "")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 _WRAPPERS = words(
     "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat "
@@ -182,18 +183,36 @@ def _pieces(path: str, separator: str = "/") -> list[str]:
 def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
     """Write the innermost frame in the first directory that has any, `models/transformer.py:72`;
     empty if none has.
+
+    Where that calls a program of somebody else, as a model calls a block that it was given, the
+    innermost frame of that program is written.
+
+    Args:
+      frames: those of an instruction, the innermost first.
+      dirs: the directories.
     """
     for folder, shown in dirs:
-        for frame in frames:
-            if (folder, shown) == OWN and not any(
-                _inside(frame.file, other) for other in _packages()
-            ):
-                file = Path(frame.file)
-                here = Path.cwd()
-                shown = file.relative_to(here) if file.is_relative_to(here) else file.name
-                return f"{shown}:{frame.line}"
-            if folder and _inside(frame.file, folder):
-                return f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
+        if (folder, shown) == OWN:
+            if own := _own_line(frames, dirs):
+                return own
+            continue
+        for place, frame in enumerate(frames):
+            if _inside(frame.file, folder):
+                line = f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
+                return _own_line(frames[:place], dirs) or line
+    return ""
+
+
+def _own_line(frames: list[Frame], dirs: PackageDirs) -> str:
+    """Write the innermost frame of somebody else's program; empty if there is none."""
+    known = [*_packages(), *(folder for folder, _ in dirs if folder)]
+    for frame in frames:
+        installed = any(folder in frame.file for folder in _INSTALLED)  # of another Python, too
+        if not installed and not any(_inside(frame.file, folder) for folder in known):
+            file = Path(frame.file)
+            here = Path.cwd()
+            shown = file.relative_to(here) if file.is_relative_to(here) else file.name
+            return f"{shown}:{frame.line}"
     return ""
 
 

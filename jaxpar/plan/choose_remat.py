@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxpar.base.activation_names import Action, Keep
+import jax
+
+from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import MemoryConfig
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.plan import Plan
@@ -203,14 +205,23 @@ def _seconds_to_make(one: Activation, experiment: Experiment, hardware: Hardware
 
 
 def _matmul_flops(one: Activation, experiment: Experiment) -> float:
-    """The FLOPs of the matmul that makes an activation, on one device; 0 where none does."""
+    """The FLOPs of the matmul that makes an activation, on one device; 0 where none does.
+
+    Where a block of one's own has no weight of the name that is known here, the matmul is taken to
+    be one from the residual stream.
+    """
     model = experiment.model
     plan = experiment.plan
     name = _MADE_BY.get(one.name, "")
-    if name not in model.axes["blocks"]:
+    if not name:
         return 0.0
-    shape = model.shapes()["blocks"][name].shape[1:]
-    axes = model.axes["blocks"][name][1:]
+    weight = model.shapes()["blocks"].get(name)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        shape = weight.shape[1:]
+        axes = model.axes["blocks"][name][1:]
+    else:
+        shape = (model.config.embed, *one.shape[2:])
+        axes = ("embed", *NAMES[one.name].axes[2:], *[None] * len(shape))[: len(shape)]
     # The rows of experts are those of their buffers, most of which have more rows than there are
     # tokens.
     rows = math.prod(one.shape[:3] if "experts" in axes else one.shape[:2])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.base.activation_names import NAMES, Action, Keep
+from jaxpar.base.activation_names import NAMES, PRESETS, Action, Keep
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
 from jaxpar.base.plan import Plan
@@ -126,14 +126,31 @@ def check_names(experiment: Experiment) -> None:
             "alone)"
         )
     there = [one.name for one in activations(experiment)]
-    family = experiment.config.model.family
+    block = experiment.model.own_parts().get("blocks", experiment.config.model.family)
     for name in asked:
         if name not in there:
             why = (
-                f"{family} under this plan has no activation of that name: it has "
-                f"{', '.join(there)}"
+                f"{block} under this plan has no activation of that name: it has {', '.join(there)}"
             )
             raise UserError(f"memory.keep.{name}: {why}")
+
+
+def policy_notes(experiment: Experiment) -> list[str]:
+    """Say for the log where a block, one of one's own, names nothing of what memory.policy keeps
+    besides its input.
+    """
+    policy = experiment.plan.remat
+    wanted = PRESETS[policy] - {"block_input"}
+    own = "blocks" in experiment.model.own_parts()  # the library's name all that they should
+    if not own or not wanted or policy == "none":
+        return []
+    there = {one.name for one in activations(experiment)}
+    if wanted & there:
+        return []
+    return [
+        f"memory.policy={policy} keeps activations by name, and this model's block names none of "
+        "them: all of it is computed again, as by full (jaxpar.parallel.named gives a name)"
+    ]
 
 
 class OneBlock(NamedTuple):

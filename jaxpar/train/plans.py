@@ -25,7 +25,7 @@ from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
-from jaxpar.train.activations import check_names
+from jaxpar.train.activations import check_names, policy_notes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.step import gradient_axes, param_shapes
 
@@ -190,6 +190,7 @@ def plan_notes(experiment: Experiment) -> list[str]:
     notes = [
         *fitted,
         *overlap_notes(plan),
+        *policy_notes(experiment),
         *pipeline_notes(config, plan),
         *offload,
         *kernel_notes(experiment),

@@ -116,6 +116,11 @@ def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
     assert source_line(frames, DIRS) == "models/layers.py:55"
     assert source_line(frames[:2], DIRS) == "jaxpar/parallel/linear.py:104"
     assert source_line(frames[:1], DIRS) == ""
+    # a block of one's own, which the model calls, is more telling than the call
+    block = Frame("/home/me/palm.py", 12, 0)
+    script = Frame("/home/me/palm.py", 99, 0)
+    assert source_line([*frames[:2], block, *frames[2:], script], DIRS) == "palm.py:12"
+    assert source_line([*frames, script], DIRS) == "models/layers.py:55"
     assert source_line([Frame("/repo/models_of_mine/x.py", 1, 0)], DIRS) == ""
 
 
