@@ -4,20 +4,22 @@ library and prints.
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
+from rich.console import RenderableType
 
 from jaxpar.base.config import Bos, Config, DataConfig, check
-from jaxpar.base.console import PACKAGES, bytes_text, console
+from jaxpar.base.console import PACKAGES, bytes_text, check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.ranges import Range
-from jaxpar.base.runtime import machine_memory, memory_of, start, versions
+from jaxpar.base.runtime import machine_memory, memory_of, start, versions, write_whole
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import (
     ConfigArgs,
@@ -74,6 +76,9 @@ class VerifyArgs(ConfigArgs):
     """Loss and every gradient of a config's plan against one device, on a small model of the same
     kind.
     """
+
+    json: str = ""
+    """Write every error with its limit as JSON; - = print it, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +175,32 @@ def watch_command(words: list[str]) -> int:
 
 
 def verify_command(words: list[str]) -> int:
-    """jaxpar verify CONFIG [--on MESH] [--section.key value ...]"""
+    """jaxpar verify CONFIG [--on MESH] [--json FILE] [--section.key value ...]"""
     from jaxpar.verify.of_config import verify
     from jaxpar.verify.report import table
 
-    _, args = config_args(verify_command.__doc__, VerifyArgs, words)
-    out = console()
-    found = verify(args.config, say=out.print)
-    out.print(table(found.checks))
-    out.print(str(found))
+    name, args = config_args(verify_command.__doc__, VerifyArgs, words)
+    quiet = args.json == "-"
+    file = "" if quiet else args.json
+    check_folders(file)
+
+    def say(part: RenderableType) -> None:
+        if not quiet:
+            console().print(part)
+
+    found = verify(args.config, say=say)
+    say(table(found.checks))
+    say(str(found))
+    written = found.as_json(Path(name).stem, " ".join(["jaxpar verify", *words]))
+    text = json.dumps(written, allow_nan=False)
+    if quiet:
+        print(text)
+    elif file:
+        try:
+            write_whole(Path(file), text + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error.strerror}") from error
+        say(f"wrote {file}")
     return 0 if found.equal else 1
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -47,6 +48,21 @@ class GradientRow(NamedTuple):
         if self.finding:
             return f"{self.finding.kind}, it is {self.finding.says}"
         return "not explained"
+
+    def as_json(self) -> dict[str, Any]:
+        """This gradient as an object of JSON: see `Verdict.as_json`."""
+        mistake = self.finding.kind if self.finding else ""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "error": _finite(self.error),
+            "limit": self.tolerance,
+            "equal": self.ok,
+            "too_small": self.too_small,
+            "mistake": mistake,
+            "says": "" if self.ok else self.says,
+            "layers": None if self.layers is None else list(self.layers),
+        }
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,26 @@ class Verdict:
             return f"EQUAL: loss and {len(self.rows)} gradients, to {allowed:.1e}{untold}"
         return f"DIFFERS: {self.difference}"
 
+    def as_json(self) -> dict[str, Any]:
+        """This comparison as an object of JSON: `name`, `equal`, the `loss` and a list of
+        `gradients`, each with its `error` and the `limit` that it is held to. An error that is no
+        finite number is null.
+        """
+        return {
+            "name": self.name,
+            "equal": self.equal,
+            "loss": {
+                "error": _finite(self.loss_error),
+                "limit": self.loss_tolerance,
+                "equal": self.loss_ok,
+                "tokens_agree": self.tokens_agree,
+            },
+            "gradients": [row.as_json() for row in self.rows],
+            "nearest_to_the_loss": self.origin,
+            "on_one_device": self.on_one_device,
+            "says": self.difference,
+        }
+
     def show(self) -> None:
         """Print every parameter's error and kind of mistake on the terminal, and then the verdict
         in one line.
@@ -168,3 +204,8 @@ def table(verdicts: Sequence[Verdict]) -> Table:
 
 def _sizes(row: GradientRow) -> str:
     return " x ".join(map(str, row.shape))
+
+
+def _finite(error: float) -> float | None:
+    """An error as JSON has it, which knows no infinity."""
+    return error if math.isfinite(error) else None

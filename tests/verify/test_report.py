@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import jax
 import pytest
 
 from jaxpar.base.config import Config
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.cli.main import main
 from jaxpar.models import Model
+from jaxpar.verify import of_config
 from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.of_config import Setup, Verification
 from jaxpar.verify.report import GradientRow, Verdict, table
@@ -78,3 +84,52 @@ def test_the_table_has_a_row_for_the_loss_and_each_parameter() -> None:
     assert columns[1] == ["", "4 x 3", "2 x 3 x 4"]
     assert columns[2] == ["5.0e-01", "1.0e-07", "2.0e+00"]
     assert columns[4] == ["DIFFERS", "ok", "DIFFERS: sign"]
+
+
+def test_the_verification_as_json() -> None:
+    """Every error beside its limit, and what JSON does not know is null."""
+    lost = GradientRow("blocks.down", (2, 4, 3), float("inf"), 1e-5)
+    verification = found(RIGHT, SIGN, lost, loss_error=2e-7, origin="blocks.up")
+    written = json.loads(json.dumps(verification.as_json("tiny", "a command"), allow_nan=False))
+    assert (written["config"], written["command"]) == ("tiny", "a command")
+    assert (written["equal"], written["says"]) == (False, str(verification))
+    assert (written["mesh"], written["devices"]) == ({"data": 2}, {"count": 2, "kind": "cpu"})
+    assert written["settings"]["mesh.data"] == 2 and written["notes"] == ["a note"]
+    assert written["versions"]["jax"] == jax.__version__
+    (check,) = written["checks"]
+    assert check["loss"] == {"error": 2e-7, "limit": 1e-6, "equal": True, "tokens_agree": True}
+    right, sign, nothing = check["gradients"]
+    assert right == {
+        "name": "embed.tokens",
+        "shape": [4, 3],
+        "error": 1e-7,
+        "limit": 1e-5,
+        "equal": True,
+        "too_small": False,
+        "mistake": "",
+        "says": "",
+        "layers": None,
+    }
+    assert (sign["mistake"], sign["equal"]) == ("sign", False)
+    assert sign["says"] == "sign, it is minus the reference"
+    assert (nothing["error"], nothing["equal"]) == (None, False)
+
+
+def test_the_command_writes_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(_: Config, say: Callable[[str], None]) -> Verification:
+        say("note: of the verification")
+        return found(RIGHT)
+
+    monkeypatch.setattr(of_config, "verify", verify)
+    file = tmp_path / "verified.json"
+    assert main(["verify", "tiny", "--json", str(file)]) == 0
+    assert "note: of the verification" in capsys.readouterr().out
+    written = json.loads(file.read_text())
+    assert written["config"] == "tiny" and written["equal"]
+    assert main(["verify", "tiny", "--json", "-"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["checks"] == written["checks"]
+    assert main(["verify", "tiny", "--json", str(tmp_path / "no" / "file")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

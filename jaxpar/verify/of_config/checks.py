@@ -4,10 +4,12 @@ batch."""
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +18,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe, total_sizes
 from jaxpar.base.plan import Plan
+from jaxpar.base.runtime import versions
+from jaxpar.base.toml import flatten
 from jaxpar.parallel import Ops
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
@@ -52,6 +56,8 @@ OWN_LOSS = 2.0**-8
 # reference. If it is further off, its ops are wrong in this precision.
 OPS_FACTOR = 2.0
 OPS_MOST = 2.0**-4
+SCHEMA = 1
+"""Of `Verification.as_json`; it goes up when a key is renamed, removed or changes its meaning."""
 
 Say = Callable[[str], None]
 
@@ -74,6 +80,33 @@ class Verification:
     def first_difference(self) -> Verdict | None:
         """The check that differs, if there is one."""
         return next((check for check in self.checks if not check.equal), None)
+
+    def as_json(self, config: str = "", command: str = "") -> dict[str, Any]:
+        """The verification as an object of JSON (docs/verify.md has its keys).
+
+        Args:
+          config: the name of the config.
+          command: the command line.
+        """
+        setup = self.setup
+        sizes = total_sizes(setup.config.mesh)
+        return {
+            "schema": SCHEMA,
+            "config": config,
+            "command": command,
+            "date": datetime.date.today().isoformat(),
+            "versions": versions(),
+            "equal": self.equal,
+            "says": str(self),
+            "seconds": self.seconds,
+            "mesh": {
+                axis: size for axis, size in total_sizes(setup.config.mesh).items() if size > 1
+            },
+            "devices": {"count": len(setup.devices), "kind": setup.devices[0].device_kind},
+            "settings": flatten(setup.config),
+            "notes": list(setup.notes),
+            "checks": [check.as_json() for check in self.checks],
+        }
 
     def __str__(self) -> str:
         devices = self.setup.devices
