@@ -99,9 +99,7 @@ class Verification:
             "equal": self.equal,
             "says": str(self),
             "seconds": self.seconds,
-            "mesh": {
-                axis: size for axis, size in total_sizes(setup.config.mesh).items() if size > 1
-            },
+            "mesh": {axis: size for axis, size in sizes.items() if size > 1},
             "devices": {"count": len(setup.devices), "kind": setup.devices[0].device_kind},
             "settings": flatten(setup.config),
             "notes": list(setup.notes),
