@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,11 +267,7 @@ def test_fresh_parameters_are_the_same_on_every_mesh(config: ModelConfig) -> Non
         ours = jax.jit(model.init, out_shardings=shardings)(jax.random.key(5))
         # The same random bits; the polynomial that makes them normal may round its last bit by the
         # shape of the loop.
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-7),
-            ours,
-            want,
-        )
+        chex.assert_trees_all_close(ours, want, rtol=5e-7)
     std = float(jnp.std(want["blocks"]["q"]))
     assert abs(std / config.init_std - 1) < 0.1
 

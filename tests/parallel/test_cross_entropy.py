@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -297,9 +298,7 @@ def test_the_gradient_is_linear_in_the_cotangent_and_flows_through_the_loss_alon
     plain = pull(LossSums(one, zero, zero))
     for scale in (2.0, -0.25, 0.0):  # powers of two: exact
         scaled = pull(LossSums(scale * one, zero, zero))
-        jax.tree.map(
-            lambda a, b, scale=scale: np.testing.assert_array_equal(a, scale * b), scaled, plain
-        )
+        chex.assert_trees_all_equal(scaled, jax.tree.map(lambda leaf, by=scale: by * leaf, plain))
     third = pull(LossSums(one / 3, zero, zero))
     assert_close(third, jax.tree.map(lambda leaf: leaf / 3, plain), 1e-6)
     for of_other_sums in (LossSums(zero, one, zero), LossSums(zero, zero, one)):

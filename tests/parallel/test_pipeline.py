@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -424,11 +425,7 @@ def test_keys_and_layers_of_a_stage_are_those_of_microbatches_one_after_another(
     loss, want = jax.jit(jax.value_and_grad(one_after_another))(*args)
     # float32 sums in another order, as the gradients are
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
-        found,
-        want,
-    )
+    chex.assert_trees_all_close(found, want, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_are_summed_over_stages_in_float32() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -472,7 +473,7 @@ def test_two_runs_of_one_seed_are_equal_to_the_bit() -> None:
         run.__wrapped__(config, mesh, steps=5) for _ in range(2)
     )
     assert losses == again
-    jax.tree.map(np.testing.assert_array_equal, state, state_again)
+    chex.assert_trees_all_equal(state, state_again)
 
 
 def test_the_state_is_sharded_as_planned_and_donated() -> None:
@@ -521,11 +522,7 @@ def test_a_fresh_state_compiles_no_zeros(
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (want.shape, want.dtype, want.sharding)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((state.step, state.opt_state)))
     # To an ulp or two: less of the compiler's optimisation, the same arithmetic.
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=5e-7, atol=1e-9),
-        state.params,
-        fresh(config.model),
-    )
+    chex.assert_trees_all_close(state.params, fresh(config.model), rtol=5e-7, atol=1e-9)
 
 
 def test_evaluation_sums_the_tokens_that_count() -> None:
@@ -760,7 +757,7 @@ def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
 
     def assert_moved(tree: Any, want: Any) -> None:
         for part in ("embed", "head"):
-            jax.tree.map(np.testing.assert_array_equal, tree[part], want[part])
+            chex.assert_trees_all_equal(tree[part], want[part])
         leaves = zip(
             jax.tree.leaves(tree["blocks"]),
             jax.tree.leaves(want["blocks"]),
@@ -785,8 +782,4 @@ def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
     )
     # of the moments' decay, and of the schedule
     assert counts == want and len({int(x) for x in counts}) == 2
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        reorder_state(moved, there, None, model),
-        state,
-    )
+    chex.assert_trees_all_equal(reorder_state(moved, there, None, model), state)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -257,9 +258,7 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
     # A first step is the sign of a gradient, but for those near eps; a gradient is off by some 1e-6
     # of the largest.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), new.params, wanted
-    )
+    chex.assert_trees_all_close(new.params, wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
