@@ -348,8 +348,8 @@ def _read(reader: Reader) -> tuple[int, str]:
         return _run(reader.words)
     from jaxpar.base.errors import UserError
     from jaxpar.hlo.read import read_program
-    from jaxpar.train.metrics import read_sink_ids
     from jaxpar.train.run_data import read_data
+    from jaxpar.train.sinks import read_sink_ids
 
     file = Path(reader.file)
     try:

@@ -17,7 +17,7 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, ranges, require_ranges
-from jaxpar.base.registry import SOURCES, OneOf, require_names
+from jaxpar.base.registry import SINKS, SOURCES, OneOf, require_names
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
 from jaxpar.base.training_rules import only_training, outdated_keys, training_rules
@@ -341,9 +341,9 @@ class MetricsConfig:
     """What is logged, and how often."""
 
     log_every: Annotated[int, Range(1, MOST_STEPS)] = 10
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """Where each row of metrics.jsonl goes besides; each needs the extra of its name. See
-    docs/metrics.md.
+    sinks: Annotated[tuple[str, ...], OneOf(SINKS)] = ()
+    """Where each row of metrics.jsonl goes besides: tensorboard, wandb, mlflow, each of which needs
+    the extra of its name, or what was registered. See docs/metrics.md.
     """
     profile: str = ""
     """Steps that are traced for XProf: `20:25` is steps 20 to 25. See docs/metrics.md."""

@@ -112,6 +112,8 @@ FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.rin
 """How a linear gathers and scatters: see `register_form` there."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
 """Where tokens come from: see `register_source` there."""
+SINKS: Registry[Any] = Registry("metrics.sinks", "jaxpar.train.sinks")
+"""Where rows of metrics go: see `register_sink` there."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,13 @@ class OneOf:
     """Words that have a meaning of their own, such as `auto`."""
 
     def require(self, key: str, value: object) -> None:
-        """Raise a UserError, which names the key, where a value is none of them."""
-        known = (*self.registry.names(), *self.also)
-        if value not in known:
-            raise UserError(f"{key} {unknown(value, known)}")
+        """Raise a UserError, which names the key, where a value, or one of a tuple of values, is
+        none of them.
+        """
+        for name in value if isinstance(value, tuple) else (value,):
+            known = (*self.registry.names(), *self.also)
+            if name not in known:
+                raise UserError(f"{key} {unknown(name, known)}")
 
 
 @functools.cache

@@ -46,7 +46,7 @@ from jaxpar.hlo.turns import require_order
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink, read_metrics
+from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, read_metrics
 from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
@@ -54,6 +54,7 @@ from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
 from jaxpar.train.run_folder import METRIC, Checkpoints, compare_run, keep_config, replaced_values
+from jaxpar.train.sinks import Sink
 from jaxpar.train.step import (
     TrainState,
     batch_rows,

@@ -10,8 +10,9 @@ import pytest
 
 from jaxpar.base.config import Config, check, override
 from jaxpar.base.errors import UserError
-from jaxpar.train import metrics
-from jaxpar.train.metrics import MetricsLog, Sink, read_metrics
+from jaxpar.base.registry import SINKS
+from jaxpar.train.metrics import MetricsLog, read_metrics
+from jaxpar.train.sinks import Sink, register_sink
 
 
 def run(
@@ -31,7 +32,7 @@ def run(
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake():
     """A library that takes rows, except while it is `down`; and what it took."""
     taken: dict = {"rows": [], "down": False, "ended": []}
 
@@ -40,12 +41,9 @@ def fake(monkeypatch):
             raise ConnectionError("no route to host\nand a page of advice")
         taken["rows"].append((step, dict(row)))
 
-    monkeypatch.setitem(
-        metrics._OPEN,
-        "fake",
-        lambda *_: (write, taken["ended"].append, "an id"),
-    )
-    return taken
+    register_sink("fake")(lambda *_: (write, taken["ended"].append, "an id"))
+    yield taken
+    SINKS.remove("fake")
 
 
 @pytest.mark.quick
@@ -99,13 +97,28 @@ def test_a_library_that_is_absent_is_named_with_its_extra(tmp_path, monkeypatch,
 
 
 @pytest.mark.quick
-def test_a_sink_that_cannot_begin_is_one_line(tmp_path, monkeypatch):
+def test_a_sink_that_cannot_begin_is_one_line(tmp_path):
     def refuse(*_):
         raise RuntimeError("no API key\nand a page of advice")
 
-    monkeypatch.setitem(metrics._OPEN, "fake", refuse)
-    with pytest.raises(UserError, match=r"^metrics.sinks=fake cannot begin its run: no API key$"):
-        Sink("fake", Config(), tmp_path, 0, print)
+    def lacks(*_):
+        raise ImportError("No module named 'of_mine'")
+
+    try:
+        register_sink("refusing")(refuse)
+        register_sink("lacking")(lacks)
+        check(override(Config(), {"metrics.sinks": ["wandb", "refusing"]}))
+        with pytest.raises(
+            UserError, match=r"^metrics.sinks=refusing cannot begin its run: no API"
+        ):
+            Sink("refusing", Config(), tmp_path, 0, print)
+        with pytest.raises(UserError, match=r"needs what is not installed: No module named 'of_m"):
+            Sink("lacking", Config(), tmp_path, 0, print)
+        with pytest.raises(UserError, match=r"is one of tensorboard, .*, lacking, found 'other'"):
+            check(override(Config(), {"metrics.sinks": ["wandb", "other"]}))
+    finally:
+        SINKS.remove("refusing")
+        SINKS.remove("lacking")
     with pytest.raises(UserError, match="names one of them twice"):
         check(override(Config(), {"metrics.sinks": ["wandb", "wandb"]}))
 
