@@ -8,11 +8,13 @@ if __name__ != "jaxpar.models":
 
 from jaxpar.models.families import FAMILIES
 from jaxpar.models.model import Batch, Model
+from jaxpar.models.own_model import AnyModel, OwnModel, in_parts, nnx_model
 from jaxpar.models.parts import BlockPart, EmbedPart, HeadPart, Params
 from jaxpar.models.transformer import Block, Embed, Head
 
 __all__ = [
     "FAMILIES",
+    "AnyModel",
     "Batch",
     "Block",
     "BlockPart",
@@ -21,5 +23,8 @@ __all__ = [
     "Head",
     "HeadPart",
     "Model",
+    "OwnModel",
     "Params",
+    "in_parts",
+    "nnx_model",
 ]

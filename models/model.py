@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, PyTree, is_axes, merge_trees
+from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
 from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
 from jaxpar.models.parts import Maker, Params, Parts, init_part, part_name, split_parts
@@ -97,6 +97,17 @@ class Model:
     @property
     def _key(self) -> tuple[ModelConfig, Parts, OpsMaker]:
         return self.config, self.parts, self.ops
+
+    has_blocks = True
+    """Whether it is made of an embedding, blocks and a head."""
+
+    def fit_rules(
+        self, rules: ShardingRules, sizes: Mapping[str, int]
+    ) -> tuple[ShardingRules, list[str]]:
+        """Return rules that fit more devices than heads, and a line for the log about each
+        change.
+        """
+        return fit_rules(rules, self.config.heads, self.config.kv_head_count, sizes)
 
     def with_config(self, config: ModelConfig, ops: OpsMaker | None = None) -> Model:
         """Return the model with other sizes, and perhaps other ops; itself where they are its

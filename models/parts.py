@@ -145,7 +145,7 @@ class Split:
 
     def __call__(self, params: Params, first: Array, **others: Any) -> Any:
         """Call the part, made of these parameters, with what it takes of the arguments."""
-        module: Any = nnx.merge(self.graph, _with_keys_of(self.form, params))
+        module: Any = nnx.merge(self.graph, with_keys_of(self.form, params))
         return module(first, **{name: x for name, x in others.items() if name in self.takes})
 
 
@@ -227,15 +227,15 @@ def _split(config: ModelConfig, name: str, maker: Maker) -> Split:
             "that a part is given)"
         )
     form = nnx.to_pure_dict(state, lambda leaf: None)
-    axes = _axes_of(state, word)
+    axes = axes_of(state, word)
     return Split(graph, form, axes, tuple(names), _arguments(module, name, word), word)
 
 
-def _axes_of(state: Mapping[Any, Any], name: str) -> Params:
+def axes_of(state: Mapping[Any, Any], name: str) -> Params:
     """The logical axes of all variables of a state, as a dict of dicts."""
     found = {}
     for key, one in state.items():
-        of = declared_axes if isinstance(one, nnx.Variable) else _axes_of
+        of = declared_axes if isinstance(one, nnx.Variable) else axes_of
         found[str(key)] = of(one, f"{name}.{key}")
     return found
 
@@ -273,8 +273,8 @@ def _with_words(tree: PyTree) -> PyTree:
     return tree
 
 
-def _with_keys_of(form: PyTree, tree: PyTree) -> PyTree:
+def with_keys_of(form: PyTree, tree: PyTree) -> PyTree:
     """Return a dict of dicts with the keys of `form`, from one with these as words."""
     if isinstance(form, dict):
-        return {key: _with_keys_of(part, tree[str(key)]) for key, part in form.items()}
+        return {key: with_keys_of(part, tree[str(key)]) for key, part in form.items()}
     return tree

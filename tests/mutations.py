@@ -174,7 +174,7 @@ MUTATIONS = [
              "scalars = jax.tree.map(others,", "scalars = jax.tree.map(lambda x: 0 * others(x),",
              "tests/train/test_step.py -k carried"),
     Mutation("qk_norms_decay", "scales of the norms of queries and keys decay", "jaxpar/base/plan.py",
-             'return ("embed" in axes', 'return axes == ("layers", "head_dim") or ("embed" in axes',
+             "return len(dims) > 1 and", 'return axes == ("layers", "head_dim") or len(dims) > 1 and',
              "tests/train/test_optimizer.py -k matrices"),
     Mutation("decode_softcap", "the soft cap is lost where a new token is decoded", "jaxpar/parallel/cache.py",
              "one = partial(attend, softcap=softcap)", "one = partial(attend, softcap=0.0)",

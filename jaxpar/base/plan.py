@@ -203,13 +203,15 @@ class Plan(Layout):
         )
 
 
+_OF_HEADS = ("heads", "kv_heads", "head_dim")
+
+
 def is_matrix(axes: Axes) -> bool:
-    """Whether a parameter with these logical axes maps from or to the embed dim or a low rank: no
-    norm, no bias.
+    """Whether a parameter with these logical axes maps from one space to another: no norm, and no
+    bias, such as that of heads [heads, head_dim].
     """
-    return ("embed" in axes or "rank" in axes) and len(
-        [axis for axis in axes if axis != "layers"]
-    ) > 1
+    dims = [axis for axis in axes if axis not in ("layers", "experts")]
+    return len(dims) > 1 and any(axis not in _OF_HEADS for axis in dims)
 
 
 def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:

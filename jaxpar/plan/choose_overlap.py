@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.base.compiler import step_options
 from jaxpar.base.plan import Overlap
-from jaxpar.models import Model, Params
+from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.ring_matmul import ring_forms
@@ -57,7 +57,10 @@ def choose_overlap(
     config = experiment.config
     if not config.overlap.is_open:
         return experiment
-    overlap = _fastest(time_forms(experiment, target, say))
+    if experiment.model.has_blocks:
+        overlap = _fastest(time_forms(experiment, target, say))
+    else:
+        overlap = config.overlap.without_auto()
     say(f"overlap auto: {words(overlap)}")
     return with_config(experiment, dataclasses.replace(config, overlap=overlap))
 
@@ -122,7 +125,9 @@ def trial(experiment: Experiment, target: Target | None) -> float:
     """
     sizes = experiment.config.model
     layers = min(LAYERS, sizes.layers)
-    few = experiment.model.with_config(dataclasses.replace(sizes, layers=layers, dropout=0.0))
+    few = in_parts(experiment.model, "overlap auto").with_config(
+        dataclasses.replace(sizes, layers=layers, dropout=0.0)
+    )
     traced, arguments = _blocks(few, experiment)
     if target is None:
         seconds = _time(traced.lower().compile(), arguments) / layers

@@ -140,6 +140,8 @@ def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[
     config = experiment.config
     plan = experiment.plan
     listed = {one.name: one for one in activations(experiment)}
+    if not listed:
+        return []
     layers = layers_in(plan, config.model.layers)
     if layers is None:
         blocks = config.model.layers
@@ -268,6 +270,8 @@ def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
     `jaxpar.parallel.cross_entropy.tiling`)."""
     config = experiment.config
     plan = experiment.plan
+    if not experiment.model.has_blocks:
+        return 0.0
     cut = loss_cut(experiment)
     times = config.train.accumulation * experiment.microbatches
     if cut.tiling.slices > 1:

@@ -78,6 +78,8 @@ def work_bytes(experiment: Experiment) -> int:
     the gathered table with its gradient.
     """
     plan = experiment.plan
+    if not experiment.model.has_blocks:
+        return 0
     blocks = experiment.state.params["blocks"]
     layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(blocks))
     if plan.mesh.size > 1:

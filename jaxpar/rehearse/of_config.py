@@ -76,7 +76,7 @@ def rehearse(
         requested=step.requested,
         model_flops=model.flops_per_token(config.data.seq_len) * of_a_step,
         dtype=config.precision.compute,
-        plan=plan,
+        plan=plan if model.has_blocks else None,
         parameters=placements(step.experiment.state.params, model.axes, plan),
     )
     report["command"] = command

@@ -20,7 +20,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, merge_trees, output_axis
-from jaxpar.models import Model, Params
+from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
@@ -59,6 +59,8 @@ def activations(experiment: Experiment) -> list[Activation]:
     plan may be an `AbstractMesh`.
     """
     plan = experiment.plan
+    if not experiment.model.has_blocks:
+        return []
     found = dict[str, Activation]()
     blocks = blocks_kept(experiment)
     traced, _ = _trace_forward(one_block(experiment))
@@ -87,7 +89,7 @@ def unnamed_bytes(experiment: Experiment) -> int:
     their work.
     """
     plan = experiment.plan
-    if plan.recomputes:
+    if plan.recomputes or not experiment.model.has_blocks:
         return 0
     traced, made = _trace_forward(one_block(experiment))
     given = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
@@ -215,7 +217,8 @@ def one_block(experiment: Experiment) -> OneBlock:
         optimizer="device",
     )
     data = experiment.config.data
-    return OneBlock(experiment.model, experiment.sequences, data.seq_len, data.pack, plan)
+    model = in_parts(experiment.model, "memory.policy")
+    return OneBlock(model, experiment.sequences, data.seq_len, data.pack, plan)
 
 
 @lru_cache(maxsize=16)

@@ -21,7 +21,7 @@ from jaxpar.base.runtime import Batches, machine_memory, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
-from jaxpar.models import Model, Params
+from jaxpar.models import AnyModel, Params
 from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
@@ -93,7 +93,7 @@ def evaluate_folder(
     folder: Path,
     step: int = 0,
     say: Callable[[str], None] = lambda line: None,
-    model: Model | None = None,
+    model: AnyModel | None = None,
 ) -> Evaluation:
     """Evaluate a run's checkpoint or a Hugging Face folder.
 
@@ -112,6 +112,7 @@ def evaluate_folder(
         mesh does not fit.
     """
     experiment = make_experiment(check(config, training=False), start(config.mesh), model)
+    config = experiment.config
     plan = experiment.plan
     run_together(lambda: require_memory(experiment, machine_memory(), training=False))
     for note in kernel_notes(experiment, training=False):

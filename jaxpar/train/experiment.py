@@ -13,7 +13,7 @@ import jax
 from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
 from jaxpar.data.corpus import Corpus
-from jaxpar.models import Model
+from jaxpar.models import AnyModel
 from jaxpar.train.step import TrainState, batch_shapes, state_shapes
 
 
@@ -23,13 +23,13 @@ class Experiment:
 
     Attributes:
       config: every setting.
-      model: what is trained: the config's own, or one that a program gave.
+      model: what is trained: the config's own, that with parts of a program's, or a whole one.
       plan: how it runs on the devices of its mesh.
       corpus: its data, where they are loaded already.
     """
 
     config: Config
-    model: Model
+    model: AnyModel
     plan: Plan
     corpus: Corpus | None = field(default=None, compare=False)
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
+from jaxpar.base.activation_names import Keep
 from jaxpar.base.compiler import option_notes, step_options
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import fit_rules
 from jaxpar.data.corpus import Corpus
-from jaxpar.models import Model
+from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.collectives import further_split
@@ -33,7 +33,7 @@ from jaxpar.train.step import gradient_axes, param_shapes
 def make_experiment(
     config: Config,
     devices: list[jax.Device] | None = None,
-    model: Model | None = None,
+    model: AnyModel | None = None,
     corpus: Corpus | None = None,
 ) -> Experiment:
     """Make what a config needs to run on these devices, and check it as a whole.
@@ -44,7 +44,8 @@ def make_experiment(
     Args:
       config: every setting.
       devices: the devices of the mesh, which may be those of a target; None = all that are here.
-      model: the model; None = that of `config.model`.
+      model: the model, perhaps with parts of one's own, or a whole `jaxpar.models.OwnModel`, for
+        which `config.model` means nothing; None = that of `config.model`.
       corpus: the data, where they are loaded already; None = `config.data` says where they are.
 
     Raises:
@@ -54,8 +55,13 @@ def make_experiment(
     """
     if model is None:
         model = Model(config.model)
+    elif not model.has_blocks:
+        config = replace(config, model=model.config)
+        check_own_model(config)
+    elif model.config != config.model:
+        raise UserError("the model has other sizes than the config: make it of config.model")
     mesh = make_mesh(config.mesh, devices)
-    experiment = Experiment(config, model, _plan_on(mesh, config), corpus)
+    experiment = Experiment(config, model, _plan_on(mesh, config, model), corpus)
     check_parameters(experiment)
     check_batch(experiment)
     check_names(experiment)
@@ -95,12 +101,11 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     return make_experiment(config, devices).plan
 
 
-def _plan_on(mesh: Mesh, config: Config) -> Plan:
+def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
     """The plan of a config on a mesh, before it is held against the model and the batch."""
-    model = config.model
     memory = config.memory
     precision = config.precision
-    rules, _ = fit_rules(config.rules, model.heads, model.kv_head_count, mesh.shape)
+    rules, _ = model.fit_rules(config.rules, mesh.shape)
     plan = Plan(
         mesh,
         rules,
@@ -121,7 +126,7 @@ def _plan_on(mesh: Mesh, config: Config) -> Plan:
     if plan.size("stage") == 1:
         return plan
     count = microbatches(config, mesh.shape)
-    check_stages(plan, model.layers, count, model.kinds)
+    check_stages(plan, config.model.layers, count, config.model.kinds)
     return replace(plan, pipeline=replace(config.pipeline, microbatches=count))
 
 
@@ -135,9 +140,43 @@ def check_parameters(experiment: Experiment) -> None:
     plan.sharding(model.axes, shapes)
     plan.sharding(gradient_axes(model), model.trained(shapes))
     further_split(("state_embed",), ("embed",), plan)
+    if not model.has_blocks:
+        return
     for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
         further_split(stored, used, plan)
     plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
+
+
+def check_own_model(config: Config) -> None:
+    """Refuse settings of what a whole model of one's own has not.
+
+    Raises:
+      UserError: one is set, or sequences are longer than the model takes.
+    """
+    train = config.train
+    memory = config.memory
+    name = config.model.family
+    if config.data.seq_len > config.model.max_seq_len:
+        raise UserError(
+            f"data.seq_len={config.data.seq_len}: {name} takes sequences of at most "
+            f"{config.model.max_seq_len} tokens"
+        )
+    idle = {
+        "mesh.stage": config.mesh.stage * config.mesh.dcn.stage > 1,
+        "memory.policy": memory.policy != "none",
+        "memory.keep": memory.keep != Keep(),
+        "memory.parameters": memory.parameters == "offload",
+        "overlap.domino": config.overlap.domino == "on",
+        "train.z_loss": train.z_loss > 0,
+        "train.balance_loss": train.balance_loss > 0,
+        "train.router_z_loss": train.router_z_loss > 0,
+        "train.init": bool(train.init),
+    }
+    if asked := [key for key, is_set in idle.items() if is_set]:
+        raise UserError(
+            f"{asked[0]}: {name} is a whole model of your own, whose loss the library does not "
+            "take apart: leave it at its default"
+        )
 
 
 def check_batch(experiment: Experiment) -> None:
@@ -161,6 +200,8 @@ def check_batch(experiment: Experiment) -> None:
             "two halves: "
             f"try train.batch={2 * train.batch}, or leave domino out"
         )
+    if not experiment.model.has_blocks:
+        return
     activation = (microbatch, seq_len, sizes.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
@@ -183,9 +224,7 @@ def plan_notes(experiment: Experiment) -> list[str]:
         ]
     else:
         offload = []
-    fitted = fit_rules(
-        config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape
-    )[1]
+    _, fitted = experiment.model.fit_rules(config.rules, plan.mesh.shape)
     options = option_notes(plan.mesh, config.compiler.options)
     notes = [
         *fitted,
@@ -210,7 +249,7 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
     parts = plan.size("batch") * (
         train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1
     )
-    if plan.attention != "auto":
+    if plan.attention != "auto" or not experiment.model.has_blocks:
         return []
     found = (
         choose_attention(

@@ -28,7 +28,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
-from jaxpar.models import Model, Params, peft
+from jaxpar.models import AnyModel, Model, Params, in_parts, peft
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
 from jaxpar.models.lora import (
@@ -182,7 +182,7 @@ def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, 
     return data
 
 
-def _require_parts(model: Model, saved: dict[str, str], place: Path) -> None:
+def _require_parts(model: AnyModel, saved: dict[str, str], place: Path) -> None:
     """Refuse a checkpoint of a model with other parts, whose parameters may have the same names."""
     ours = model.own_parts()
     if saved != ours:
@@ -244,12 +244,12 @@ def _restore_trained(
     )(found)
 
 
-def saved_part(state: TrainState, model: Model) -> TrainState:
+def saved_part(state: TrainState, model: AnyModel) -> TrainState:
     """Return what a checkpoint has of a state: all but the parameters that are frozen."""
     return state._replace(params=model.trained(state.params))
 
 
-def fingerprint(model: Model, params: Params) -> int | None:
+def fingerprint(model: AnyModel, params: Params) -> int | None:
     """Add up the bits of the frozen parameters, in any layout; None where none is frozen."""
     if not model.config.lora.rank:
         return None
@@ -327,12 +327,13 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
     """
     theirs = model_of(source)
     config = experiment.config
-    model = experiment.model
+    model = in_parts(experiment.model, f"weights of {source}")
     plan = drop_stages(experiment.plan)
     nonfinite = config.train.allow_nonfinite
     require_model(theirs, config.model, source)
     lora = config.model.lora
     there = _with_lora(replace(experiment, plan=plan), theirs.lora)
+    model_there = model.with_config(there.config.model)
     if is_run(source):
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         saved = replace(
@@ -343,10 +344,10 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
         params = load_run(source, step, saved)[1]
     elif peft.is_adapter(source):
         base = load_params(peft.base_folder(source), _with_lora(there, Lora()))
-        adapter = peft.import_adapter(source, there.model, plan, nonfinite)
+        adapter = peft.import_adapter(source, model_there, plan, nonfinite)
         params = Model.merge(base, adapter)
     else:
-        params = import_hf(source, there.model, plan, nonfinite)
+        params = import_hf(source, model_there, plan, nonfinite)
     if theirs.lora == lora:
         return params
     params = merge_lora(params, there.config.model)
@@ -500,7 +501,7 @@ def export_run(
         )
     experiment = make_experiment(check(config, training=False), start(config.mesh))
     experiment = replace(experiment, plan=drop_stages(experiment.plan))
-    model = experiment.model
+    model = in_parts(experiment.model, "an export")
     step, params = load_run(source, step, experiment)
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)

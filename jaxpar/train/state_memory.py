@@ -10,7 +10,7 @@ import jax
 
 from jaxpar.base.plan import Plan, gradient_dtype
 from jaxpar.base.sharding import Axes, local_bytes, state_axes
-from jaxpar.models import Model
+from jaxpar.models import AnyModel
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.experiment import Experiment
 
@@ -101,7 +101,7 @@ def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
     return math.prod(plan.sharding(state_axes(axes), shape).shard_shape(shape))
 
 
-def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
+def _update_bytes(params: Mapping[str, Any], model: AnyModel, plan: Plan) -> int:
     """Return the bytes that the update needs besides the state: the float32 moments of one layer
     and of the tables.
 
@@ -120,7 +120,7 @@ def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
 
 def _gradient_bytes(
     params: Mapping[str, Any],
-    model: Model,
+    model: AnyModel,
     plan: Plan,
     sums: bool,
 ) -> int:

@@ -24,7 +24,7 @@ from jaxpar.base.jax_compat import Option, once_options
 from jaxpar.base.plan import Plan, gradient_dtype, late_sum_axes, param_dtype, plan_of_one_place
 from jaxpar.base.sharding import Axes, is_axes, local_rows, replicated_sharding, state_axes
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import Batch, Model, Params
+from jaxpar.models import AnyModel, Batch, Params, in_parts
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
@@ -59,14 +59,14 @@ class TrainState(NamedTuple, Generic[Leaf]):
     opt_state: optax.OptState
 
 
-def param_shapes(model: Model, plan: Plan) -> Params:
+def param_shapes(model: AnyModel, plan: Plan) -> Params:
     """Return the parameters as ShapeDtypeStructs, in the form in which the plan stores them."""
     shapes = model.shapes(stored_order(plan, model.config.layers))
     return jax.eval_shape(lambda params: _as_stored(params, model, plan), shapes)
 
 
 def state_shapes(
-    model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
+    model: AnyModel, config: Config, plan: Plan, order: Sequence[int] | None = None
 ) -> TrainState[Shape]:
     """Return the state as ShapeDtypeStructs with shardings; its layers are in this order (None =
     the plan's).
@@ -101,19 +101,19 @@ def state_shapes(
     return jax.tree.map(place, shapes, shardings, in_host(shapes, model, plan))
 
 
-def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState[NamedSharding]:
+def state_shardings(model: AnyModel, config: Config, plan: Plan) -> TrainState[NamedSharding]:
     """Return where the state lives (see `state_shapes`)."""
     return jax.tree.map(lambda leaf: leaf.sharding, state_shapes(model, config, plan))
 
 
-def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
+def param_shardings(shapes: Params, model: AnyModel, plan: Plan) -> Params:
     """Return where the parameters live; layers are in host memory if the plan offloads them."""
     return jax.tree.map(
         _in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan)
     )
 
 
-def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
+def in_host(state: TrainState, model: AnyModel, plan: Plan) -> TrainState[bool]:
     """Tell whether each array of a state is in host memory; stacked layers and moments of matrices
     may be.
     """
@@ -135,14 +135,14 @@ def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
     return sharding.with_memory_kind(HOST) if host else sharding
 
 
-def gradient_axes(model: Model) -> Params:
+def gradient_axes(model: AnyModel) -> Params:
     """Return the logical axes of the gradient and moments of every parameter that is trained, in a
     dict like that of the parameters."""
     return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)
 
 
 def init_state(
-    model: Model, config: Config, plan: Plan, params: Params | None = None
+    model: AnyModel, config: Config, plan: Plan, params: Params | None = None
 ) -> TrainState[jax.Array]:
     """Make a state at step 0 in place on the mesh, from `params` (an import) if they are given.
 
@@ -182,7 +182,7 @@ def init_state(
     return TrainState(step, made, opt_state)
 
 
-def _as_stored(params: Params, model: Model, plan: Plan) -> Params:
+def _as_stored(params: Params, model: AnyModel, plan: Plan) -> Params:
     """Convert each parameter to the dtype in which the plan stores it."""
     return jax.tree.map(
         lambda x, axes: x.astype(param_dtype(axes, plan)),
@@ -205,7 +205,7 @@ def reorder_state(
     state: TrainState[jax.Array],
     before: Sequence[int] | None,
     after: Sequence[int] | None,
-    model: Model,
+    model: AnyModel,
 ) -> TrainState[jax.Array]:
     """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None =
     the model's. The optimizer's state may be empty."""
@@ -273,7 +273,7 @@ def batch_shapes(config: Config, plan: Plan) -> dict[str, Shape]:
 
 
 def step_shapes(
-    model: Model, config: Config, plan: Plan
+    model: AnyModel, config: Config, plan: Plan
 ) -> tuple[TrainState[Shape], dict[str, Shape]]:
     """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and
     compiling it.
@@ -281,7 +281,7 @@ def step_shapes(
     return state_shapes(model, config, plan), batch_shapes(config, plan)
 
 
-def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
+def make_train_step(model: AnyModel, config: Config, plan: Plan) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
     Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping),
@@ -350,7 +350,7 @@ def loss_weights(train: TrainConfig) -> LossWeights:
 
 
 def gradients(
-    model: Model,
+    model: AnyModel,
     params: Params,
     batch: Batch,
     plan: Plan,
@@ -367,7 +367,8 @@ def gradients(
     batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
     last microbatch (`late_sum_axes`).
     """
-    over = late_sum_axes(plan, accumulation, key is not None or bool(model.config.experts))
+    looks_at_all = bool(model.config.experts) or not model.has_blocks
+    over = late_sum_axes(plan, accumulation, key is not None or looks_at_all)
     if not over:
         if model.config.experts:
             counts = count_tokens(batch)
@@ -402,7 +403,7 @@ def gradients(
 
 
 def _accumulate(
-    model: Model,
+    model: AnyModel,
     params: Params,
     batch: Batch,
     plan: Plan,
@@ -413,7 +414,8 @@ def _accumulate(
 ) -> tuple[LossSums, Params]:
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
         if plan.size("stage") > 1:
-            return pipeline.gradients(model, params, rows, plan, key, weights, counts=counts)
+            staged = in_parts(model, "mesh.stage")
+            return pipeline.gradients(staged, params, rows, plan, key, weights, counts=counts)
 
         def loss(trained: Params) -> tuple[jax.Array, LossSums]:
             sums = model.loss(
@@ -472,7 +474,7 @@ def _accumulate(
 
 
 def make_eval_step(
-    model: Model, plan: Plan, accumulation: int = 1, options: Mapping[str, Option] | None = None
+    model: AnyModel, plan: Plan, accumulation: int = 1, options: Mapping[str, Option] | None = None
 ) -> Wrapped:
     """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both float32 sums over the
     batch.
@@ -492,7 +494,7 @@ def make_eval_step(
     def of_microbatch(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
         if stages:
-            sums = pipeline.loss(model, params, rows, plan)
+            sums = pipeline.loss(in_parts(model, "mesh.stage"), params, rows, plan)
         else:
             sums = model.loss(params, rows, plan)
         return sums.nll, sums.tokens
@@ -524,7 +526,7 @@ def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
     return jax.tree.map(split, dict(batch))
 
 
-def compile_eval_step(model: Model, config: Config, plan: Plan) -> Compiled:
+def compile_eval_step(model: AnyModel, config: Config, plan: Plan) -> Compiled:
     """Compile `make_eval_step` for a config's parameters, batches and compiler options; on CPU
     `require_order` may refuse the program."""
     state, batch = step_shapes(model, config, plan)

@@ -85,6 +85,11 @@ def open_trained(
     tokenizer = folder_tokenizer(words, config)
     if model is None:
         model = Model(config.model)
+    elif not model.has_blocks:
+        raise UserError(
+            f"{model.config.family} has no cache of keys and values: a whole model of one's own "
+            "generates by its own means (jaxpar.train.restore.load_run reads its parameters)"
+        )
     else:
         model = model.with_config(config.model)
     mesh = mesh or MeshSpec()

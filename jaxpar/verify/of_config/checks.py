@@ -313,20 +313,22 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
     ]
 
 
+_PARTS = ("embed", "blocks", "head")
+"""The parts of a model in the order of its forward pass."""
+
+
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
     """Name the wrong gradient that a backward pass meets first, because a mistake there is passed
-    on to the others.
+    on to the others. The rows are in the order of the forward pass, but for layers.
     """
-    parts = ("embed", "blocks", "head")
-    _, layer, _, row = max(
-        (
-            parts.index(row.name.split(".")[0]),
-            max(row.layers or [-1]),
-            at,
-            row,
-        )
-        for at, row in enumerate(wrong)
-    )
+
+    def place(numbered: tuple[int, GradientRow]) -> tuple[int, int, int]:
+        number, row = numbered
+        part = row.name.split(".")[0]
+        layer = max(row.layers or [-1])
+        return (_PARTS.index(part) if part in _PARTS else 0, layer, number)
+
+    _, row = max(enumerate(wrong), key=place)
     if row.layers:
-        return f"{row.name} of layer {layer}"
+        return f"{row.name} of layer {max(row.layers)}"
     return row.name

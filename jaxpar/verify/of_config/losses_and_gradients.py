@@ -22,7 +22,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import Batch, Model, Params
+from jaxpar.models import AnyModel, Batch, OwnModel, Params
 from jaxpar.models.lora import lora_scale
 from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums
@@ -42,6 +42,8 @@ Rows = dict[str, np.ndarray]
 OneDevice = Callable[[Params, Rows], Answer]
 """Computes the loss and gradients of a batch on the first device."""
 _ROWS = 2  # sequences that the reference takes at a time
+_SHAKEN = 0.02
+"""The spread of what is added to fresh parameters of a model of one's own, so that none is zero."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Case:
     """
 
     config: Config
-    model: Model
+    model: AnyModel
     devices: list[jax.Device]
     params: Params
     batch: Rows
@@ -85,7 +87,10 @@ def one_device(
     of the loss is a sum over its labels.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
-    unrolled = case.model.with_config(replace(case.config.model, scan_layers=False), ops)
+    sizes = case.config.model
+    if case.model.has_blocks:
+        sizes = replace(sizes, scan_layers=False)
+    unrolled = case.model.with_config(sizes, ops)
     weights = step.loss_weights(case.config.train)
     labels = np.count_nonzero(case.batch["labels"] >= 0)
     text = np.count_nonzero(text_of(case.batch))
@@ -96,6 +101,9 @@ def one_device(
         batch: Batch,
     ) -> tuple[jax.Array, jax.Array]:
         merged = unrolled.merge(params, trained)
+        if isinstance(unrolled, OwnModel):
+            sums = unrolled.loss(merged, batch, plan)
+            return sums.loss, sums.tokens
         x_BSD, routed = unrolled.hidden_states(merged, batch, plan)
         sums = unrolled.score(merged, x_BSD, batch["labels"], plan, weights)
         if routed is None:
@@ -168,11 +176,10 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     )
     layers = case.model.config.layers
     order = stored_order(plan, layers)
-    blocks = jax.tree.map(
-        lambda x: reorder_layers(x, None, order, layers),
-        case.params["blocks"],
-    )
-    params = case.params | {"blocks": blocks}
+    params = case.params
+    if order is not None:
+        blocks = jax.tree.map(lambda x: reorder_layers(x, None, order, layers), params["blocks"])
+        params = params | {"blocks": blocks}
     given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
         compiled = jitted.lower(*given).compile()
@@ -185,7 +192,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
             1,
         )
         for name, grad in answer.grads.items()
-        if is_stacked(name)
+        if order is not None and is_stacked(name)
     }
     return answer._replace(
         grads={**answer.grads, **stacked},
@@ -214,7 +221,7 @@ def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def parameter_order(model: Model) -> list[str]:
+def parameter_order(model: AnyModel) -> list[str]:
     """Return the names of the parameters that are trained, in the order in which the model declares
     them.
     """
@@ -223,7 +230,7 @@ def parameter_order(model: Model) -> list[str]:
     return [name for name in model.parameter_names() if name in trained]
 
 
-def random_params(model: Model, seed: int = 0) -> Params:
+def random_params(model: AnyModel, seed: int = 0) -> Params:
     """Draw parameters that hide nothing: norm scales, biases and projections are random,
     activations of order one.
 
@@ -231,6 +238,11 @@ def random_params(model: Model, seed: int = 0) -> Params:
     uniform, and LoRA's B is 0. Here the product of a pair is as large as that of its matrix.
     """
     rng = np.random.default_rng(seed)
+    if isinstance(model, OwnModel):
+        fresh = jax.device_get(jax.jit(model.init)(jax.random.key(seed)))
+        return jax.tree.map(
+            lambda x: x + _SHAKEN * rng.standard_normal(x.shape).astype(x.dtype), fresh
+        )
 
     def draw(
         leaf: jax.ShapeDtypeStruct,

@@ -20,14 +20,14 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start, widen_cpu_pool
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.kernels.attention.chunked import ROWS
-from jaxpar.models import Model
+from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import check_batch, check_parameters
-from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, shrink
+from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, few_rows, shrink
 
 SIMULATED = 8
 """How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice
@@ -41,7 +41,7 @@ class Setup(NamedTuple):
     """
 
     config: Config
-    model: Model
+    model: AnyModel
     devices: list[jax.Device]
     notes: tuple[str, ...]
 
@@ -63,6 +63,9 @@ def prepare(
         config = experiment.config
         model = experiment.model
     mesh, used, notes = _place_mesh(config.mesh, devices)
+    if not model.has_blocks:
+        few = few_rows(config, mesh)
+        return Setup(few, model, used, (*notes, f"{model.config.family} at its own size"))
     _check_sizes(config, model, mesh)
     small, more = _shrink_alike(config, mesh, used)
     return Setup(small, model.with_config(small.model), used, (*notes, *more))
@@ -187,7 +190,7 @@ def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
     )
 
 
-def _check_sizes(config: Config, model: Model, mesh: MeshSpec) -> None:
+def _check_sizes(config: Config, model: AnyModel, mesh: MeshSpec) -> None:
     """Refuse a config whose own sizes its mesh does not divide, because the shrunk sizes always
     fit.
     """

@@ -125,6 +125,25 @@ def _without_auto(overlap: Overlap) -> Overlap:
     )
 
 
+def few_rows(config: Config, mesh: MeshSpec) -> Config:
+    """Return a config on `mesh` whose batch is small, for a model that cannot be shrunk.
+
+    Each shard has two sequences, because a single one would hide a wrong order inside a shard.
+    """
+    accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
+    rows = 2 * pieces("batch", config.rules, total_sizes(mesh))
+    return replace(
+        config,
+        data=DataConfig(seq_len=config.data.seq_len, pack=config.data.pack),
+        train=TrainConfig(
+            batch=rows * accumulation, accumulation=accumulation, seed=config.train.seed
+        ),
+        mesh=mesh,
+        checkpoint=CheckpointConfig(),
+        metrics=MetricsConfig(),
+    )
+
+
 def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
     """Return the devices along each axis of the mesh that was asked for; an axis of -1 takes the
     size that is used.

@@ -1,0 +1,237 @@
+"""A model that is not made of an embedding, blocks and a head: functions over a dict of arrays.
+
+It takes the place of `Model` in an experiment, which trains, verifies, rehearses, saves and resumes
+it. What needs the parts of a model is refused: pipeline stages, offloaded layers, generation.
+
+Shapes: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Layout, ShardingRules, is_axes, path_name
+from jaxpar.models.model import Model
+from jaxpar.models.parts import Params, axes_of, plain_dict, with_keys_of
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
+from jaxpar.parallel.padding import TokenCounts
+
+Batch = Mapping[str, Array]
+Init = Callable[[Array], Params]
+"""Makes fresh parameters, a dict of dicts of float32 arrays, from a key."""
+Loss = Callable[[Params, Batch, Layout, "Array | None"], "tuple[Array, Array] | LossSums"]
+"""Computes, from parameters, a batch, the layout and a dropout key (None = no dropout), the summed
+negative log-likelihood in nats of the labels that count, and their number. The batch has int32
+arrays [B, S]: `tokens`, `labels` (below zero = does not count), and for packed documents
+`positions` and `segments`."""
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A whole model of one's own.
+
+    Attributes:
+      name: what the run folder and messages call it.
+      init: makes its parameters.
+      loss: computes its loss.
+      axes: the logical axes of every parameter, in a dict of the parameters' form: a tuple with a
+        name or None for each dim.
+      vocab_size: how many tokens it knows.
+      max_seq_len: the longest sequence that it takes.
+      dropout: whether `loss` is given a key in training.
+    """
+
+    name: str
+    init_params: Init
+    loss_of: Loss
+    axes: Params = field(compare=False)
+    vocab_size: int
+    max_seq_len: int
+    dropout: bool = False
+
+    has_blocks = False
+
+    def __post_init__(self) -> None:
+        """Hold the axes against the parameters.
+
+        Raises:
+          UserError: `init` makes something else than a dict of dicts, or the axes do not fit it.
+        """
+        shapes = self.shapes()
+        if not isinstance(shapes, dict) or not shapes:
+            raise UserError(
+                f"{self.name}: init returns a dict of parameters by name, and returned "
+                f"{type(shapes).__name__}"
+            )
+        named = jax.tree_util.tree_leaves_with_path(self.axes, is_leaf=is_axes)
+        dims = {path_name(path): axes for path, axes in named}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+            axes = dims.pop(path_name(path), None)
+            if axes is None or len(axes) != len(leaf.shape):
+                raise UserError(
+                    f"{self.name}: {path_name(path)} of shape {leaf.shape} has the axes {axes}: "
+                    "name each dim by a logical axis or None"
+                )
+        if dims:
+            raise UserError(f"{self.name}: axes of {', '.join(dims)}, which init does not make")
+
+    @property
+    def config(self) -> ModelConfig:
+        """What a config says of it; the sizes of blocks and heads mean nothing for it."""
+        return ModelConfig(
+            family=self.name,
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            layers=1,
+            embed=1,
+            heads=1,
+            mlp=1,
+            vocab_multiple=1,
+            dropout=0.5 if self.dropout else 0.0,
+        )
+
+    def own_parts(self) -> dict[str, str]:
+        """What a checkpoint says of the parts of its model."""
+        return {"model": self.name}
+
+    def with_config(self, config: ModelConfig, ops: object = None) -> OwnModel:
+        """Return the model itself: its sizes are its own."""
+        if config != self.config:
+            raise UserError(
+                f"{self.name} has sizes of its own, which [model] of a config does not set"
+            )
+        return self
+
+    def fit_rules(
+        self, rules: ShardingRules, sizes: Mapping[str, int]
+    ) -> tuple[ShardingRules, list[str]]:
+        """Return the rules as they are: there are no heads that devices could be too many for."""
+        return rules, []
+
+    def init(self, key: Array, order: Sequence[int] | None = None) -> Params:
+        """Make fresh parameters; there is no order of layers."""
+        return self.init_params(key)
+
+    def shapes(self, order: Sequence[int] | None = None) -> Params:
+        """Return the parameters as ShapeDtypeStructs."""
+        return jax.eval_shape(self.init_params, jax.random.key(0))
+
+    def trained(self, tree: Params) -> Params:
+        """Return the part of a tree of the parameters' form that is trained: all of it."""
+        return tree
+
+    @staticmethod
+    def merge(params: Params, trained: Params) -> Params:
+        """Return the parameters with those that are `trained` in place of their own."""
+        return trained
+
+    def parameter_names(self) -> list[str]:
+        """Return the names of all parameters."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.shapes())
+        return [path_name(path) for path, _ in leaves]
+
+    def loss(
+        self,
+        params: Params,
+        batch: Batch,
+        plan: Plan,
+        key: Array | None = None,
+        weights: LossWeights = LIKELIHOOD,
+        counts: TokenCounts | None = None,
+    ) -> LossSums:
+        """Compute the summed loss of a batch; it has no term beside the likelihood to weigh."""
+        found = self.loss_of(params, batch, plan, key)
+        if isinstance(found, LossSums):
+            return found
+        nll, tokens = found
+        return LossSums(nll, jax.lax.stop_gradient(nll), tokens.astype(nll.dtype))
+
+    def parameter_count(self) -> int:
+        """Count the parameters."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes()))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Count 6 FLOPs for each parameter and token (arXiv:2001.08361, section 2.1): what else it
+        computes, as attention does, is not known, nor which parameters are only looked up.
+        """
+        return 6.0 * self.parameter_count()
+
+
+AnyModel = Model | OwnModel
+"""What an experiment trains."""
+
+
+def in_parts(model: AnyModel, what: str) -> Model:
+    """Return a model that is made of an embedding, blocks and a head.
+
+    Raises:
+      UserError: it is not; the message begins with `what`, which needs the parts.
+    """
+    if isinstance(model, Model):
+        return model
+    raise UserError(
+        f"{what} needs a model of an embedding, blocks and a head, and {model.name} is a whole "
+        "model of your own"
+    )
+
+
+def nnx_model(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    loss: Callable[..., tuple[Array, Array]],
+    *,
+    vocab_size: int,
+    max_seq_len: int,
+    dropout: bool = False,
+    name: str = "",
+) -> OwnModel:
+    """Make a whole model of one's own of a module of Flax NNX.
+
+    Args:
+      make: makes the module; its parameters are `nnx.Param`, whose dims have the names that Flax's
+        metadata gives them (`nnx.with_partitioning`).
+      loss: `(module, batch, layout, key) -> (nll, tokens)`, as of `OwnModel`.
+      vocab_size: how many tokens it knows.
+      max_seq_len: the longest sequence that it takes.
+      dropout: whether `loss` is given a key in training.
+      name: what the run folder and messages call it; empty = the module's class.
+
+    Raises:
+      UserError: the module keeps variables that are no `nnx.Param`, or names dims otherwise than
+        one by one.
+    """
+
+    def fresh(key: Array) -> nnx.Module:
+        with nnx.use_eager_sharding(False):  # the layout says where arrays lie
+            return make(nnx.Rngs(key))
+
+    module = nnx.eval_shape(partial(fresh, jax.random.key(0)))
+    name = name or type(module).__name__
+    graph, state, others = nnx.split(module, nnx.Param, ...)
+    if kept := nnx.to_flat_state(others):
+        path, variable = kept[0]
+        raise UserError(
+            f"{name} has {'.'.join(map(str, path))}, a {type(variable).__name__}: nothing but "
+            "nnx.Param is kept between steps (for dropout `loss` is given a key)"
+        )
+    form = nnx.to_pure_dict(state, lambda leaf: None)
+
+    def init(key: Array) -> Params:
+        return plain_dict(nnx.state(fresh(key), nnx.Param))
+
+    def loss_of(params: Params, batch: Batch, layout: Layout, key: Array | None) -> Any:
+        made = nnx.merge(graph, with_keys_of(form, params))
+        return loss(made, batch, layout, key)
+
+    axes = axes_of(state, name)
+    return OwnModel(name, init, loss_of, axes, vocab_size, max_seq_len, dropout)

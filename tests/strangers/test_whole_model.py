@@ -1,0 +1,99 @@
+"""A whole model of a stranger's through verify, train, checkpoints, resume and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from whole_model import config_on, mixer
+
+import jaxpar
+from jaxpar import plan, train, verify
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import local_bytes
+from jaxpar.models import OwnModel
+from jaxpar.train.restore import load_run
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_its_gradients_are_those_of_one_device() -> None:
+    experiment = jaxpar.make_experiment(config_on(**MESH), model=mixer())
+    found = verify.config(experiment, jax.devices())
+    assert found.equal, str(found)
+    assert {row.name for row in found.checks[0].rows} >= {"embed.embedding", "layers.1.up.kernel"}
+
+
+def test_a_wrong_collective_of_its_own_is_found() -> None:
+    good = mixer()
+
+    def halved(params, batch, layout, key):
+        nll, tokens = good.loss_of(params, batch, layout, key)
+        return nll * (0.5 if layout.size("mlp") > 1 else 1.0), tokens
+
+    wrong = OwnModel("Halved", good.init_params, halved, good.axes, 256, 64)
+    found = verify.config(jaxpar.make_experiment(config_on(**MESH), model=wrong), jax.devices())
+    assert not found.equal
+
+
+def test_it_is_laid_out_by_its_names() -> None:
+    experiment = jaxpar.make_experiment(config_on(**MESH), model=mixer())
+    params = experiment.state.params
+    up = params["layers"]["0"]["up"]["kernel"]
+    assert tuple(up.sharding.spec) == ("fsdp", "tensor") and up.shape == (32, 48)
+    assert params["layers"]["0"]["norm"]["scale"].sharding.is_fully_replicated
+    parts = {part.name: part.device for part in plan.memory_account(experiment, "tpu")}
+    assert parts["parameters"] == local_bytes(params)
+    assert experiment.config.model.family == "Mixer"
+
+
+def test_it_trains_and_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    whole = config_on(**MESH)
+    first = jaxpar.override(whole, {"train.stop_at": 4})
+    train.run(jaxpar.make_experiment(first, model=mixer()), tmp_path / "moved")
+    other = config_on(fsdp=4, tensor=2)
+    train.run(jaxpar.make_experiment(other, model=mixer()), tmp_path / "moved")
+    straight = train.run(jaxpar.make_experiment(whole, model=mixer()), tmp_path / "straight")
+    losses = {
+        run: [
+            json.loads(line)["loss"]
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+            if "loss" in json.loads(line)
+        ]
+        for run in ("moved", "straight")
+    }
+    # Another mesh adds in another order: a few ulps of a loss of 5, over four steps.
+    np.testing.assert_allclose(losses["moved"], losses["straight"], rtol=1e-5)
+    assert straight.loss is not None and losses["straight"][-1] < losses["straight"][0]
+    experiment = jaxpar.make_experiment(other, model=mixer())
+    step, params = load_run(tmp_path / "moved", 8, experiment)
+    assert step == 8 and tuple(params["embed"]["embedding"].sharding.spec) == ("tensor", "fsdp")
+    with pytest.raises(UserError, match="Mixer"):
+        train.open_trained(tmp_path / "moved")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mesh.stage": 2, "mesh.data": 4}, "mesh.stage: Mixer is a whole model of your own"),
+        ({"memory.policy": "full"}, "memory.policy: Mixer"),
+        ({"train.z_loss": 1e-4}, "train.z_loss: Mixer"),
+        ({"mesh.tensor": 8, "mesh.data": 1, "data.seq_len": 65}, "65"),
+    ],
+)
+def test_what_it_has_not_is_refused(changes: dict[str, object], said: str) -> None:
+    config = jaxpar.override(config_on(data=8), changes)
+    with pytest.raises(UserError, match=said):
+        jaxpar.make_experiment(config, model=mixer())
+
+
+def test_axes_are_held_against_the_parameters() -> None:
+    good = mixer()
+    axes = {**good.axes, "more": (None,)}
+    with pytest.raises(UserError, match="axes of more, which init does not make"):
+        OwnModel("Mixer", good.init_params, good.loss_of, axes, 256, 64)
+    with pytest.raises(UserError, match=r"embed.embedding of shape \(256, 32\) has the axes None"):
+        OwnModel("Mixer", good.init_params, good.loss_of, {}, 256, 64)
