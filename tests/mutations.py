@@ -183,7 +183,7 @@ MUTATIONS = [
              "jaxpar/train/generation.py", "sizes.vocab_size, sizes.logit_softcap)", "sizes.vocab_size)",
              "tests/train/test_generation.py -k scores_are"),
     Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/plan.py",
-             'len([axis for axis in axes if axis != "layers"]) > 1', "len(axes) > 1", "tests/train/test_optimizer.py"),
+             "return len(dims) > 1 and", "return len(axes) > 1 and", "tests/train/test_optimizer.py"),
     # Data, checkpoints, configs.
     Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data/corpus.py",
              "place_B >= count", "place_B > count", "tests/data/test_corpus.py -k validation"),
