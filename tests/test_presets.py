@@ -87,7 +87,8 @@ def test_is_complete_and_opens_with_what_it_is(name):
     assert all(line.startswith("#") for line in opening)
     assert any(f"jaxpar train {name}" in line for line in opening)
     assert any(line.startswith("# Expected: ") for line in opening)
-    sections = {"model", "data", "train", "mesh", "memory", "precision", "checkpoint", "metrics"}
+    sections = {"model", "data", "train", "optimizer", "mesh", "memory", "precision"}
+    sections |= {"checkpoint", "metrics"}
     assert sections == set(tomllib.loads(text)) - {"rules", "context"}
 
 

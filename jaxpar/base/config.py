@@ -15,6 +15,7 @@ from jaxpar.base.errors import UserError, require_local, short
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
+from jaxpar.base.optimizer_config import OptimizerConfig
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, ranges, require_ranges
 from jaxpar.base.registry import SINKS, SOURCES, OneOf, require_names
@@ -194,7 +195,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The global batch, AdamW, the schedule of the learning rate, and evaluation."""
+    """The global batch, the schedule of the learning rate, clipping, and evaluation."""
 
     steps: Annotated[int, Range(1, MOST_STEPS)] = 1000
     stop_at: Annotated[int, Range(0, MOST_STEPS)] = 0
@@ -223,11 +224,6 @@ class TrainConfig:
     """Steps of the decay. wsd decays over the last of them; 0 = a fifth of `steps`, or what the
     warm-up leaves. cosine decays over the first after the warm-up and stays at its end; 0 = all
     that the warm-up leaves."""
-    beta1: Annotated[float, Range(0.0, 0.99999)] = 0.9
-    beta2: Annotated[float, Range(0.0, 0.99999)] = 0.95
-    eps: Annotated[float, Range(1e-30, 1.0)] = 1e-8
-    weight_decay: Annotated[float, Range(0.0, 100.0)] = 0.1
-    """Applies to matrices only: norms, biases and other per-feature vectors are left out."""
     clip_norm: Annotated[float, Range(1e-6, 1e30, also=(0,))] = 1.0
     """Largest global norm of the gradient; 0 = no clipping."""
     z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
@@ -371,6 +367,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshSpec = field(default_factory=MeshSpec)
     rules: ShardingRules = field(default_factory=ShardingRules)
     overlap: Overlap = field(default_factory=Overlap)

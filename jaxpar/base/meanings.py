@@ -35,10 +35,10 @@ _WORDS = {
         "lr_decay_style decay_lr"
     ),
     "train.decay_steps": "lr_decay_iters lr_wsd_decay_iters decay_ratio decay_iters lr_decay_steps",
-    "train.beta1": "adam_beta1 adam_b1 b1 betas",
-    "train.beta2": "adam_beta2 adam_b2 b2",
-    "train.eps": "epsilon adam_eps adam_epsilon",
-    "train.weight_decay": "wd adam_weight_decay decay",
+    "optimizer.adamw.beta1": "adam_beta1 adam_b1 b1 betas",
+    "optimizer.adamw.beta2": "adam_beta2 adam_b2 b2",
+    "optimizer.adamw.eps": "epsilon adam_eps adam_epsilon",
+    "optimizer.adamw.weight_decay": "wd adam_weight_decay decay",
     "train.clip_norm": "clip grad_clip clip_grad max_grad_norm gradient_clip gradient_clip_val "
     "max_norm grad_norm "
     "gradient_clipping gradient_clipping_threshold",

@@ -14,7 +14,7 @@ from jaxpar.base.ranges import Range
 Config = Any
 """A `jaxpar.base.config.Config`, whose module imports this one."""
 
-_TABLES = ("train.", "checkpoint.", "metrics.")
+_TABLES = ("train.", "optimizer.", "checkpoint.", "metrics.")
 _KEYS = frozenset(
     {
         "precision.gradients",
@@ -60,6 +60,13 @@ def training_rules(config: Config) -> list[Rule]:
     """The contradictions that a config could have in what only training reads."""
     train = config.train
     precision = config.precision
+    optimizer = config.optimizer
+    decay_key = f"optimizer.{optimizer.name}.weight_decay"
+    decays = {
+        f"optimizer.{optimizer.name}.{key}": decay
+        for key, decay in optimizer.settings.moment_decays.items()
+    }
+    averages = optimizer.name == "schedule_free"
     profile = config.metrics.profile
     left = train.steps - train.warmup_steps
     traced = config.metrics.profiled
@@ -78,10 +85,10 @@ def training_rules(config: Config) -> list[Rule]:
             f"try train.warmup_steps={train.steps // 10}",
         ),
         Rule(
-            ("train.learning_rate", "train.weight_decay"),
-            train.learning_rate * train.weight_decay >= 1,
+            ("train.learning_rate", decay_key),
+            train.learning_rate * optimizer.weight_decay >= 1,
             f"train.learning_rate={train.learning_rate:g} times "
-            f"train.weight_decay={train.weight_decay:g} is 1 or "
+            f"{decay_key}={optimizer.weight_decay:g} is 1 or "
             "more: a step would take away all of a matrix, try a smaller one",
         ),
         Rule(
@@ -93,12 +100,35 @@ def training_rules(config: Config) -> list[Rule]:
             "floor: try "
             f"train.decay_steps={left}",
         ),
+        *(
+            Rule(
+                (key, "precision.moments"),
+                precision.moments == "bfloat16" and decay > 0.95,
+                f"{key}={decay:g} with precision.moments=bfloat16: a first moment would "
+                "stop a tenth or more "
+                f"away from where it should be, try {key}=0.95 or precision.moments=float32",
+            )
+            for key, decay in decays.items()
+        ),
         Rule(
-            ("train.beta1", "precision.moments"),
-            precision.moments == "bfloat16" and train.beta1 > 0.95,
-            f"train.beta1={train.beta1:g} with precision.moments=bfloat16: a first moment would "
-            "stop a tenth or more "
-            "away from where it should be, try train.beta1=0.95 or precision.moments=float32",
+            ("precision.moments", "optimizer.name"),
+            precision.moments == "bfloat16" and not optimizer.rounds_first_moments,
+            f"precision.moments=bfloat16 with optimizer.name={optimizer.name}: it has no first "
+            "moments here, and a bfloat16 could not follow what it has: try "
+            "precision.moments=float32",
+        ),
+        Rule(
+            ("train.schedule", "optimizer.name"),
+            averages and train.schedule != "constant",
+            f"train.schedule={train.schedule} with optimizer.name=schedule_free, which averages "
+            "parameters in place of a decay: try train.schedule=constant",
+        ),
+        Rule(
+            ("precision.params", "optimizer.name"),
+            averages and precision.params == "bfloat16",
+            "precision.params=bfloat16 with optimizer.name=schedule_free: its average is worked "
+            "out from the parameters, and would have their rounding nine times over, try "
+            "precision.params=float32",
         ),
         Rule(
             ("precision.gradients", "train.accumulation"),

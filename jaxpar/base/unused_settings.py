@@ -8,11 +8,12 @@ other layouts, `--on` brings another mesh, and a program that calls `override` k
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from jaxpar.base.config import RESOLVED, Config, parse, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
+from jaxpar.base.optimizer_config import OptimizerName
 from jaxpar.base.registry import SOURCES
 from jaxpar.base.sharding import LogicalAxis, named_axes
 from jaxpar.base.toml import find_toml, flatten, presets
@@ -79,6 +80,15 @@ def _offloads(config: Config) -> bool:
         memory.optimizer,
         memory.parameters,
         *vars(memory.keep).values(),
+    )
+
+
+def _of_optimizer(name: OptimizerName) -> Effect:
+    """The settings of one optimizer, which matter where it is the one."""
+    return Effect(
+        (f"optimizer.{name}.",),
+        lambda c: c.optimizer.name == name,
+        f"optimizer.name is not {name}: add --optimizer.name {name}",
     )
 
 
@@ -154,6 +164,18 @@ EFFECTS = (
         ("train.min_learning_rate_ratio", "train.decay_steps"),
         lambda c: c.train.schedule != "constant",
         "train.schedule is constant: add --train.schedule cosine, or wsd",
+    ),
+    *map(_of_optimizer, get_args(OptimizerName)),
+    Effect(
+        ("optimizer.sgd.nesterov",),
+        lambda c: c.optimizer.sgd.momentum > 0,
+        "optimizer.sgd.momentum is 0: there is nothing to look ahead along",
+    ),
+    Effect(
+        ("memory.optimizer",),
+        lambda c: c.optimizer.settings.has_moments,
+        "this optimizer has no array as large as a parameter, so that nothing would go to host "
+        "memory: give it momentum, or leave it out",
     ),
     Effect(
         ("model.lora.alpha", "model.lora.targets"),

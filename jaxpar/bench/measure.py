@@ -223,7 +223,7 @@ def torch_steps(config: Config) -> Iterator[Callable[[int], Row]]:
         "model": hf_config(config.model) | {"vocab_size": -(-vocab // multiple) * multiple},
         "vocab_size": vocab,
         "dropout": config.model.dropout,
-        "train": vars(config.train),
+        "train": vars(config.train) | vars(config.optimizer.adamw),
         "seq_len": config.data.seq_len,
         "compute": config.precision.compute,
         "platform": jax.default_backend(),

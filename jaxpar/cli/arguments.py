@@ -25,7 +25,7 @@ from jaxpar.base.config import Config, fit_schedule, load_config, override
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
-from jaxpar.base.old_keys import FLOOR, OLD_FLOOR
+from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.registry import require_names
 from jaxpar.base.toml import flatten, presets
@@ -96,10 +96,9 @@ def config_args(
 
 def given_keys(words: list[str]) -> set[str]:
     """The dotted keys of the flags among some words, and the names of a command's own."""
-    found = {
-        word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")
-    }
-    return {FLOOR if key == OLD_FLOOR else key for key in found}
+    found = {_flag_key(word) for word in words} - {""}
+    today = RENAMED | {OLD_FLOOR: FLOOR}
+    return {today.get(key, key) for key in found}
 
 
 def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
@@ -302,16 +301,22 @@ def _require_local_flags(args: DataclassInstance) -> None:
 
 
 def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
-    """Return the words without the flags of keys that have another name now, and their values by
-    dotted key.
+    """Return the words with flags of today, but without those of keys that meant something else,
+    and the values of these by dotted key.
     """
     kept = list[str]()
     old = dict[str, float]()
+    given = {_flag_key(word) for word in words}
     rest = iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")
-        key = flag.removeprefix("--").replace("-", "_")
-        if not (word.startswith("--") and key == OLD_FLOOR):
+        key = _flag_key(word)
+        if key in RENAMED:
+            if RENAMED[key] in given:
+                raise UserError(same_thing(key))
+            kept.append(f"--{RENAMED[key]}{equals}{value}")
+            continue
+        if key != OLD_FLOOR:
             kept.append(word)
             continue
         if not equals:
@@ -320,9 +325,16 @@ def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
             old[key] = float(value)
         except ValueError as error:
             raise UserError(f"{flag} is a number, found {value!r}") from error
-    if old and any(word[2:].partition("=")[0].replace("-", "_") == FLOOR for word in kept):
-        raise UserError(f"{OLD_FLOOR} and {FLOOR} say the same thing: keep {FLOOR}")
+    if old and FLOOR in given:
+        raise UserError(same_thing(OLD_FLOOR))
     return kept, old
+
+
+def _flag_key(word: str) -> str:
+    """The dotted key of a flag, `--train.batch=3`; empty where a word is none."""
+    if not word.startswith("--"):
+        return ""
+    return word[2:].partition("=")[0].replace("-", "_")
 
 
 def run_folder(name: str, given: str = "") -> Path:

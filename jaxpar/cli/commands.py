@@ -282,7 +282,8 @@ def convert_command(words: list[str]) -> int:
     )
     console().print(
         f"its settings are those of a fine-tuning: train.learning_rate={train.learning_rate:g}, "
-        f"train.weight_decay={train.weight_decay:g}, data.seq_len={data.seq_len}, "
+        f"optimizer.adamw.weight_decay={args.config.optimizer.weight_decay:g}, "
+        f"data.seq_len={data.seq_len}, "
         f"precision.compute={compute}"
     )
     if not (target / TOKENIZER).exists():

@@ -286,7 +286,10 @@ def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: C
         for name in ("optimizer", "parameters")
         if name not in may
     ]
-    wide = [name for name in ("moments", "params") if getattr(config.precision, name) == "float32"]
+    narrow = ("params",)
+    if config.optimizer.rounds_first_moments:
+        narrow = ("moments", *narrow)
+    wide = [name for name in narrow if getattr(config.precision, name) == "float32"]
     wanted += [f"precision.{name}=bfloat16" for name in wide]
     if (
         "accumulation" not in may

@@ -203,7 +203,7 @@ def searches(
     """
     config = experiment.config
     found = []
-    for outer in _outers(config, experiment.devices[0], platform, say):
+    for outer in _outers(experiment, platform, say):
         try:
             found.append(MemorySearch(experiment, outer, platform, hardware))
         except UserError:
@@ -237,8 +237,8 @@ def compiled_bytes(
     plan = experiment.plan
     arguments = (experiment.state, experiment.batch)
     batch_in_host = jax.tree.map(lambda _: False, experiment.batch)
-    host = (in_host(experiment.state, model, plan), batch_in_host)
-    step = make_train_step(model, experiment.config, plan)
+    host = (in_host(experiment.state), batch_in_host)
+    step = make_train_step(model, experiment.config, plan, experiment.optimizer)
     _, lowered = lower_for(step, arguments, host, platform)
     try:
         compiled = compile_absent(lowered)
@@ -285,17 +285,17 @@ def _may_offload(
     return True
 
 
-def _outers(
-    config: Config,
-    device: jax.Device,
-    platform: str,
-    say: Say,
-) -> list[Outer]:
+def _outers(experiment: Experiment, platform: str, say: Say) -> list[Outer]:
     """The choices besides activations; what the config already offloads stays in host memory."""
+    config = experiment.config
     memory = config.memory
     may = config.memory.may
-    host = _may_offload(device, platform, memory.offload_anyway, say)
-    optimizer = {memory.optimizer == "offload"} | ({True} if host and "optimizer" in may else set())
+    # An optimizer that is not updated layer by layer keeps all on the device.
+    host = experiment.optimizer.by_layer and _may_offload(
+        experiment.devices[0], platform, memory.offload_anyway, say
+    )
+    may_leave = host and "optimizer" in may and config.optimizer.settings.has_moments
+    optimizer = {memory.optimizer == "offload"} | ({True} if may_leave else set())
     parameters = {memory.parameters == "offload"} | (
         {True} if host and "parameters" in may else set()
     )

@@ -127,9 +127,9 @@ def compile_step(
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
-    host = in_host(experiment.state, experiment.model, plan)
+    host = in_host(experiment.state)
     compiled = compile_for(
-        make_train_step(experiment.model, config, plan),
+        make_train_step(experiment.model, config, plan, experiment.optimizer),
         (experiment.state, experiment.batch),
         plan.mesh,
         target,

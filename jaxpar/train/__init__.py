@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxpar.train.experiment import Experiment
     from jaxpar.train.generation import generate
     from jaxpar.train.loop import run
+    from jaxpar.train.optimizer import Optimizer
+    from jaxpar.train.per_matrix import muon_dimensions
     from jaxpar.train.plans import make_experiment, make_plan
     from jaxpar.train.restore import config_of, export_run
     from jaxpar.train.step import batch_rows, init_state, make_eval_step, make_train_step, put_batch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Experiment": "experiment",
+    "Optimizer": "optimizer",
     "batch_rows": "step",
     "config_of": "restore",
     "export_run": "restore",
@@ -34,12 +37,14 @@ _MODULES = {
     "make_experiment": "plans",
     "make_plan": "plans",
     "make_train_step": "step",
+    "muon_dimensions": "per_matrix",
     "open_trained": "trained",
     "put_batch": "step",
     "run": "loop",
 }
 __all__ = [
     "Experiment",
+    "Optimizer",
     "batch_rows",
     "config_of",
     "export_run",
@@ -49,6 +54,7 @@ __all__ = [
     "make_experiment",
     "make_plan",
     "make_train_step",
+    "muon_dimensions",
     "open_trained",
     "put_batch",
     "run",

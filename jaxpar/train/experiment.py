@@ -14,6 +14,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
 from jaxpar.data.corpus import Corpus
 from jaxpar.models import AnyModel
+from jaxpar.train.optimizer import AnyOptimizer, Optimizer, as_optimizer
 from jaxpar.train.step import TrainState, batch_shapes, state_shapes
 
 
@@ -25,18 +26,25 @@ class Experiment:
       config: every setting.
       model: what is trained: the config's own, that with parts of a program's, or a whole one.
       plan: how it runs on the devices of its mesh.
+      own_optimizer: the optimizer that a program gave, in place of the config's.
       corpus: its data, where they are loaded already.
     """
 
     config: Config
     model: AnyModel
     plan: Plan
+    own_optimizer: AnyOptimizer = None
     corpus: Corpus | None = field(default=None, compare=False)
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The optimizer: the one that was given, or the config's."""
+        return as_optimizer(self.own_optimizer, self.config)
 
     @cached_property
     def state(self) -> TrainState[jax.ShapeDtypeStruct]:
         """The training state as ShapeDtypeStructs with shardings."""
-        return state_shapes(self.model, self.config, self.plan)
+        return state_shapes(self.model, self.config, self.plan, optimizer=self.optimizer)
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:

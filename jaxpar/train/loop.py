@@ -43,11 +43,12 @@ from jaxpar.data.corpus import (
     unigram_entropy,
 )
 from jaxpar.hlo.turns import require_order
+from jaxpar.models import Params
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, read_metrics
-from jaxpar.train.optimizer import largest_parameter, schedule_note
+from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
@@ -60,11 +61,13 @@ from jaxpar.train.step import (
     batch_rows,
     compile_eval_step,
     empty_batch,
+    evaluation_params,
     init_state,
     make_train_step,
     put_batch,
 )
 from jaxpar.train.template_date import with_template_date
+from jaxpar.train.update import largest_parameter
 
 
 class Result(NamedTuple):
@@ -410,7 +413,7 @@ class _Run:
                 params = load_params(Path(config.train.init), self.experiment)
             else:
                 params = None
-            state = init_state(model, config, plan, params)
+            state = init_state(model, config, plan, params, self.experiment.optimizer)
         else:
             state, beside = restore_state(self.checkpoints, self.first, self.experiment)
             run_together(lambda: self._require_as_much(beside["training_tokens"]))
@@ -468,7 +471,7 @@ class _Run:
         to say about it.
         """
         began = time.perf_counter()
-        step_fn = make_train_step(self.model, self.config, self.plan)
+        step_fn = make_train_step(self.model, self.config, self.plan, self.experiment.optimizer)
         compiled = step_fn.lower(self.experiment.state, self.experiment.batch).compile()
         require_order(compiled, self.plan.mesh.devices.flat)
         memory = compiled.memory_analysis()
@@ -717,7 +720,13 @@ class _Run:
         eval_step = run_together(self.eval_step.result)
         with self._reading_data():
             loss = evaluate(
-                eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit, tick
+                eval_step,
+                self._evaluation_params(),
+                self.corpus.val,
+                self.config,
+                self.plan,
+                limit,
+                tick,
             )
         self.running = STEP
         self.log.write(step, **{prefix + METRIC: loss})
@@ -732,6 +741,10 @@ class _Run:
             f"{time.perf_counter() - began:.1f} s)"
         )
         return loss
+
+    def _evaluation_params(self) -> Params:
+        """The parameters as they are evaluated: the average of an optimizer that has one."""
+        return evaluation_params(self.model, self.state, self.experiment.optimizer)
 
     def _say_result(self, step: int) -> None:
         if step < self.last:

@@ -1,34 +1,314 @@
-"""AdamW from the config: its schedule, what decays, how its moments are stored, and its step on the
-mesh.
+"""The optimizer of a training: the one that a config names, made from optax, or one that is given.
 
-Arrays in host memory pass through the device a layer at a time: a layer's parameters, gradients and
-moments are fetched, updated and sent back, in a loop over the stacked layers whose buffers stay in
-place.
-
-Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own layers, and loops over
-them.
+Parameters are stacked over layers. What a config names treats each layer's arrays by themselves, so
+that a model's parts, or its layers, may be updated one after another. What is given sees all
+trained parameters at once, since it may add something up over them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxpar.base.config import TrainConfig
+from jaxpar.base import optimizer_config as settings
+from jaxpar.base.config import Config, TrainConfig
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan, is_matrix
-from jaxpar.base.sharding import is_axes, path_name, state_axes
+from jaxpar.base.sharding import PyTree, is_axes
 from jaxpar.models import Params
-from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
-from jaxpar.parallel.cross_entropy import LossSums
-from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
+from jaxpar.train.per_matrix import matrix_dims, muon_dimensions, per_matrix
+from jaxpar.train.state_layout import map_state, state_arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer:
+    """An optimizer as the training step, the state, checkpoints and the memory account take it.
+
+    Attributes:
+      name: what messages call it.
+      make: makes the transformation for parameters with these logical axes: all that are trained,
+        or some parts of a model.
+      by_layer: whether it treats each layer's arrays by themselves. Only then can the update go
+        from layer to layer, as state or parameters in host memory ask for.
+      clip_norm: the largest global norm of the gradients that it is given; 0 = no clipping.
+      learning_rate: the rate by step, to be reported; None = not known.
+      first_moments: the names of the fields of its state that are first moments, which may be
+        stored in bfloat16.
+      starts_at_zero: whether its state begins with zeros only.
+      stays_finite: whether finite gradients leave its state finite.
+      by_matrix: whether its state has the dims of a matrix's sides taken together.
+    """
+
+    name: str
+    make: Callable[[Params], optax.GradientTransformation]
+    by_layer: bool
+    clip_norm: float
+    learning_rate: optax.Schedule | None = None
+    first_moments: tuple[str, ...] = ()
+    starts_at_zero: bool = False
+    stays_finite: bool = False
+    by_matrix: bool = False
+
+    def state_arrays(self, params: Params, axes: Params) -> PyTree:
+        """Return the state as `StateArray`s, given the trained parameters as ShapeDtypeStructs and
+        their logical axes.
+        """
+        if not self.by_matrix:
+            return state_arrays(self.make(axes), params)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        names = structure.flatten_up_to(axes)
+        dims = {path: matrix_dims(one) for (path, _), one in zip(leaves, names, strict=True)}
+        return state_arrays(
+            self.make(axes), params, lambda path, shape: dims[path].view(tuple(shape))
+        )
+
+    def averages(self, state: optax.OptState) -> bool:
+        """Whether a state holds what evaluation needs besides the parameters."""
+        return _averaging_state(state) is not None
+
+    def evaluation_params(self, state: optax.OptState, params: Params) -> Params:
+        """Return the parameters for evaluation, generation and export: the average of Schedule-Free
+        (arXiv:2405.15682), and of any other optimizer the parameters themselves.
+
+        Args:
+          state: the optimizer's state.
+          params: the trained parameters that belong to it.
+        """
+        averaging = _averaging_state(state)
+        if averaging is None:
+            return params
+        averaged = optax.contrib.schedule_free_eval_params(averaging, params)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, params)
+
+
+AnyOptimizer = Optimizer | optax.GradientTransformation | None
+"""An optimizer of the caller's; None = the config's."""
+
+
+def _averaging_state(state: optax.OptState) -> optax.contrib.ScheduleFreeState | None:
+    """The state of Schedule-Free in an optimizer's state, if there is one."""
+
+    def is_it(x: object) -> bool:
+        return isinstance(x, optax.contrib.ScheduleFreeState)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_it)
+    return next((node for node in nodes if is_it(node)), None)
+
+
+def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
+    """Return the optimizer that is given, or else the config's.
+
+    A transformation takes the place of all that `[optimizer]` says, and of the learning rate.
+    `train.clip_norm` applies before it, as before any other: 0 leaves the gradients as they are.
+
+    Raises:
+      UserError: it is no optimizer; or the config asks to round its moments, or to keep it or the
+        parameters in host memory, which takes one of the config's.
+    """
+    if given is None:
+        return config_optimizer(config)
+    if isinstance(given, Optimizer):
+        return given
+    if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
+        raise UserError(
+            f"an optimizer is an optax.GradientTransformation, found {short(given)}: write "
+            "optax.lion(1e-4), for example"
+        )
+    transformation = cast(optax.GradientTransformation, given)
+    return Optimizer("given", lambda _: transformation, False, config.train.clip_norm)
+
+
+def require_runnable(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse a plan that an optimizer of the caller's cannot be run with.
+
+    Raises:
+      UserError: it asks for bfloat16 moments, or for state or parameters in host memory.
+    """
+    if plan.moments != "float32" and not optimizer.first_moments:
+        raise UserError(
+            f"precision.moments={plan.moments} rounds the first moments of an optimizer that the "
+            "config names, and this one was given: try precision.moments=float32, and its own "
+            "mu_dtype"
+        )
+    if plan.streams and not optimizer.by_layer:
+        what = "optimizer" if plan.optimizer == "offload" else "parameters"
+        raise UserError(
+            f"memory.{what}=offload updates one layer after another, and an optimizer that was "
+            "given may add something up over all of them (as clip_by_global_norm does): try "
+            f"memory.{what}=device, or one that optimizer.name names"
+        )
+
+
+def config_optimizer(config: Config) -> Optimizer:
+    """Make the optimizer that a config names.
+
+    Raises:
+      UserError: this version of optax has it not, or not with these settings.
+    """
+    chosen = config.optimizer.settings
+    rate = learning_rate(config.train)
+    name = config.optimizer.name
+    clip_norm = config.train.clip_norm
+
+    def of(
+        make: Callable[[Params], optax.GradientTransformation],
+        first_moments: tuple[str, ...] = (),
+        starts_at_zero: bool = True,
+        stays_finite: bool = True,
+        by_matrix: bool = False,
+    ) -> Optimizer:
+        return Optimizer(
+            name,
+            make,
+            True,
+            clip_norm,
+            rate,
+            first_moments,
+            starts_at_zero,
+            stays_finite,
+            by_matrix,
+        )
+
+    if isinstance(chosen, settings.AdamW):
+        return of(lambda axes: _adamw(chosen, rate, axes), ("mu",))
+    if isinstance(chosen, settings.Adam):
+        return of(lambda _: optax.adam(rate, chosen.beta1, chosen.beta2, chosen.eps), ("mu",))
+    if isinstance(chosen, settings.Lion):
+        return of(lambda axes: _lion(chosen, rate, axes), ("mu",))
+    if isinstance(chosen, settings.Sgd):
+        return of(lambda axes: _sgd(chosen, rate, axes), ("trace",))
+    if isinstance(chosen, settings.Adafactor):
+        return of(
+            lambda axes: _adafactor(chosen, rate, axes),
+            ("ema",),
+            stays_finite=False,
+            by_matrix=True,
+        )
+    if isinstance(chosen, settings.Muon):
+        _require_optax("muon", ("muon", "MuonDimensionNumbers"), ("consistent_rms",))
+        return of(lambda axes: _muon(chosen, rate, axes), ("mu",), starts_at_zero=False)
+    _require_optax("schedule_free", ("schedule_free", "schedule_free_eval_params"))
+    return of(
+        lambda axes: _schedule_free(chosen, rate, axes),
+        starts_at_zero=False,
+        stays_finite=False,
+    )
+
+
+def _require_optax(name: str, needed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
+    """Raise a UserError where this version of optax has not what an optimizer is made from."""
+    missing = [one for one in needed if not hasattr(optax.contrib, one)]
+    if not missing:
+        known = inspect.signature(getattr(optax.contrib, needed[0])).parameters
+        missing = [one for one in arguments if one not in known]
+    if missing:
+        raise UserError(
+            f"optimizer.name={name}: optax {optax.__version__} has no {', '.join(missing)} of "
+            f"optax.contrib: pip install -U optax, or take another optimizer"
+        )
+
+
+def _adamw(
+    chosen: settings.AdamW | settings.Muon, rate: optax.Schedule, axes: Params
+) -> optax.GradientTransformation:
+    """Make AdamW with decay on matrices only."""
+    return optax.adamw(
+        rate,
+        chosen.beta1,
+        chosen.beta2,
+        chosen.eps,
+        weight_decay=chosen.weight_decay,
+        mask=decay_mask(axes),
+    )
+
+
+def _lion(
+    chosen: settings.Lion, rate: optax.Schedule, axes: Params
+) -> optax.GradientTransformation:
+    return optax.lion(
+        rate,
+        chosen.beta1,
+        chosen.beta2,
+        weight_decay=chosen.weight_decay,
+        mask=decay_mask(axes),
+    )
+
+
+def _sgd(chosen: settings.Sgd, rate: optax.Schedule, axes: Params) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(chosen.weight_decay, decay_mask(axes)),
+        optax.sgd(rate, chosen.momentum or None, chosen.nesterov),
+    )
+
+
+def _adafactor(
+    chosen: settings.Adafactor, rate: optax.Schedule, axes: Params
+) -> optax.GradientTransformation:
+    """Make Adafactor for each layer's matrices, with decoupled decay at the learning rate."""
+    each = optax.adafactor(
+        rate,
+        chosen.least_size_to_factor,
+        chosen.decay_rate,
+        multiply_by_parameter_scale=chosen.relative,
+        clipping_threshold=chosen.clip_rms or None,
+        momentum=chosen.momentum or None,
+        eps=chosen.eps,
+    )
+    if not chosen.weight_decay:
+        return per_matrix(each, axes)
+    decay = optax.add_decayed_weights(
+        lambda count: -chosen.weight_decay * rate(count), decay_mask(axes)
+    )
+    return optax.chain(per_matrix(each, axes), decay)
+
+
+def _muon(
+    chosen: settings.Muon, rate: optax.Schedule, axes: Params
+) -> optax.GradientTransformation:
+    """Make Muon for the matrices of the blocks, and AdamW for everything else."""
+    dimensions = muon_dimensions(axes)
+    labels = jax.tree.map(
+        lambda dims: "adamw" if dims is None else "muon",
+        dimensions,
+        is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers),
+    )
+
+    def dimensions_of(params: Params) -> Params:
+        # `optax.tree_map_params` asks with a tree that has no leaves.
+        return dimensions if jax.tree.leaves(params) else params
+
+    hidden = optax.contrib.muon(
+        rate,
+        ns_steps=chosen.iterations,
+        beta=chosen.momentum,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        nesterov=chosen.nesterov,
+        muon_weight_dimension_numbers=dimensions_of,
+        consistent_rms=chosen.rms or None,
+    )
+    return optax.partition({"muon": hidden, "adamw": _adamw(chosen, rate, axes)}, labels)
+
+
+def _schedule_free(
+    chosen: settings.ScheduleFree, rate: optax.Schedule, axes: Params
+) -> optax.GradientTransformation:
+    """Make Schedule-Free AdamW with decay on matrices only."""
+    steps = optax.chain(
+        optax.scale_by_rms(chosen.beta2, chosen.eps, eps_in_sqrt=False, bias_correction=True),
+        optax.add_decayed_weights(chosen.weight_decay, decay_mask(axes)),
+        optax.scale_by_learning_rate(rate),
+    )
+    return optax.contrib.schedule_free(steps, rate, chosen.beta1, chosen.rate_power)
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
@@ -79,334 +359,90 @@ def decay_mask(axes: Params) -> Params:
     return jax.tree.map(is_matrix, axes, is_leaf=is_axes)
 
 
-def make_optimizer(train: TrainConfig, axes: Params) -> optax.GradientTransformation:
-    """Make AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only; `update`
-    does clipping.
+def reported_rate(
+    optimizer: Optimizer, step: Int[Array, ""], state: optax.OptState
+) -> Float[Array, ""]:
+    """Return the learning rate of a step: of the schedule, or what `optax.inject_hyperparams` has
+    of that name in the state; NaN where neither says it.
     """
-    return optax.adamw(
-        learning_rate(train),
-        train.beta1,
-        train.beta2,
-        train.eps,
-        weight_decay=train.weight_decay,
-        mask=decay_mask(axes),
+    if optimizer.learning_rate is not None:
+        return jnp.asarray(optimizer.learning_rate(step), jnp.float32)
+    found = [value for _, value in optax.tree.get_all_with_path(state, "learning_rate")]
+    return jnp.asarray(found[0] if found else jnp.nan, jnp.float32)
+
+
+def first_moments_of_matrices(
+    optimizer: Optimizer, state: optax.OptState, params: Params, axes: Params
+) -> PyTree:
+    """Tell of each array of a state whether it is the first moment of a matrix.
+
+    Args:
+      optimizer: the optimizer.
+      state: its state, of all trained parameters or of some parts, with any leaves.
+      params: the parameters that it is of, with any leaves.
+      axes: their logical axes.
+    """
+    transformation = optimizer.make(axes)
+
+    def is_first(path: tuple[object, ...], _: object) -> bool:
+        return any(getattr(key, "name", None) in optimizer.first_moments for key in path)
+
+    return map_state(
+        transformation,
+        lambda first, matrix: first and matrix,
+        jax.tree_util.tree_map_with_path(is_first, state),
+        params,
+        decay_mask(axes),
+        others=lambda _: False,
     )
 
 
 def pack_moments(
-    state: optax.OptState, matrices: Params, precision: Literal["float32", "bfloat16"]
-) -> optax.OptState:
-    """Convert the first moments of matrices in a state of `optax.adamw` from float32 to this
-    precision.
-
-    `matrices` says whether each parameter is a matrix; the first moments of vectors stay float32,
-    and so do all second moments. With `beta2` = 0.999 a second moment changes by a thousandth a
-    step at most where it falls, which is less than half of a bfloat16's last bit (at least 0.2 %):
-    rounded to nearest, it would never fall again.
-    """
-    first, second = moments_of(state)
-    packed = jax.tree.map(
-        lambda x, matrix: x.astype(precision) if matrix else x,
-        first,
-        matrices,
-    )
-    return optax.tree.set(state, mu=packed, nu=second)
-
-
-def moments_of(state: optax.OptState) -> tuple[Params, Params]:
-    """Return the first and second moments in an optimizer's state, each as a tree like the
-    parameters'.
-    """
-    return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
-
-
-def map_moments(
-    change: Callable[..., Any],
+    optimizer: Optimizer,
     state: optax.OptState,
-    *trees: Params,
-    others: Callable[[Any], Any] = lambda x: x,
-) -> optax.OptState:
-    """Return an optimizer's state with `change(moment, *leaves)` for each moment, and `others(x)`
-    for every other leaf.
-
-    The leaves are at the moment's place in each of `trees`, which have the structure of the
-    parameters.
-    """
-    moments = (jax.tree.map(change, moment, *trees) for moment in moments_of(state))
-    scalars = jax.tree.map(
-        others,
-        optax.tree.set(state, mu={}, nu={}),
-    )
-    return optax.tree.set(scalars, mu=next(moments), nu=next(moments))
-
-
-class Updated(NamedTuple):
-    """The new parameters and optimizer state, and what the step has to say of itself.
-
-    Attributes:
-      params: the parameters that are trained.
-      opt_state: the optimizer's state, as `pack_moments` returns it.
-      norm: the global norm of gradients before clipping.
-      overflows: how many entries of the parameters kept their old value, as the new one was not
-        finite although the loss and the gradients were.
-    """
-
-    params: Params
-    opt_state: optax.OptState
-    norm: Float[Array, ""]
-    overflows: Int[Array, ""]
-
-
-_Scale = tuple[Array, Array]
-"""The factor of a step's gradients, and whether the step is to be made."""
-
-
-class _Part(NamedTuple):
-    """The parameters of a part of the model, or of one of its layers, and their packed moments."""
-
-    params: Params
-    mu: Params
-    nu: Params
-
-
-class _UpdatedPart(NamedTuple):
-    """A part after a step, the optimizer's state, of which only the scalars are used, and the
-    part's overflows.
-    """
-
-    part: _Part
-    scalars: optax.OptState
-    overflows: Int[Array, ""]
-
-
-def update(
     params: Params,
-    opt_state: optax.OptState,
-    grads: Params,
-    sums: LossSums,
     axes: Params,
-    train: TrainConfig,
-    plan: Plan,
-) -> Updated:
-    """Make one step of the optimizer in float32, unless the loss or the gradients' norm is not
-    finite.
+    precision: Literal["float32", "bfloat16"],
+) -> optax.OptState:
+    """Convert the first moments of matrices in a state from float32 to this precision.
 
-    In that case parameters and optimizer state stay the same to the bit. A parameter's entry that
-    would not be finite after a finite step keeps its old value, and is counted, so that whoever
-    runs the step can stop. So a finite state always stays finite. The new or old number is chosen
-    entry by entry where both are at hand, which takes no memory and no pass; the count is a sum
-    over devices, as the norm is.
+    The first moments of vectors stay float32, and so do all second moments. With `beta2` = 0.999 a
+    second moment changes by a thousandth a step at most where it falls, which is less than half of
+    a bfloat16's last bit (at least 0.2 %): rounded to nearest, it would never fall again.
 
-    `params`, those that are trained, are by part of the model, with `blocks` stacked over layers;
-    `axes` are theirs; `opt_state` is as `pack_moments` returns it; `grads` and `sums` are summed
-    over the tokens that counted.
+    Args:
+      optimizer: the optimizer.
+      state: its state, of all trained parameters or of some parts.
+      params: the parameters that it is of.
+      axes: their logical axes.
+      precision: the dtype.
     """
-    streamed = [name for name in params if name == "blocks" and plan.streams]
-    whole = [name for name in params if name not in streamed]
-    # On CPU `turn_after` puts a loop over layers after all sums over devices, and what follows
-    # after the loop.
-    said = (sums.nll, sums.tokens, sums.routed)
-    turn = turn_after(
-        first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan
-    )
-    squares = jnp.zeros(())
-    for name in (*whole, *streamed):
-        squares = _squares(grads[name], squares, turn)
-    norm = jnp.sqrt(squares) / sums.tokens
-    if train.clip_norm:
-        clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm)
-    else:
-        clip = 1.0
-    scale = clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll)
-    mu, nu = moments_of(opt_state)
-    new = dict[str, _Part]()
-    scalars = opt_state
-    overflows = jnp.int32(0)
-    for name in (*streamed, *whole):
-        if name in streamed:
-            run = _update_by_layer
-        else:
-            run = _update_part
-        part = _Part(params[name], mu[name], nu[name])
-        done = run(
-            part,
-            grads[name],
-            opt_state,
-            waits(scale, turn),
-            axes[name],
-            train,
-            plan,
-        )
-        new[name] = done.part
-        scalars = done.scalars
-        overflows += done.overflows
-        turn = turn_after(
-            turn,
-            jax.tree.map(on_device, new[name].params),
-            axes[name],
-            plan,
-        )
-    params, mu, nu = ({name: part[i] for name, part in new.items()} for i in range(3))
-    return Updated(
-        params,
-        optax.tree.set(scalars, mu=mu, nu=nu),
-        norm,
-        overflows,
-    )
+    if precision == "float32":
+        return state
+    first = first_moments_of_matrices(optimizer, state, params, axes)
+    return jax.tree.map(lambda x, rounded: x.astype(precision) if rounded else x, state, first)
 
 
-def _update_part(
-    part: _Part,
-    grads: Params,
-    opt_state: optax.OptState,
-    scale: _Scale,
-    axes: Params,
-    train: TrainConfig,
-    plan: Plan,
-) -> _UpdatedPart:
-    """Return the new parameters and moments of a part."""
-    part, grads = jax.tree.map(on_device, (part, grads))
-    matrices = decay_mask(axes)
-    factor, finite = scale
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
-    # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each
-    # device updates its piece.
-    split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
-    stored = part.params
-    if split_further:
-        stored = jax.tree.map(
-            lambda x, names: plan.constrain(x, state_axes(names)),
-            stored,
-            axes,
-        )
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
-    before = optax.tree.set(opt_state, mu=part.mu, nu=part.nu)
-    float32 = map_moments(lambda x: x.astype(jnp.float32), before)
-    updates, state = make_optimizer(train, axes).update(grads, float32, exact)
-    asked = jax.tree.map(
-        lambda x, more, old: (x + more).astype(old.dtype),
-        exact,
-        updates,
-        stored,
-    )
-    # Moments of finite gradients are finite. A parameter may still overflow, and then it keeps its
-    # old value.
-    new = jax.tree.map(
-        lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old),
-        asked,
-        stored,
-    )
-    overflows = sum(
-        jnp.sum(finite & ~jnp.isfinite(x), dtype=jnp.int32) for x in jax.tree.leaves(asked)
-    )
-    state = pack_moments(state, matrices, plan.moments)
-    state = jax.tree.map(
-        lambda x, old: jnp.where(finite, x, old),
+def in_host_memory_of(
+    optimizer: Optimizer, state: optax.OptState, params: Params, axes: Params, plan: Plan
+) -> PyTree:
+    """Tell of each array of a state whether a plan keeps it in host memory: all that are as large
+    as a matrix may be there.
+
+    Args:
+      optimizer: the optimizer.
+      state: its state, of all trained parameters or of some parts: arrays or ShapeDtypeStructs.
+      params: the parameters that it is of, likewise.
+      axes: their logical axes.
+      plan: the plan.
+    """
+    away = plan.optimizer == "offload"
+    return map_state(
+        optimizer.make(axes),
+        lambda leaf, param, matrix: away and matrix and leaf.size == param.size,
         state,
-        before,
+        params,
+        params,
+        decay_mask(axes),
+        others=lambda _: False,
     )
-
-    if split_further:
-        new = _gather_params(new, axes, plan)
-    mu, nu = moments_of(state)
-    if plan.optimizer == "offload":
-        mu, nu = (
-            jax.tree.map(lambda x, matrix: on_host(x) if matrix else x, of, matrices)
-            for of in (mu, nu)
-        )
-    return _UpdatedPart(_Part(new, mu, nu), state, jnp.asarray(overflows))
-
-
-def _update_by_layer(
-    part: _Part,
-    grads: Params,
-    opt_state: optax.OptState,
-    scale: _Scale,
-    axes: Params,
-    train: TrainConfig,
-    plan: Plan,
-) -> _UpdatedPart:
-    """Do the same a layer at a time, each stage with its own layers; the scalars stay as they
-    are.
-    """
-    of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
-    scalars = optax.tree.set(opt_state, mu={}, nu={})
-    Carry = tuple[_Part, Array]
-
-    def local(
-        arrays: tuple[_Part, Params],
-        scalars: optax.OptState,
-        scale: _Scale,
-    ) -> Carry:
-        part, grads = arrays
-
-        def body(carry: Carry, i: Array) -> tuple[Carry, None]:
-            kept, overflows = carry
-            layer, layer_grads = jax.tree.map(
-                lambda x: _take(x, i),
-                (kept, grads),
-            )
-            done = _update_part(layer, layer_grads, scalars, scale, of_layer, train, plan)
-            new = done.part
-            if plan.parameters == "offload":
-                new = new._replace(params=jax.tree.map(on_host, new.params))
-            kept = jax.tree.map(
-                lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new
-            )
-            return (kept, overflows + done.overflows), None
-
-        none = jnp.zeros(1, jnp.int32)
-        return jax.lax.scan(body, (part, none), jnp.arange(len(jax.tree.leaves(grads)[0])))[0]
-
-    if stages := plan.mesh_axes("layers"):
-        local = jax.shard_map(
-            local,
-            mesh=plan.mesh,
-            in_specs=(P(stages), P(), P()),
-            out_specs=P(stages),
-            axis_names=set(stages),
-            check_vma=False,
-        )
-    updated, overflows = local((part, grads), scalars, scale)
-    return _UpdatedPart(updated, opt_state, jnp.sum(overflows))
-
-
-def largest_parameter(params: Params) -> tuple[str, float]:
-    """Return the name of the parameter with the largest entry, and that entry's size. All processes
-    must call this.
-    """
-    largest = jax.jit(jax.tree.map, static_argnums=0)(
-        lambda x: jnp.max(jnp.abs(on_device(x))), params
-    )
-    sizes = [
-        (float(size), path_name(path))
-        for path, size in jax.tree_util.tree_leaves_with_path(largest)
-    ]
-    size, name = max(sizes)
-    return name, size
-
-
-def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
-    """Add the squares of gradients to `total`; those in host memory are fetched a layer at a time,
-    after `turn`.
-    """
-    leaves = jax.tree.leaves(grads)
-    if not any(in_host_memory(leaf) for leaf in leaves):
-        return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
-
-    def body(total: Array, i: Array) -> tuple[Array, None]:
-        layer = [on_device(_take(leaf, i)).astype(jnp.float32) for leaf in leaves]
-        return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
-
-    return jax.lax.scan(body, waits(total, turn), jnp.arange(len(leaves[0])))[0]
-
-
-def _take(x: Array, i: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
-    """Gather updated parameters from the layout of the optimizer's state to their own layout."""
-    stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
-    one = lambda x, state, own: gather(x, state, own, plan)  # noqa: E731
-    return manual(lambda new: jax.tree.map(one, new, stored, axes), plan, (stored,), axes)(updated)

@@ -27,6 +27,7 @@ from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
 from jaxpar.train.activations import check_names, policy_notes
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer import AnyOptimizer, require_runnable
 from jaxpar.train.step import gradient_axes, param_shapes
 
 
@@ -34,6 +35,7 @@ def make_experiment(
     config: Config,
     devices: list[jax.Device] | None = None,
     model: AnyModel | None = None,
+    optimizer: AnyOptimizer = None,
     corpus: Corpus | None = None,
 ) -> Experiment:
     """Make what a config needs to run on these devices, and check it as a whole.
@@ -46,12 +48,14 @@ def make_experiment(
       devices: the devices of the mesh, which may be those of a target; None = all that are here.
       model: the model, perhaps with parts of one's own, or a whole `jaxpar.models.OwnModel`, for
         which `config.model` means nothing; None = that of `config.model`.
+      optimizer: any optax transformation, or an `Optimizer`; None = that of `config.optimizer`.
       corpus: the data, where they are loaded already; None = `config.data` says where they are.
 
     Raises:
       UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the
         optimizer state is split neither as its parameters nor further, XLA does not know an option,
-        or `context.check_split` refuses the plan.
+        `context.check_split` refuses the plan, or the optimizer cannot be run with it (see
+        `require_runnable`).
     """
     if model is None:
         model = Model(config.model)
@@ -61,7 +65,9 @@ def make_experiment(
     elif model.config != config.model:
         raise UserError("the model has other sizes than the config: make it of config.model")
     mesh = make_mesh(config.mesh, devices)
-    experiment = Experiment(config, model, _plan_on(mesh, config, model), corpus)
+    plan = _plan_on(mesh, config, model)
+    experiment = Experiment(config, model, plan, optimizer, corpus)
+    require_runnable(experiment.optimizer, plan)
     check_parameters(experiment)
     check_batch(experiment)
     check_names(experiment)
@@ -89,7 +95,13 @@ def with_config(
       UserError: as of `make_experiment`.
     """
     model = experiment.model.with_config(config.model)
-    return make_experiment(config, devices or experiment.devices, model, experiment.corpus)
+    return make_experiment(
+        config,
+        devices or experiment.devices,
+        model,
+        experiment.own_optimizer,
+        experiment.corpus,
+    )
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:

@@ -24,6 +24,7 @@ from jaxpar.base.config import (
 )
 from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.base.toml import flatten
@@ -51,7 +52,14 @@ from jaxpar.train.run_folder import (
     keep_config,
     read_run_config,
 )
-from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
+from jaxpar.train.step import (
+    TrainState,
+    evaluation_params,
+    init_state,
+    reorder_state,
+    state_shapes,
+    state_shardings,
+)
 
 ORDER = "layer_order"
 FROZEN = "frozen"
@@ -153,9 +161,21 @@ def restore_state(
     model = experiment.model
     data = _read_beside(checkpoints, step, config.model.layers)
     _require_parts(model, data.get(PARTS) or {}, checkpoints.folder / str(step))
-    trained = _restore_trained(checkpoints, step, experiment, data, whole)
-    if not config.model.lora.rank:
-        return trained, data
+    averages = experiment.optimizer.averages(experiment.state.opt_state)
+    if not whole and not averages:
+        _require_no_average(checkpoints, step)
+    state = _restore_trained(checkpoints, step, experiment, data, whole or averages)
+    if config.model.lora.rank:
+        state = state._replace(params=_with_frozen(experiment, state.params, data))
+    if averages and not whole:
+        state = TrainState((), evaluation_params(model, state, experiment.optimizer), ())
+    return state, data
+
+
+def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) -> Params:
+    """Return the parameters with those that are frozen beside LoRA, which `train.init` has."""
+    config = experiment.config
+    model = experiment.model
     source = Path(config.train.init)
     frozen = init_state(model, config, experiment.plan, load_params(source, experiment)).params
     if fingerprint(model, frozen) != data.get(FROZEN):
@@ -163,7 +183,22 @@ def restore_state(
             f"{source} has other weights now than those that this run trains LoRA beside: bring "
             "them back"
         )
-    return trained._replace(params=model.merge(frozen, trained.params)), data
+    return model.merge(frozen, trained)
+
+
+def _require_no_average(checkpoints: Checkpoints, step: int) -> None:
+    """Refuse to evaluate the parameters of an optimizer that averages them, where nobody says how.
+
+    Raises:
+      UserError: the state is one of `optax.contrib.schedule_free`.
+    """
+    for name in checkpoints.names(step):
+        if name.startswith("opt_state") and name.endswith("weight_sum"):
+            raise UserError(
+                f"{checkpoints.folder / str(step)} was trained with a schedule-free optimizer that "
+                "is not its config's, and what is to be evaluated is its average: give that "
+                "optimizer"
+            )
 
 
 def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, Any]:
@@ -209,6 +244,7 @@ def _restore_trained(
     model = experiment.model
     config = experiment.config
     plan = experiment.plan
+    optimizer = experiment.optimizer
     layers = config.model.layers
     renamed = model.config.lora.rank > 0 and has_old_names(checkpoints.names(step))
 
@@ -227,7 +263,7 @@ def _restore_trained(
     wanted = stored_order(plan, layers)
     saved = data.get(ORDER)
     if saved == (None if wanted is None else list(wanted)):
-        return read(saved_part(state_shapes(model, config, plan), model))
+        return read(saved_part(experiment.state, model))
     # Layers are read in their saved order, over the stages if possible, and then each stage is sent
     # its own.
     there = tuple(saved or range(layers))
@@ -235,10 +271,10 @@ def _restore_trained(
         rules = plan.rules
     else:
         rules = replace(plan.rules, layers=(), stage=())
-    shapes = state_shapes(model, config, replace(plan, rules=rules), there)
+    shapes = state_shapes(model, config, replace(plan, rules=rules), there, optimizer)
     found = read(saved_part(shapes, model))
-    shardings = saved_part(state_shardings(model, config, plan), model)
-    move = partial(reorder_state, before=there, after=wanted, model=model)
+    shardings = saved_part(state_shardings(model, config, plan, optimizer), model)
+    move = partial(reorder_state, before=there, after=wanted, model=model, optimizer=optimizer)
     return jax.jit(
         move, out_shardings=shardings if whole else TrainState((), shardings.params, ())
     )(found)
@@ -338,8 +374,9 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         saved = replace(
             there,
-            config=replace(there.config, train=run.train),
-            plan=replace(plan, params=run.precision.params),
+            config=replace(there.config, train=run.train, optimizer=run.optimizer),
+            plan=replace(plan, params=run.precision.params, moments=run.precision.moments),
+            own_optimizer=None,
         )
         params = load_run(source, step, saved)[1]
     elif peft.is_adapter(source):
@@ -428,15 +465,20 @@ def config_of(source: Path, target: Path, lora: bool = False) -> Config:
         learning_rate=2e-4 if lora or model.lora.rank else 2e-5,
         min_learning_rate_ratio=0.0,
         warmup_steps=3 * train.steps // 100,
-        beta2=0.999,
-        weight_decay=0.0,
     )
+    optimizer = OptimizerConfig(adamw=AdamW(beta2=0.999, weight_decay=0.0))
     if _stored_in_16_bits(source):
         compute = "bfloat16"
     else:
         compute = "float32"
     data = replace(config.data, seq_len=min(model.max_seq_len, _LONGEST))
-    return replace(config, train=train, data=data, precision=PrecisionConfig(compute=compute))
+    return replace(
+        config,
+        train=train,
+        optimizer=optimizer,
+        data=data,
+        precision=PrecisionConfig(compute=compute),
+    )
 
 
 def _stored_in_16_bits(source: Path) -> bool:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.base.plan import Plan, gradient_dtype
-from jaxpar.base.sharding import Axes, local_bytes, state_axes
+from jaxpar.base.sharding import Axes, KeyPath, local_bytes, state_axes
 from jaxpar.models import AnyModel
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.step import Shape, TrainState
 
 
 class Held(NamedTuple):
@@ -56,7 +57,7 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
     parts = experiment.config.train.accumulation
     state = experiment.state
     parameters = _by_memory(state.params, platform)
-    optimizer = _by_memory(state.opt_state, platform)
+    moments = _by_memory(state.opt_state, platform)
     adds_up = parts > 1 or plan.size("stage") > 1
     trained = model.trained(state.params)
     own = _gradient_bytes(trained, model, plan, sums=False)
@@ -71,14 +72,14 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
     # and sent back for the update. Gradients that are made in host memory are sent there, and
     # fetched for their norm and for the update.
     streamed = (
-        2 * parts * parameters.host + (2 + (0 if adds_up else 3)) * updated + 2 * optimizer.host
+        2 * parts * parameters.host + (2 + (0 if adds_up else 3)) * updated + 2 * moments.host
     )
     return StateBytes(
         parameters,
-        optimizer,
+        moments,
         Held(max(gradients - in_host, 0), in_host),
         Held(local_bytes(experiment.batch)),
-        _update_bytes(trained, model, plan),
+        _update_bytes(state, model, plan),
         streamed,
     )
 
@@ -101,21 +102,41 @@ def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
     return math.prod(plan.sharding(state_axes(axes), shape).shard_shape(shape))
 
 
-def _update_bytes(params: Mapping[str, Any], model: AnyModel, plan: Plan) -> int:
-    """Return the bytes that the update needs besides the state: the float32 moments of one layer
-    and of the tables.
+def _update_bytes(state: TrainState[Shape], model: AnyModel, plan: Plan) -> int:
+    """Return the bytes that the update needs besides the state: the float32 state of one layer and
+    that of the tables.
 
     A state that stays on the device is updated in place and needs none.
     """
     if not plan.streams:
         return 0
-    entries = jax.tree.map(
-        lambda p, axes: _local_entries(p.shape, axes, plan), params, model.trained(model.axes)
+
+    def bytes_of(leaf: Shape) -> int:
+        return 4 * math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+    rows = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    layers = sum(bytes_of(leaf) for path, leaf in rows if _in_blocks(path))
+    # All offloaded tables fetch their state and a parameter at once.
+    tables = sum(
+        bytes_of(leaf)
+        for path, leaf in rows
+        if leaf.sharding.memory_kind == HOST and not _in_blocks(path)
     )
-    layers = sum(jax.tree.leaves(entries["blocks"]))
-    tables = sum(jax.tree.leaves(entries)) - layers
-    # All offloaded tables fetch two moments and a parameter at once.
-    return (12 * tables if plan.optimizer == "offload" else 0) + 8 * (layers // model.config.layers)
+    if plan.optimizer == "offload":
+        for part, leaves in model.trained(state.params).items():
+            if part != "blocks":
+                entries = jax.tree.map(
+                    lambda leaf, axes: _local_entries(leaf.shape, axes, plan),
+                    leaves,
+                    model.axes[part],
+                )
+                tables += 4 * sum(jax.tree.leaves(entries))
+    return tables + layers // model.config.layers
+
+
+def _in_blocks(path: KeyPath) -> bool:
+    """Whether an array of an optimizer's state belongs to the stacked layers."""
+    return any(getattr(key, "key", None) == "blocks" for key in path)
 
 
 def _gradient_bytes(

@@ -22,7 +22,14 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.jax_compat import Option, once_options
 from jaxpar.base.plan import Plan, gradient_dtype, late_sum_axes, param_dtype, plan_of_one_place
-from jaxpar.base.sharding import Axes, is_axes, local_rows, replicated_sharding, state_axes
+from jaxpar.base.sharding import (
+    Axes,
+    KeyPath,
+    is_axes,
+    local_rows,
+    replicated_sharding,
+    state_axes,
+)
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import AnyModel, Batch, Params, in_parts
 from jaxpar.parallel import pipeline
@@ -34,13 +41,16 @@ from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.optimizer import (
-    decay_mask,
-    learning_rate,
-    make_optimizer,
-    map_moments,
+    AnyOptimizer,
+    Optimizer,
+    as_optimizer,
+    in_host_memory_of,
     pack_moments,
-    update,
+    reported_rate,
+    require_runnable,
 )
+from jaxpar.train.state_layout import StateArray
+from jaxpar.train.update import update
 
 Leaf = TypeVar("Leaf")
 Shape = jax.ShapeDtypeStruct
@@ -48,7 +58,7 @@ Shape = jax.ShapeDtypeStruct
 
 class TrainState(NamedTuple, Generic[Leaf]):
     """A training run between steps: finished steps (int32 scalar), all parameters, and the state of
-    `make_optimizer` for those that are trained.
+    the optimizer for those that are trained.
 
     Its leaves are arrays, or what a function returns for each of them: a ShapeDtypeStruct, a
     sharding or a flag.
@@ -66,44 +76,79 @@ def param_shapes(model: AnyModel, plan: Plan) -> Params:
 
 
 def state_shapes(
-    model: AnyModel, config: Config, plan: Plan, order: Sequence[int] | None = None
+    model: AnyModel,
+    config: Config,
+    plan: Plan,
+    order: Sequence[int] | None = None,
+    optimizer: AnyOptimizer = None,
 ) -> TrainState[Shape]:
-    """Return the state as ShapeDtypeStructs with shardings; its layers are in this order (None =
-    the plan's).
+    """Return the state as ShapeDtypeStructs with shardings.
 
-    Moments are split like their parameters or further; every scalar is replicated. (A scalar made
-    outside jit would sit on device 0 and clash with the mesh after a restore.)
+    An array of the optimizer's state that belongs to a parameter is split as the parameter's dims
+    are, or further; every other, such as a counter, is replicated. (A scalar made outside jit would
+    sit on device 0 and clash with the mesh after a restore.)
+
+    Args:
+      model: the model.
+      config: the experiment.
+      plan: its plan.
+      order: the order of the layers; None = the plan's.
+      optimizer: in place of the config's.
+
+    Raises:
+      UserError: see `require_runnable`.
     """
     if order is None:
         order = stored_order(plan, config.model.layers)
-    trained_axes = model.trained(model.axes)
-
-    def start(params: Params) -> TrainState:
-        opt_state = make_optimizer(config.train, trained_axes).init(model.trained(params))
-        opt_state = pack_moments(opt_state, decay_mask(trained_axes), plan.moments)
-        return TrainState(
-            jnp.zeros((), jnp.int32),
-            _as_stored(params, model, plan),
-            opt_state,
-        )
-
-    shapes = jax.eval_shape(start, model.shapes(order))
-    everywhere = replicated_sharding(plan)
-
-    def place(shape: Shape, at: NamedSharding, host: bool) -> Shape:
-        return Shape(shape.shape, shape.dtype, sharding=_in_memory(at, host))
-
-    of_moment = lambda moment, axes: plan.sharding(axes, moment.shape)  # noqa: E731
-    opt_state = map_moments(
-        of_moment, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere
+    chosen = as_optimizer(optimizer, config)
+    require_runnable(chosen, plan)
+    shapes = model.shapes(order)
+    axes = model.trained(model.axes)
+    # The optimizer's state is that of parameters in float32.
+    trained = model.trained(shapes)
+    arrays = chosen.state_arrays(trained, axes)
+    opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=_is_state_array)
+    opt_state = jax.eval_shape(
+        lambda state: pack_moments(chosen, state, trained, axes, plan.moments), opt_state
     )
-    shardings = TrainState(everywhere, plan.sharding(model.axes, shapes.params), opt_state)
-    return jax.tree.map(place, shapes, shardings, in_host(shapes, model, plan))
+    host = in_host_memory_of(chosen, opt_state, trained, axes, plan)
+    names = _axes_by_path(axes, trained)
+
+    def place(array: StateArray, shape: Shape, away: bool) -> Shape:
+        if array.parameter is None:
+            sharding = replicated_sharding(plan)
+        else:
+            own = state_axes(names[array.parameter])
+            dims = [None if dim is None else own[dim] for dim in array.dims]
+            sharding = plan.sharding(dims, shape.shape, "optimizer state")
+        return Shape(shape.shape, shape.dtype, sharding=_in_memory(sharding, away))
+
+    stored = jax.eval_shape(lambda params: _as_stored(params, model, plan), shapes)
+    shardings = param_shardings(stored, model, plan)
+    return TrainState(
+        Shape((), jnp.int32, sharding=replicated_sharding(plan)),
+        jax.tree.map(lambda x, at: Shape(x.shape, x.dtype, sharding=at), stored, shardings),
+        jax.tree.map(place, arrays, opt_state, host, is_leaf=_is_state_array),
+    )
 
 
-def state_shardings(model: AnyModel, config: Config, plan: Plan) -> TrainState[NamedSharding]:
+def _is_state_array(x: object) -> bool:
+    return isinstance(x, StateArray)
+
+
+def _axes_by_path(axes: Params, params: Params) -> dict[KeyPath, Axes]:
+    """The logical axes of each parameter by its path."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = structure.flatten_up_to(axes)
+    return {path: one for (path, _), one in zip(leaves, names, strict=True)}
+
+
+def state_shardings(
+    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
+) -> TrainState[NamedSharding]:
     """Return where the state lives (see `state_shapes`)."""
-    return jax.tree.map(lambda leaf: leaf.sharding, state_shapes(model, config, plan))
+    shapes = state_shapes(model, config, plan, optimizer=optimizer)
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
 def param_shardings(shapes: Params, model: AnyModel, plan: Plan) -> Params:
@@ -113,16 +158,9 @@ def param_shardings(shapes: Params, model: AnyModel, plan: Plan) -> Params:
     )
 
 
-def in_host(state: TrainState, model: AnyModel, plan: Plan) -> TrainState[bool]:
-    """Tell whether each array of a state is in host memory; stacked layers and moments of matrices
-    may be.
-    """
-    matrices = decay_mask(model.trained(model.axes))
-    away = plan.optimizer == "offload"
-    opt_state = map_moments(
-        lambda _, matrix: matrix and away, state.opt_state, matrices, others=lambda _: False
-    )
-    return TrainState(False, _params_in_host(state.params, plan), opt_state)
+def in_host(state: TrainState[Shape]) -> TrainState[bool]:
+    """Tell whether each array of a state, as `state_shapes` returns it, is in host memory."""
+    return jax.tree.map(lambda leaf: leaf.sharding.memory_kind == HOST, state)
 
 
 def _params_in_host(params: Params, plan: Plan) -> Params:
@@ -142,14 +180,29 @@ def gradient_axes(model: AnyModel) -> Params:
 
 
 def init_state(
-    model: AnyModel, config: Config, plan: Plan, params: Params | None = None
+    model: AnyModel,
+    config: Config,
+    plan: Plan,
+    params: Params | None = None,
+    optimizer: AnyOptimizer = None,
 ) -> TrainState[jax.Array]:
-    """Make a state at step 0 in place on the mesh, from `params` (an import) if they are given.
+    """Make a state at step 0 in place on the mesh.
 
     It is the same on every mesh, because each random number depends only on its place in the global
     array.
+
+    Args:
+      model: the model.
+      config: the experiment.
+      plan: its plan.
+      params: the parameters (of an import); None = random ones, from `train.seed`.
+      optimizer: in place of the config's.
+
+    Raises:
+      UserError: see `require_runnable`.
     """
-    shapes = state_shapes(model, config, plan)
+    chosen = as_optimizer(optimizer, config)
+    shapes = state_shapes(model, config, plan, optimizer=chosen)
     order = stored_order(plan, model.config.layers)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.params)
     if params is None:
@@ -178,8 +231,27 @@ def init_state(
             made = jax.device_put(params, shardings)
         else:  # no given array is as large as the one made here, so none can be reused
             made = jax.jit(start, out_shardings=shardings)(params)
-    step, opt_state = jax.tree.map(_zeros, (shapes.step, shapes.opt_state))
-    return TrainState(step, made, opt_state)
+    if chosen.starts_at_zero:
+        opt_state = jax.tree.map(_zeros, shapes.opt_state)
+    else:
+        opt_state = _first_opt_state(chosen, made, shapes.opt_state, model, plan)
+    return TrainState(_zeros(shapes.step), made, opt_state)
+
+
+def _first_opt_state(
+    optimizer: Optimizer, params: Params, shapes: optax.OptState, model: AnyModel, plan: Plan
+) -> optax.OptState:
+    """Make the optimizer's first state where its shapes say."""
+    axes = model.trained(model.axes)
+
+    def start(trained: Params) -> optax.OptState:
+        exact = jax.tree.map(lambda x: on_device(x).astype(jnp.float32), trained)
+        state = optimizer.make(axes).init(exact)
+        return pack_moments(optimizer, state, exact, axes, plan.moments)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    init = jax.jit(start, out_shardings=shardings, compiler_options=once_options(plan.mesh))
+    return init(model.trained(params))
 
 
 def _as_stored(params: Params, model: AnyModel, plan: Plan) -> Params:
@@ -206,6 +278,7 @@ def reorder_state(
     before: Sequence[int] | None,
     after: Sequence[int] | None,
     model: AnyModel,
+    optimizer: Optimizer,
 ) -> TrainState[jax.Array]:
     """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None =
     the model's. The optimizer's state may be empty."""
@@ -215,11 +288,51 @@ def reorder_state(
             return reorder_layers(x, before, after, model.config.layers)
         return x
 
+    def reorder_array(x: jax.Array, array: StateArray, axes: Axes) -> jax.Array:
+        along = tuple(None if dim is None else axes[dim] for dim in array.dims)
+        return reorder(x, along)
+
     axes = model.trained(model.axes)  # only what is trained is saved
     params = jax.tree.map(reorder, state.params, axes)
-    return TrainState(
-        state.step, params, state.opt_state and map_moments(reorder, state.opt_state, axes)
-    )
+    opt_state = state.opt_state
+    if jax.tree.leaves(opt_state):
+        shapes = jax.tree.map(lambda x: Shape(x.shape, jnp.float32), state.params)
+        arrays = optimizer.state_arrays(shapes, axes)
+        names = _axes_by_path(axes, state.params)
+        opt_state = jax.tree.map(
+            lambda array, x: (
+                x if array.parameter is None else reorder_array(x, array, names[array.parameter])
+            ),
+            arrays,
+            opt_state,
+            is_leaf=_is_state_array,
+        )
+    return TrainState(state.step, params, opt_state)
+
+
+def evaluation_params(
+    model: AnyModel, state: TrainState[jax.Array], optimizer: Optimizer
+) -> Params:
+    """Return the parameters for evaluation, generation and export, where a state's own lie: an
+    optimizer that averages them evaluates the average.
+
+    Args:
+      model: the model.
+      state: a state of its training.
+      optimizer: the one that it is trained with.
+    """
+    if not optimizer.averages(state.opt_state):
+        return state.params
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+
+    def averaged(opt_state: optax.OptState, params: Params) -> Params:
+        found = optimizer.evaluation_params(
+            jax.tree.map(on_device, opt_state),
+            jax.tree.map(on_device, model.trained(params)),
+        )
+        return model.merge(params, found)
+
+    return jax.jit(averaged, out_shardings=shardings)(state.opt_state, state.params)
 
 
 def put_batch(
@@ -273,28 +386,32 @@ def batch_shapes(config: Config, plan: Plan) -> dict[str, Shape]:
 
 
 def step_shapes(
-    model: AnyModel, config: Config, plan: Plan
+    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
 ) -> tuple[TrainState[Shape], dict[str, Shape]]:
     """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and
     compiling it.
     """
-    return state_shapes(model, config, plan), batch_shapes(config, plan)
+    shapes = state_shapes(model, config, plan, optimizer=optimizer)
+    return shapes, batch_shapes(config, plan)
 
 
-def make_train_step(model: AnyModel, config: Config, plan: Plan) -> Wrapped:
+def make_train_step(
+    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
+) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
     Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping),
-    `learning_rate`, `tokens` (labels that count) and `overflows` (entries of parameters that would
-    not be finite, and stayed as they were). With experts there are also `router_balance` (1 = all
+    `learning_rate` (NaN where an optimizer that was given does not say it), `tokens` (labels that
+    count) and `overflows` (entries of parameters, or of the optimizer's state, that would not be
+    finite, and stayed as they were). With experts there are also `router_balance` (1 = all
     alike) and `router_z`, which are means over the tokens that are text and over the layers.
 
     Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was,
     its step too: the other processes learn of it by the loss, and all can save what they have.
     """
-    schedule = learning_rate(config.train)
     train = config.train
-    shardings = state_shardings(model, config, plan)
+    chosen = as_optimizer(optimizer, config)
+    shardings = state_shardings(model, config, plan, chosen)
 
     def step(
         state: TrainState[jax.Array], batch: Batch
@@ -315,9 +432,16 @@ def make_train_step(model: AnyModel, config: Config, plan: Plan) -> Wrapped:
             )
             done = jnp.where(absent, 0, 1)
         with jax.named_scope("update"):
-            trained = model.trained(state.params), state.opt_state, grads
-            new = update(*trained, sums, model.trained(model.axes), train, plan)
-        rate = jnp.asarray(schedule(state.step), jnp.float32)
+            new = update(
+                model.trained(state.params),
+                state.opt_state,
+                grads,
+                sums,
+                model.trained(model.axes),
+                chosen,
+                plan,
+            )
+        rate = reported_rate(chosen, state.step, state.opt_state)
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": new.norm,

@@ -126,6 +126,7 @@ def changed(key: str, value: Any) -> Config:
         **dict.fromkeys(flatten(Config().memory.keep, "memory.keep."), "save"),
         "data.source": "text",
         "train.schedule": "wsd",
+        "optimizer.name": "lion",
         "mesh.platform": "cpu",
         "memory.policy": "full",
         "precision.compute": "bfloat16",
@@ -201,7 +202,7 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         ({"train.min_learning_rate": 1e-2}, "train.min_learning_rate_ratio=10.0 is not in [0, 1]"),
         (
             {"precision.moments": "bfloat16", "train.beta1": 0.99},
-            "try train.beta1=0.95 or precision.moments=float32",
+            "try optimizer.adamw.beta1=0.95 or precision.moments=float32",
         ),
         (
             {"precision.gradients": "bfloat16", "train.accumulation": 512, "train.batch": 512},

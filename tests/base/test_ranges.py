@@ -23,6 +23,7 @@ from jaxpar.base.config import (
 )
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.ranges import range_rows, ranges
 from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.arguments import config_args
@@ -88,7 +89,9 @@ def test_what_no_number_is_is_refused_for_every_key(key: str, value: float) -> N
         check(override(Config(), {key: [item] if key == "pipeline.layers" else item}))
 
 
-@pytest.mark.parametrize("door", ["toml", "override", "flag", "word", "dataclass"])
+@pytest.mark.parametrize(
+    "door", ["toml", "override", "flag", "word", "dataclass", "today", "flag of today"]
+)
 def test_every_door_leads_through_the_ranges(door: str) -> None:
     """The config of a run folder is a TOML file, and a sweep's settings are words of the
     command line.
@@ -102,9 +105,15 @@ def test_every_door_leads_through_the_ranges(door: str) -> None:
         "word": lambda: (
             config_args("jaxpar train", TrainArgs, ["tiny", "train.beta2=1.0"])[1].config
         ),
-        "dataclass": lambda: Config(train=TrainConfig(beta2=1.0)),
+        "dataclass": lambda: Config(optimizer=OptimizerConfig(adamw=AdamW(beta2=1.0))),
+        "today": lambda: parse("[optimizer.adamw]\nbeta2 = 1.0"),
+        "flag of today": lambda: (
+            config_args("jaxpar train", TrainArgs, ["tiny", "--optimizer.adamw.beta2", "1.0"])[
+                1
+            ].config
+        ),
     }
-    with pytest.raises(UserError, match=r"^train.beta2=1.0 is not in \[0, 0.99999\]$"):
+    with pytest.raises(UserError, match=r"^optimizer.adamw.beta2=1.0 is not in \[0, 0.99999\]$"):
         check(made[door]())
 
 
@@ -115,7 +124,10 @@ WRONG: list[tuple[Any, str]] = [
     ),  # pyright: ignore[reportArgumentType]
     (Config(train=TrainConfig(steps=10.0)), "train.steps is a whole number, found 10.0"),  # pyright: ignore[reportArgumentType]
     (Config(train=TrainConfig(steps=True)), "train.steps is a whole number, found True"),
-    (Config(train=TrainConfig(beta1=np.float32(0.5))), "train.beta1 is a number, found np.float32"),  # pyright: ignore[reportArgumentType]
+    (
+        Config(train=TrainConfig(z_loss=np.float32(0.5))),
+        "train.z_loss is a number, found np.float32",
+    ),  # pyright: ignore[reportArgumentType]
     (Config(train=None), "train is a table of settings, found None"),  # pyright: ignore[reportArgumentType]
     (Config(model=ModelConfig(masks="causal")), r"model.masks is a tuple, found 'causal'"),  # pyright: ignore[reportArgumentType]
     (
@@ -152,7 +164,7 @@ def test_a_number_of_numpy_that_is_a_float_of_python_is_one() -> None:
         ),
         ({"model.embed": 2**20, "model.mlp": 2**24}, r"are a model of 1.6e\+14 parameters or more"),
         (
-            {"train.learning_rate": 1e-2, "train.weight_decay": 100.0},
+            {"train.learning_rate": 1e-2, "optimizer.adamw.weight_decay": 100.0},
             "would take away all of a matrix",
         ),
         (

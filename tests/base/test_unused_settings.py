@@ -72,6 +72,33 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "memory.may": ((), {}, {"memory.budget": "1GiB"}),
     "memory.offload_anyway": (True, {}, {"memory.keep.block_input": "offload"}),
     "precision.gradients": ("bfloat16", {}, {"train.accumulation": 2}),
+    "memory.optimizer": (
+        "offload",
+        {"optimizer.name": "sgd", "optimizer.sgd.momentum": 0.0},
+        {"optimizer.sgd.momentum": 0.9},
+    ),
+}
+
+
+def another(value: Any) -> Any:
+    """Another value of a setting of an optimizer, in its range."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int) else value / 2 + 0.01
+
+
+SETTINGS = {
+    key: value
+    for key, value in flatten(Config()).items()
+    if key.startswith("optimizer.") and key != "optimizer.name"
+}
+CASES |= {
+    key: (
+        another(value),
+        {"optimizer.name": "lion" if ".adam" in key else "adam"},
+        {"optimizer.name": key.split(".")[1]},
+    )
+    for key, value in SETTINGS.items()
 }
 
 

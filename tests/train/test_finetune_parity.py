@@ -106,7 +106,7 @@ def config_for(source: Path) -> Config:
         "train.steps": STEPS,
         "train.warmup_steps": 4,
         "train.learning_rate": 5e-3,
-        "train.weight_decay": 0.1,
+        "optimizer.adamw.weight_decay": 0.1,
         "train.clip_norm": 0.5,
         "mesh.data": 2,
         "mesh.fsdp": 2,
@@ -133,15 +133,16 @@ def batches() -> np.ndarray:
 def losses_of_torch(model: Any, config: Config) -> list[float]:
     """A plain loop with AdamW, which decays matrices alone, as the Trainer of transformers does."""
     train = config.train
+    adamw = config.optimizer.adamw
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": adamw.weight_decay},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
+        betas=(adamw.beta1, adamw.beta2),
+        eps=adamw.eps,
     )
     found = []
     for step, rows in enumerate(torch.from_numpy(batches()).long()):

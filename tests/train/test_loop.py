@@ -250,7 +250,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
             "loss nan and gradient norm nan at step 2: the run diverged; ",
         ),
         (
-            "train.beta2",
+            "optimizer.adamw.beta2",
             1.0,
             r"step 1 would make \d+ entries of the parameters not finite \(the largest .* in \w+\.",
         ),

@@ -41,11 +41,11 @@ OLD = {
         {"train.min_learning_rate_ratio": 3.0},
         {"train.min_learning_rate_ratio": 0.1},
     ),
-    "beta2": ({"train.beta2": 1.0}, {"train.beta2": 0.95}),
+    "beta2": ({"optimizer.adamw.beta2": 1.0}, {"optimizer.adamw.beta2": 0.95}),
     "no rate": ({"train.learning_rate": 0.0}, {"train.learning_rate": 1e-3}),
     "decay": ({"train.decay_steps": 500, "train.steps": 8}, {"train.decay_steps": 0}),
     "moments": (
-        {"precision.moments": "bfloat16", "train.beta1": 0.98},
+        {"precision.moments": "bfloat16", "optimizer.adamw.beta1": 0.98},
         {"precision.moments": "float32"},
     ),
     "seed": ({"train.seed": -1}, {"train.seed": 1}),
@@ -93,8 +93,8 @@ def test_an_old_value_is_refused_for_training_alone_and_may_be_replaced(
     (key, value), *_ = new.items()
     assert f"{key} {old[key]} -> {value}" in replaced_values(before, after)
     # which was not refused, and so is the run's
-    other = replace(after, train=replace(after.train, eps=1e-6))
-    with pytest.raises(UserError, match=r"another config \(train\.eps: "):
+    other = replace(after, train=replace(after.train, z_loss=1e-6))
+    with pytest.raises(UserError, match=r"another config \(train\.z_loss: "):
         compare_run(tmp_path / "run", other)
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.base.config import ModelConfig, TrainConfig
+from jaxpar.base.config import Config, ModelConfig, TrainConfig
 from jaxpar.models import Model
 from jaxpar.models.families import FAMILIES
-from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
+from jaxpar.train.optimizer import config_optimizer, decay_mask, learning_rate
 
 pytestmark = pytest.mark.quick
 
@@ -94,9 +94,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(family: str) -> None:
 
 
 def test_a_step_is_adamw_on_clipped_gradients() -> None:
-    train = dataclasses.replace(
-        TRAIN, warmup_steps=0, schedule="constant", clip_norm=1.0, weight_decay=0.1
-    )
+    train = dataclasses.replace(TRAIN, warmup_steps=0, schedule="constant", clip_norm=1.0)
     params = {
         "w": jnp.asarray([[1.0, -2.0]]),
         "scale": jnp.asarray([3.0]),
@@ -107,7 +105,7 @@ def test_a_step_is_adamw_on_clipped_gradients() -> None:
         "w": jnp.asarray([[3.0, 0.0]]),
         "scale": jnp.asarray([4.0]),
     }
-    optimizer = make_optimizer(train, axes)
+    optimizer = config_optimizer(Config(train=train)).make(axes)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     # First step: the moments' bias corrections cancel, so the step is g / (|g| + eps), that is the
     # sign.

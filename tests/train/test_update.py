@@ -20,22 +20,17 @@ import pytest
 from traced_steps import config_of, staged
 
 from jaxpar.base.config import CheckpointConfig, Config, TrainConfig, override
+from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
-from jaxpar.train.optimizer import (
-    decay_mask,
-    learning_rate,
-    make_optimizer,
-    moments_of,
-    pack_moments,
-    update,
-)
+from jaxpar.train.optimizer import config_optimizer, decay_mask, learning_rate, pack_moments
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints
 from jaxpar.train.step import TrainState, init_state, make_train_step, put_batch
+from jaxpar.train.update import update
 
 OPTIMIZER = {"memory.optimizer": "offload"}
 PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}
@@ -120,6 +115,11 @@ def trained(
         state, metrics = step(state, put_batch(batch, plan))
         numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
     return state, numbers, plan
+
+
+def moments_of(state: optax.OptState) -> tuple[Any, Any]:
+    """The first and second moments of Adam's state."""
+    return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
 
 
 @functools.cache
@@ -239,14 +239,15 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
 
     grads = jax.jit(jax.grad(mean))(state.params)
     train = config.train
+    adamw = config.optimizer.adamw
     want = optax.chain(
         optax.clip_by_global_norm(0.1),
         optax.adamw(
             learning_rate(train),
-            train.beta1,
-            train.beta2,
-            train.eps,
-            weight_decay=train.weight_decay,
+            adamw.beta1,
+            adamw.beta2,
+            adamw.eps,
+            weight_decay=adamw.weight_decay,
             mask=decay_mask(model.axes),
         ),
     )
@@ -283,8 +284,9 @@ def test_a_step_that_is_not_finite_changes_nothing(
     train = TrainConfig(learning_rate=1e3, warmup_steps=1, clip_norm=0.0)
     largest = float(jnp.finfo(jnp.float32).max)
     params = {"blocks": {"w": jnp.ones((2, 4, 32)).at[0, 0, 0].set(largest)}}
-    matrices = decay_mask(axes)
-    opt_state = pack_moments(make_optimizer(train, axes).init(params), matrices, plan.moments)
+    optimizer = config_optimizer(Config(train=train))
+    first_state = optimizer.make(axes).init(params)
+    opt_state = pack_moments(optimizer, first_state, params, axes, plan.moments)
 
     @jax.jit
     def stepped(opt_state: Any, slope: jax.Array, nll: jax.Array) -> Any:
@@ -300,7 +302,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
             grads,
             LossSums(nll, nll, jnp.float32(8)),
             axes,
-            train,
+            optimizer,
             plan,
         )
         return jax.tree.map(on_device, (new.params, new.opt_state, new.overflows))
@@ -335,18 +337,20 @@ def test_moments_follow_gradients_that_grow_and_shrink(
     """
     plan = dataclasses.replace(plan_of(), moments=dtype)
     axes = {"head": {"w": ("embed", "mlp")}}
-    train = TrainConfig(beta2=beta2, weight_decay=0.0, clip_norm=0.0)
-    params = {"head": {"w": jnp.ones((2, 2))}}
-    opt_state = pack_moments(
-        make_optimizer(train, axes).init(params), decay_mask(axes), plan.moments
+    adamw = AdamW(beta2=beta2, weight_decay=0.0)
+    optimizer = config_optimizer(
+        Config(train=TrainConfig(clip_norm=0.0), optimizer=OptimizerConfig(adamw=adamw))
     )
+    params = {"head": {"w": jnp.ones((2, 2))}}
+    first_state = optimizer.make(axes).init(params)
+    opt_state = pack_moments(optimizer, first_state, params, axes, plan.moments)
     one = jnp.float32(1)
 
     @jax.jit
     def run(params: Any, opt_state: Any, slope: float, steps: int) -> Any:
         def step(_: Any, state: Any) -> Any:
             grads = {"head": {"w": jnp.full((2, 2), slope)}}
-            new = update(*state, grads, LossSums(one, one, one), axes, train, plan)
+            new = update(*state, grads, LossSums(one, one, one), axes, optimizer, plan)
             return new.params, new.opt_state
 
         return jax.lax.fori_loop(0, steps, step, (params, opt_state))
@@ -354,7 +358,7 @@ def test_moments_follow_gradients_that_grow_and_shrink(
     exact = np.zeros(2)
     for slope, steps in ((1e-2, 1000), (1e-4, 5000)):
         params, opt_state = run(params, opt_state, slope, steps)
-        decay = np.array([train.beta1, beta2]) ** steps
+        decay = np.array([adamw.beta1, beta2]) ** steps
         exact = decay * exact + (1 - decay) * np.array([slope, slope**2])
         found = [
             np.asarray(moment["head"]["w"], np.float64)[0, 0] for moment in moments_of(opt_state)

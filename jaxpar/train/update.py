@@ -1,0 +1,339 @@
+"""The optimizer's step on the mesh.
+
+Arrays in host memory pass through the device a layer at a time: a layer's parameters, gradients and
+state are fetched, updated and sent back, in a loop over the stacked layers whose buffers stay in
+place.
+
+Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own layers, and loops over
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import PyTree, is_axes, path_name, state_axes
+from jaxpar.models import Params
+from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
+from jaxpar.train.optimizer import Optimizer, in_host_memory_of, pack_moments, require_runnable
+from jaxpar.train.state_layout import param_trees, with_param_trees
+
+
+class Updated(NamedTuple):
+    """The new parameters and optimizer state, and what the step has to say of itself.
+
+    Attributes:
+      params: the parameters that are trained.
+      opt_state: the optimizer's state, as `pack_moments` returns it.
+      norm: the global norm of gradients before clipping.
+      overflows: how many entries of the parameters, or of a state that finite gradients may leave
+        not finite, kept their old value, as the new one was not finite although the loss and the
+        gradients were.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    norm: Float[Array, ""]
+    overflows: Int[Array, ""]
+
+
+class _Scale(NamedTuple):
+    """The factor of a step's gradients, and whether the step is to be made."""
+
+    factor: Array
+    finite: Array
+
+
+class _UpdatedPart(NamedTuple):
+    """Some parts of a model, or one of their layers, after a step."""
+
+    params: Params
+    opt_state: optax.OptState
+    overflows: Int[Array, ""]
+
+
+def update(
+    params: Params,
+    opt_state: optax.OptState,
+    grads: Params,
+    sums: LossSums,
+    axes: Params,
+    optimizer: Optimizer,
+    plan: Plan,
+) -> Updated:
+    """Make one step of the optimizer in float32, unless the loss or the gradients' norm is not
+    finite.
+
+    In that case parameters and optimizer state stay the same to the bit. An entry of a parameter,
+    or of the state, that would not be finite after a finite step keeps its old value, and is
+    counted, so that whoever runs the step can stop. So a finite state always stays finite. The new
+    or old number is chosen entry by entry where both are at hand, which takes no memory and no
+    pass; the count is a sum over devices, as the norm is.
+
+    Args:
+      params: those that are trained, by part of the model, with `blocks` stacked over layers.
+      opt_state: the optimizer's state, as `pack_moments` returns it.
+      grads: the gradients, summed over the tokens that counted.
+      sums: the loss's sums, over the same tokens.
+      axes: the logical axes of the parameters.
+      optimizer: the optimizer.
+      plan: the plan.
+
+    Raises:
+      UserError: see `require_runnable`.
+    """
+    require_runnable(optimizer, plan)
+    streamed = [name for name in params if name == "blocks" and plan.streams]
+    rest = [name for name in params if name not in streamed]
+    if optimizer.by_layer:
+        groups = [[name] for name in (*streamed, *rest)]
+    else:
+        groups = [rest]
+    # On CPU `turn_after` puts a loop over layers after all sums over devices, and what follows
+    # after the loop.
+    said = (sums.nll, sums.tokens, sums.routed)
+    turn = turn_after(
+        first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan
+    )
+    squares = jnp.zeros(())
+    for name in (*rest, *streamed):
+        squares = _squares(grads[name], squares, turn)
+    norm = jnp.sqrt(squares) / sums.tokens
+    if optimizer.clip_norm:
+        clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
+    else:
+        clip = 1.0
+    scale = _Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
+    transformation = optimizer.make(axes)
+    trees = param_trees(transformation, opt_state)
+    new = dict[str, Any]()
+    new_trees = [dict[str, Any](tree) for tree in trees]
+    scalars = opt_state
+    overflows = jnp.int32(0)
+    for names in groups:
+        run = _update_by_layer if names == streamed else _update_part
+        of_part = [_parts(tree, names) for tree in trees]
+        done = run(
+            _parts(params, names),
+            with_param_trees(transformation, opt_state, of_part),
+            _parts(grads, names),
+            waits(scale, turn),
+            _parts(axes, names),
+            optimizer,
+            plan,
+        )
+        new |= done.params
+        for tree, updated in zip(
+            new_trees, param_trees(transformation, done.opt_state), strict=True
+        ):
+            tree |= updated
+        scalars = done.opt_state
+        overflows += done.overflows
+        turn = turn_after(
+            turn,
+            jax.tree.map(on_device, done.params),
+            _parts(axes, names),
+            plan,
+        )
+    return Updated(
+        {name: new[name] for name in params},
+        with_param_trees(transformation, scalars, new_trees),
+        norm,
+        overflows,
+    )
+
+
+def _parts(tree: PyTree, names: Sequence[str]) -> PyTree:
+    """These parts of a tree of a model."""
+    return {name: tree[name] for name in names}
+
+
+def _update_part(
+    params: Params,
+    opt_state: optax.OptState,
+    grads: Params,
+    scale: _Scale,
+    axes: Params,
+    optimizer: Optimizer,
+    plan: Plan,
+) -> _UpdatedPart:
+    """Return the new parameters and state of some parts."""
+    host = in_host_memory_of(optimizer, opt_state, params, axes, plan)
+    params = jax.tree.map(on_device, params)
+    before = jax.tree.map(on_device, opt_state)
+    factor, finite = scale
+    grads = jax.tree.map(lambda g: on_device(g).astype(jnp.float32) * factor, grads)
+    # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each
+    # device updates its piece.
+    split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
+    stored = params
+    if split_further:
+        stored = jax.tree.map(
+            lambda x, names: plan.constrain(x, state_axes(names)),
+            stored,
+            axes,
+        )
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
+    float32 = before
+    if plan.moments != "float32":
+        float32 = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == plan.moments else x, before
+        )
+    updates, state = optimizer.make(axes).update(grads, float32, exact)
+    asked = jax.tree.map(
+        lambda x, more, old: (x + more).astype(old.dtype),
+        exact,
+        updates,
+        stored,
+    )
+    new = jax.tree.map(
+        lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old),
+        asked,
+        stored,
+    )
+    overflows = _overflows(asked, finite)
+    state = pack_moments(optimizer, state, params, axes, plan.moments)
+    if not optimizer.stays_finite:
+        overflows += _overflows(state, finite)
+    state = jax.tree.map(
+        lambda x, old: _kept(x, old, finite, optimizer.stays_finite),
+        state,
+        before,
+    )
+    if split_further:
+        new = _gather_params(new, axes, plan)
+    state = jax.tree.map(lambda x, away: on_host(x) if away else x, state, host)
+    return _UpdatedPart(new, state, overflows)
+
+
+def _kept(x: Array, old: Array, finite: Array, stays_finite: bool) -> Array:
+    """The new entries of an array of the state, or the old ones where the step is not made, or
+    where the new are not finite and may be so.
+    """
+    if not stays_finite and jnp.issubdtype(x.dtype, jnp.floating):
+        finite = finite & (jnp.isfinite(x) | ~jnp.isfinite(old))
+    return jnp.where(finite, x, old)
+
+
+def _overflows(tree: PyTree, finite: Array) -> Int[Array, ""]:
+    """Count the entries that are not finite in a step that is."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    counts = (jnp.sum(finite & ~jnp.isfinite(x), dtype=jnp.int32) for x in floats)
+    return sum(counts, start=jnp.int32(0))
+
+
+def _update_by_layer(
+    params: Params,
+    opt_state: optax.OptState,
+    grads: Params,
+    scale: _Scale,
+    axes: Params,
+    optimizer: Optimizer,
+    plan: Plan,
+) -> _UpdatedPart:
+    """Do the same a layer at a time, each stage with its own layers."""
+    transformation = optimizer.make(axes)
+    trees = param_trees(transformation, opt_state)
+    no_trees: list[PyTree] = [()] * len(trees)
+    # In the loop each device has whole layers, one at a time.
+    of_layer = replace(plan, rules=replace(plan.rules, layers=(), stage=()))
+    Arrays = tuple[Params, list[PyTree]]
+
+    def local(
+        arrays: Arrays, grads: Params, scalars: optax.OptState, scale: _Scale
+    ) -> tuple[Arrays, optax.OptState, Array]:
+        def body(carry: Any, i: Array) -> tuple[Any, None]:
+            kept, _, overflows = carry
+            layer, layer_trees = jax.tree.map(lambda x: _layer(x, i), kept)
+            done = _update_part(
+                layer,
+                with_param_trees(transformation, scalars, layer_trees),
+                jax.tree.map(lambda x: _layer(x, i), grads),
+                scale,
+                axes,
+                optimizer,
+                of_layer,
+            )
+            new = done.params
+            if plan.parameters == "offload":
+                new = jax.tree.map(on_host, new)
+            kept = jax.tree.map(
+                lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i, 0),
+                kept,
+                (new, param_trees(transformation, done.opt_state)),
+            )
+            after = with_param_trees(transformation, done.opt_state, no_trees)
+            return (kept, after, overflows + done.overflows), None
+
+        begin = (arrays, scalars, jnp.zeros(1, jnp.int32))
+        layers = jnp.arange(len(jax.tree.leaves(grads)[0]))
+        return jax.lax.scan(body, begin, layers)[0]
+
+    if stages := plan.mesh_axes("layers"):
+        local = jax.shard_map(
+            local,
+            mesh=plan.mesh,
+            in_specs=(P(stages), P(stages), P(), P()),
+            out_specs=(P(stages), P(), P(stages)),
+            axis_names=set(stages),
+            check_vma=False,
+        )
+    scalars = with_param_trees(transformation, opt_state, no_trees)
+    (new, new_trees), scalars, overflows = local((params, trees), grads, scalars, scale)
+    return _UpdatedPart(
+        new, with_param_trees(transformation, scalars, new_trees), jnp.sum(overflows)
+    )
+
+
+def largest_parameter(params: Params) -> tuple[str, float]:
+    """Return the name of the parameter with the largest entry, and that entry's size. All processes
+    must call this.
+    """
+    largest = jax.jit(jax.tree.map, static_argnums=0)(
+        lambda x: jnp.max(jnp.abs(on_device(x))), params
+    )
+    sizes = [
+        (float(size), path_name(path))
+        for path, size in jax.tree_util.tree_leaves_with_path(largest)
+    ]
+    size, name = max(sizes)
+    return name, size
+
+
+def _layer(x: Array, i: Array) -> Array:
+    """One of the stacked layers, still with a layers dim."""
+    return jax.lax.dynamic_slice_in_dim(x, i, 1)
+
+
+def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
+    """Add the squares of gradients to `total`; those in host memory are fetched a layer at a time,
+    after `turn`.
+    """
+    leaves = jax.tree.leaves(grads)
+    if not any(in_host_memory(leaf) for leaf in leaves):
+        return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
+
+    def body(total: Array, i: Array) -> tuple[Array, None]:
+        layer = [on_device(_layer(leaf, i)).astype(jnp.float32) for leaf in leaves]
+        return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
+
+    return jax.lax.scan(body, waits(total, turn), jnp.arange(len(leaves[0])))[0]
+
+
+def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
+    """Gather updated parameters from the layout of the optimizer's state to their own layout."""
+    stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
+    one = lambda x, state, own: gather(x, state, own, plan)  # noqa: E731
+    return manual(lambda new: jax.tree.map(one, new, stored, axes), plan, (stored,), axes)(updated)

@@ -1,0 +1,429 @@
+"""Every optimizer that a config names, and one of the caller's: the same training on any mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from traced_steps import config_of
+
+from jaxpar.base.config import CheckpointConfig, Config, check, override, parse
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import local_bytes, path_name
+from jaxpar.models import Model
+from jaxpar.train.optimizer import config_optimizer
+from jaxpar.train.per_matrix import matrix_dims, muon_dimensions
+from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.restore import restore_state
+from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.step import (
+    TrainState,
+    evaluation_params,
+    init_state,
+    make_train_step,
+    put_batch,
+    state_shapes,
+)
+
+SMALL = {
+    "data.seq_len": 16,
+    "model.vocab_size": 250,
+    "train.batch": 8,
+    "train.steps": 10,
+    "train.warmup_steps": 2,
+    "train.learning_rate": 1e-3,
+    "optimizer.adafactor.least_size_to_factor": 4,
+}
+ZERO1 = {"rules.state_embed": ("fsdp", "data")}
+NAMES = {
+    "adam": {},
+    "lion": {},
+    "sgd": {"optimizer.sgd.nesterov": True, "optimizer.sgd.weight_decay": 0.1},
+    "adafactor": {"optimizer.adafactor.weight_decay": 0.1},
+    "muon": {},
+    "schedule_free": {"train.schedule": "constant"},
+}
+GIVEN = "given"
+
+
+def mine() -> optax.GradientTransformation:
+    """A transformation of the caller's, with a clip that is global and bites."""
+    return optax.chain(optax.clip_by_global_norm(0.01), optax.lion(1e-3, weight_decay=0.1))
+
+
+def config(name: str, **mesh: int) -> Config:
+    changes = {} if name == GIVEN else {"optimizer.name": name} | NAMES[name]
+    if mesh.get("data", 1) > 1:
+        changes |= ZERO1
+    return override(config_of("llama", **mesh), SMALL | changes)
+
+
+def batches(count: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 250, (count, 8, 17), np.int32)
+    return [{"tokens": rows[:, :-1], "labels": rows[:, 1:]} for rows in ids]
+
+
+def trained(
+    config: Config,
+    name: str,
+    steps: int = 3,
+    state: TrainState | None = None,
+) -> tuple[TrainState, list[float]]:
+    """The state after some steps, and the losses."""
+    mesh = config.mesh
+    devices = jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor * mesh.stage]
+    plan = make_plan(config, devices)
+    model = Model(config.model)
+    optimizer = mine() if name == GIVEN else None
+    begun = 0 if state is None else int(state.step)
+    if state is None:
+        state = init_state(model, config, plan, optimizer=optimizer)
+    step = make_train_step(model, config, plan, optimizer)
+    losses = []
+    for batch in batches(begun + steps)[begun:]:
+        state, metrics = step(state, put_batch(batch, plan))
+        losses.append(float(metrics["loss"]))
+        assert metrics["overflows"] == 0
+    return state, losses
+
+
+@functools.cache
+def on_one_device(name: str) -> tuple[Any, list[float]]:
+    state, losses = trained(config(name), name)
+    return jax.tree.map(np.asarray, state), losses
+
+
+@functools.cache
+def on_eight(name: str) -> tuple[TrainState, list[float]]:
+    return trained(config(name, data=2, fsdp=2, tensor=2), name)
+
+
+def assert_near(state: Any, want: Any, tolerance: float) -> None:
+    """Root mean squares of the difference, relative to those of the array."""
+    rows = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), other in zip(rows, jax.tree.leaves(want), strict=True):
+        x, y = (np.asarray(one, np.float64) for one in (leaf, other))
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y) + 1e-12, path_name(path)
+
+
+@pytest.mark.parametrize("name", [*NAMES, GIVEN])
+def test_training_on_eight_devices_with_zero1_is_that_of_one(name: str) -> None:
+    """Float32 over three steps. A gradient is off by a few ulps (6e-8) of its largest entry, and
+    an update that divides by a gradient's size makes more of it where that is small.
+    """
+    state, losses = on_eight(name)
+    want, want_losses = on_one_device(name)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+    assert_near(state, want, 2e-5)
+
+
+LAYOUT = {
+    ".q": P(None, ("fsdp", "data"), "tensor"),
+    ".out": P(None, "tensor", None, ("fsdp", "data")),
+    ".down": P(None, "tensor", ("fsdp", "data")),
+    ".mlp_norm.scale": P(None, ("fsdp", "data")),
+    "embed.tokens": P("tensor", ("fsdp", "data")),
+    "head.norm.scale": P(("fsdp", "data")),
+}
+ROWS = P(None, ("fsdp", "data"))
+COLUMNS = P(None, "tensor")
+
+
+@pytest.mark.parametrize("name", [*NAMES, GIVEN])
+def test_every_array_of_the_state_lies_where_its_parameter_does(name: str) -> None:
+    """And the memory account counts the bytes that are there."""
+    eight = config(name, data=2, fsdp=2, tensor=2)
+    experiment = make_experiment(eight, jax.devices(), optimizer=mine() if name == GIVEN else None)
+    shapes = experiment.state
+    state, _ = on_eight(name)
+    rows = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    for (path, leaf), shape in zip(rows, jax.tree.leaves(shapes.opt_state), strict=True):
+        where = path_name(path)
+        assert leaf.sharding == shape.sharding, where
+        spec = leaf.sharding.spec
+        if leaf.ndim == 0 or where.endswith("ns_coeffs") or leaf.shape[-1] == 1:
+            assert spec == P(), where
+        elif "v_row" in where or "v_col" in where:
+            if ".blocks." in where:
+                assert spec in (ROWS, COLUMNS), where
+        else:
+            wanted = [spec for end, spec in LAYOUT.items() if where.endswith(end)]
+            assert spec in wanted or not wanted, where
+    held = state_bytes(experiment, "cpu")
+    assert held.optimizer.device == local_bytes(state.opt_state)
+    assert held.parameters.device == local_bytes(state.params)
+
+
+def test_factored_moments_are_of_a_layers_matrix() -> None:
+    """Of [embed, heads, head_dim] the heads and their dims are one side; no sum goes over layers,
+    and sums over rows lie as columns do.
+    """
+    state, _ = on_eight("adafactor")
+    factored = optax.tree.get(state.opt_state, "v_row"), optax.tree.get(state.opt_state, "v_col")
+    by_row, by_column = (
+        {name: tree["blocks"][name] for name in ("q", "down")} for tree in factored
+    )
+    model = state.params["blocks"]
+    L, D, H, h = model["q"].shape
+    assert by_row["q"].shape == (L, D) and by_column["q"].shape == (L, H * h)
+    assert by_row["q"].sharding.spec == ROWS and by_column["q"].sharding.spec == COLUMNS
+    # optax takes the larger dim out of the rows' sums: of down it is mlp
+    assert by_row["down"].sharding.spec == ROWS and by_column["down"].sharding.spec == COLUMNS
+
+
+def test_adafactor_and_muon_update_a_layer_as_if_it_were_alone() -> None:
+    """Of optax's own, on one layer's matrix as two dims."""
+    axes = {"blocks": {"q": ("layers", "embed", "heads", "head_dim")}}
+    key = jax.random.key(0)
+    q_LDHh, grad_LDHh = jax.random.normal(key, (2, 3, 8, 2, 6))
+    params = {"blocks": {"q": q_LDHh}}
+    for name, alone in (
+        ("adafactor", optax.adafactor(1e-3 / 3, 4, weight_decay_rate=1e-4 / 3)),
+        ("muon", optax.contrib.muon(1e-3 / 3, weight_decay=0.1, consistent_rms=0.2)),
+    ):
+        transformation = config_optimizer(config(name)).make(axes)
+        updates, _ = transformation.update(
+            {"blocks": {"q": grad_LDHh}}, transformation.init(params), params
+        )
+        for layer in range(3):
+            matrix, gradient = (x[layer].reshape(8, 12) for x in (q_LDHh, grad_LDHh))
+            want, _ = alone.update(gradient, alone.init(matrix), matrix)
+            # float32: sums of a hundred numbers, in another order
+            np.testing.assert_allclose(
+                updates["blocks"]["q"][layer].reshape(8, 12), want, rtol=2e-5, atol=1e-9
+            )
+
+
+def test_the_matrices_of_a_model_are_known_by_their_axes() -> None:
+    experts = ("layers", "experts", "embed", "mlp")
+    assert matrix_dims(experts) == ((0, 1), (2,), (3,))
+    assert matrix_dims(("layers", "heads", "head_dim", "embed")) == ((0,), (1, 2), (3,))
+    assert matrix_dims(("layers", "embed", None)) == ((0,), (1,), (2,))  # a router
+    assert matrix_dims(("layers", "heads", "head_dim")).rows == ()
+    dimensions = muon_dimensions(Model(config("muon").model).axes)
+    assert dimensions["embed"]["tokens"] is None and dimensions["head"]["table"] is None
+    assert dimensions["blocks"]["mlp_norm"]["scale"] is None
+    assert dimensions["blocks"]["q"] == ((1,), (2, 3))
+
+
+def marked(name: str, fast: tuple[str, ...]) -> Any:
+    return name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [marked(name, ("adafactor", GIVEN)) for name in (*NAMES, GIVEN)])
+def test_a_run_goes_on_on_another_mesh(name: str, tmp_path: Path) -> None:
+    """From eight devices to two stages of two: to within 1e-5 of one that was never interrupted."""
+    state, _ = on_eight(name)
+    want, want_losses = trained(
+        config(name, data=2, fsdp=2, tensor=2), name, 1, jax.tree.map(jnp.copy, state)
+    )
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    beside = {"iterator": None, "training_tokens": None, "layer_order": None}
+    checkpoints.save(3, state, beside, None)
+    changes = {"pipeline.schedule": "looped", "pipeline.microbatches": 2, "pipeline.virtual": 1}
+    other = override(config(name, fsdp=2, stage=2), changes)
+    given = mine() if name == GIVEN else None
+    experiment = make_experiment(other, jax.devices()[:4], optimizer=given)
+    found, _ = restore_state(checkpoints, 3, experiment)
+    checkpoints.close()
+    after, losses = trained(other, name, 1, found)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    assert_near(after.params, want.params, 1e-5)
+
+
+def test_schedule_free_evaluates_its_average_and_restores_it(tmp_path: Path) -> None:
+    state, _ = on_eight("schedule_free")
+    eight = config("schedule_free", data=2, fsdp=2, tensor=2)
+    model = Model(eight.model)
+    want = optax.contrib.schedule_free_eval_params(
+        jax.tree.map(np.asarray, state.opt_state), jax.tree.map(np.asarray, state.params)
+    )
+    assert np.linalg.norm(want["embed"]["tokens"] - state.params["embed"]["tokens"]) > 1e-4
+    optimizer = config_optimizer(eight)
+    assert_near(evaluation_params(model, state, optimizer), want, 1e-6)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    beside = {"iterator": None, "training_tokens": None, "layer_order": None}
+    checkpoints.save(3, state, beside, None)
+    one = config("schedule_free")
+    here = jax.devices()[:1]
+    found, _ = restore_state(checkpoints, 3, make_experiment(one, here), whole=False)
+    assert_near(found.params, want, 1e-6)
+    assert not jax.tree.leaves((found.step, found.opt_state))
+    with pytest.raises(UserError, match="trained with a schedule-free optimizer"):
+        restore_state(checkpoints, 3, make_experiment(config("adam"), here), whole=False)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    "name", [marked(name, ("muon",)) for name in ("lion", "sgd", "muon", "adafactor")]
+)
+def test_first_moments_in_bfloat16_and_in_host_memory(name: str) -> None:
+    """Layer by layer; a bfloat16 has 8 bits, and Muon and momentum move as the moment does."""
+    changes = {"precision.moments": "bfloat16", "memory.optimizer": "offload"}
+    if name == "adafactor":
+        changes["optimizer.adafactor.momentum"] = 0.9
+    eight = override(config(name, data=2, fsdp=2, tensor=2), changes)
+    check(eight)
+    state, _ = trained(eight, name)
+    exact, _ = trained(override(eight, {"precision.moments": "float32"}), name)
+    rows = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    kinds = {path_name(path): (leaf.dtype, leaf.sharding.memory_kind) for path, leaf in rows}
+    moment = next(key for key in kinds if key.endswith(".q") and kinds[key][0] == jnp.bfloat16)
+    assert kinds[moment] == (jnp.bfloat16, "pinned_host")
+    vector = moment.replace(".q", ".mlp_norm.scale")
+    if name != "muon":  # whose vectors are AdamW's
+        assert kinds[vector] == (jnp.float32, "device")
+    start, _ = trained(eight, name, 0)
+    for x, y, begun in zip(
+        *(jax.tree.leaves(one.params) for one in (state, exact, start)), strict=True
+    ):
+        moved = np.linalg.norm(np.asarray(y) - np.asarray(begun))
+        # Lion takes a sign, which turns where a moment is near zero
+        limit = 0.2 if name == "lion" else 0.02
+        assert np.linalg.norm(np.asarray(x) - np.asarray(y)) < limit * moved
+
+
+def test_a_step_that_is_not_finite_keeps_the_state_of_any_optimizer() -> None:
+    for name in NAMES:
+        one = config(name)
+        plan = make_plan(one, jax.devices()[:1])
+        model = Model(one.model)
+        state = init_state(model, one, plan)
+        state.params["head"]["norm"]["scale"] = jnp.full(one.model.embed, math.nan)
+        before = jax.tree.map(np.asarray, state)
+        (batch,) = batches(1)
+        after, metrics = make_train_step(model, one, plan)(state, put_batch(batch, plan))
+        assert not np.isfinite(metrics["loss"]) and metrics["overflows"] == 0
+        jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
+        jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+
+
+def test_an_update_that_is_not_finite_is_counted_and_leaves_a_finite_state() -> None:
+    """Of an optimizer of the caller's whose state would become infinite."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree.map(lambda g: g / 0.0, updates), jax.tree.map(lambda x: x / 0.0, state)
+
+    broken = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.ones_like, params), update
+    )
+    one = config(GIVEN)
+    plan = make_plan(one, jax.devices()[:1])
+    model = Model(one.model)
+    state = init_state(model, one, plan, optimizer=broken)
+    before = jax.tree.map(np.asarray, state)
+    (batch,) = batches(1)
+    after, metrics = make_train_step(model, one, plan, broken)(state, put_batch(batch, plan))
+    entries = sum(leaf.size for leaf in jax.tree.leaves(before.params))
+    assert np.isfinite(metrics["loss"]) and metrics["overflows"] == 2 * entries
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+
+
+def test_sgd_without_momentum_has_no_state_but_its_count() -> None:
+    one = override(config("sgd"), {"optimizer.sgd.momentum": 0.0, "optimizer.sgd.nesterov": False})
+    plan = make_plan(one, jax.devices()[:1])
+    shapes = state_shapes(Model(one.model), one, plan)
+    assert [leaf.shape for leaf in jax.tree.leaves(shapes.opt_state)] == [()]
+
+
+REFUSED = {
+    "schedule": (
+        {"optimizer.name": "schedule_free"},
+        "train.schedule=cosine with optimizer.name=schedule_free",
+    ),
+    "rounded average": (
+        {
+            "optimizer.name": "schedule_free",
+            "train.schedule": "constant",
+            "precision.params": "bfloat16",
+        },
+        "precision.params=bfloat16 with optimizer.name=schedule_free",
+    ),
+    "no first moments": (
+        {"optimizer.name": "adafactor", "precision.moments": "bfloat16"},
+        "precision.moments=bfloat16 with optimizer.name=adafactor: it has no first moments",
+    ),
+    "momentum that a bfloat16 cannot follow": (
+        {
+            "optimizer.name": "sgd",
+            "optimizer.sgd.momentum": 0.99,
+            "precision.moments": "bfloat16",
+        },
+        "try optimizer.sgd.momentum=0.95",
+    ),
+    "decay": (
+        {
+            "optimizer.name": "lion",
+            "optimizer.lion.weight_decay": 100.0,
+            "train.learning_rate": 0.1,
+        },
+        "optimizer.lion.weight_decay=100 is 1 or more",
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_contradict_each_other_are_refused(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        check(override(Config(), {"train.learning_rate": 1e-3} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory.optimizer": "offload"}, "memory.optimizer=offload updates one layer after"),
+        ({"memory.parameters": "offload"}, "memory.parameters=offload updates one layer after"),
+        ({"precision.moments": "bfloat16"}, "precision.moments=bfloat16 rounds the first moments"),
+    ],
+)
+def test_a_given_optimizer_is_not_taken_apart(changes: dict[str, Any], message: str) -> None:
+    one = override(config(GIVEN), changes)
+    with pytest.raises(UserError, match=message):
+        make_experiment(one, jax.devices()[:1], optimizer=mine())
+
+
+@pytest.mark.quick
+def test_a_given_optimizer_is_one() -> None:
+    one = config(GIVEN)
+    plan = make_plan(one, jax.devices()[:1])
+    with pytest.raises(UserError, match="an optimizer is an optax"):
+        state_shapes(Model(one.model), one, plan, optimizer="lion")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.quick
+def test_a_rate_in_the_state_is_reported() -> None:
+    one = config(GIVEN)
+    plan = make_plan(one, jax.devices()[:1])
+    model = Model(one.model)
+    rates = []
+    for optimizer in (mine(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)):
+        state = init_state(model, one, plan, optimizer=optimizer)
+        (batch,) = batches(1)
+        _, metrics = make_train_step(model, one, plan, optimizer)(state, put_batch(batch, plan))
+        rates.append(float(metrics["learning_rate"]))
+    assert math.isnan(rates[0]) and rates[1] == 0.25
+
+
+@pytest.mark.quick
+def test_keys_of_adamw_of_an_earlier_version_are_taken() -> None:
+    old = parse("[train]\nbeta1 = 0.8\nbeta2 = 0.99\neps = 1e-6\nweight_decay = 0.2")
+    today = "[optimizer.adamw]\nbeta1 = 0.8\nbeta2 = 0.99\neps = 1e-6\nweight_decay = 0.2"
+    assert old == parse(today)
+    assert override(Config(), {"train.beta2": 0.99}).optimizer.adamw.beta2 == 0.99
+    with pytest.raises(UserError, match="say the same thing: keep optimizer"):
+        parse("[train]\nbeta2 = 0.99\n[optimizer.adamw]\nbeta2 = 0.9")
+    with pytest.raises(UserError, match="say the same thing: keep optimizer"):
+        override(Config(), {"train.beta2": 0.99, "optimizer.adamw.beta2": 0.9})
