@@ -184,6 +184,31 @@ class TpuCompiler:
 
 
 @dataclass(frozen=True)
+class HeadDimTiles:
+    """The tiles of the Triton attention kernels in bfloat16, each as (queries, keys, warps of a
+    program, stages of its software pipeline).
+    """
+
+    head_dim: int = 0
+    """The largest head_dim that takes these."""
+    forward: tuple[int, ...] = ()
+    dq: tuple[int, ...] = ()
+    """Those of the kernel that gives the queries' gradient."""
+    dkv: tuple[int, ...] = ()
+    """Those of the kernel that gives the gradients of keys and values."""
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """The tiles that attention takes on a GPU, and the GPUs that take them."""
+
+    gpus: tuple[str, ...] = ()
+    """Words of a `device_kind`, such as `H100` of `NVIDIA H100 PCIe`: this chip, and others with
+    the same tensor cores and as much shared memory, whatever else they lack."""
+    bfloat16: tuple[HeadDimTiles, ...] = ()
+
+
+@dataclass(frozen=True)
 class Cloud:
     """What providers call the chip, beside `Slices.vendor`; empty = it is not there."""
 
@@ -203,6 +228,7 @@ class Chip:
     slices: Slices = field(default_factory=Slices)
     compiler: GpuCompiler = field(default_factory=GpuCompiler)
     tpu_compiler: TpuCompiler = field(default_factory=TpuCompiler)
+    attention: AttentionTiles = field(default_factory=AttentionTiles)
     cloud: Cloud = field(default_factory=Cloud)
 
 

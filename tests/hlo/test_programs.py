@@ -35,7 +35,7 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, Task, walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.kernels.attention.triton import sizes_for
+from jaxpar.kernels.attention.triton_tiles import tile_sizes_for
 from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
@@ -128,7 +128,7 @@ def attention_flops(config: Config, platform: str) -> tuple[float, float]:
         )
         return 2 * computed, 7 * computed
     if platform == "cuda":  # Triton's tiles that are not empty
-        sizes = sizes_for(model.head_dim, config.precision.compute, "H100")
+        sizes = tile_sizes_for(model.head_dim, config.precision.compute, "H100")
         forward, dq, dkv = (
             products
             * matmul

@@ -22,10 +22,11 @@ import pytest
 from attention_cases import KERNEL_CASES, SIZES, Case, answer, assert_right, inputs, of_pair
 from tiers import needs_cuda, some
 
-from jaxpar.base.hardware import load_chip
+from jaxpar.base.hardware import CHIPS, load_chip
+from jaxpar.base.toml import presets
 from jaxpar.kernels.attention import dispatch, triton
 from jaxpar.kernels.attention.call import Call, Unserved, reference
-from jaxpar.kernels.attention.triton import Sizes, Tile, sizes_for, sizes_here
+from jaxpar.kernels.attention.triton_tiles import Tile, TileSizes, tile_sizes_for, tile_sizes_here
 from jaxpar.kernels.masks import (
     EMPTY,
     BlockSparse,
@@ -50,7 +51,7 @@ deprecated = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
 
-SMALL = Sizes(
+SMALL = TileSizes(
     Tile(16, 32),
     Tile(32, 16),
     Tile(16, 16),
@@ -176,7 +177,7 @@ def test_empty_tiles_are_not_visited(name: str) -> None:
     """With tiles of 16 x 16: NaN in all that a row of tiles need not see changes nothing of
     that row.
     """
-    size = Sizes(
+    size = TileSizes(
         Tile(16, 16),
         Tile(16, 16),
         Tile(16, 16),
@@ -412,13 +413,54 @@ def test_tiles_divide_the_blocks_of_a_mask_and_are_no_longer_than_the_sequence()
 def test_every_chip_and_head_dim_has_tiles(dtype: str) -> None:
     for chip in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "cpu"):
         for h in (32, 64, 80, 128, 192, 256):
-            for tile in sizes_for(h, dtype, chip):
+            for tile in tile_sizes_for(h, dtype, chip):
                 assert min(tile[:2]) >= triton.LEAST
                 assert all(block & (block - 1) == 0 for block in tile[:2])
-    assert sizes_for(64, "bfloat16", "NVIDIA H100 PCIe") != sizes_for(
+    assert tile_sizes_for(64, "bfloat16", "NVIDIA H100 PCIe") != tile_sizes_for(
         64, "bfloat16", "NVIDIA A100-PCIE-40GB"
     )
-    assert sizes_here(64, "bfloat16") == sizes_for(64, "bfloat16", "an unknown chip")
+    assert tile_sizes_here(64, "bfloat16") == tile_sizes_for(64, "bfloat16", "an unknown chip")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "kind, like",
+    [
+        ("NVIDIA H800", "h100"),
+        ("NVIDIA H20", "h100"),
+        ("NVIDIA GH200 480GB", "h100"),
+        ("NVIDIA H200 NVL", "h200"),
+        ("NVIDIA A800-SXM4-80GB", "a100"),
+        ("NVIDIA B300 SXM6 AC", "b200"),
+        ("NVIDIA GB200", "b200"),
+    ],
+)
+def test_a_gpu_takes_the_tiles_of_the_chip_file_that_names_it(
+    kind: str, like: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """H800, H20, A800 and B300 took the small tiles of an unknown GPU."""
+    (chip, *_) = load_chip(like).hardware.device_kinds
+    for h in (64, 128, 256):
+        assert tile_sizes_for(h, "bfloat16", kind) == tile_sizes_for(h, "bfloat16", chip)
+        assert tile_sizes_for(h, "bfloat16", kind) != tile_sizes_for(h, "bfloat16", "NVIDIA L4")
+    assert not caplog.records
+
+
+@pytest.mark.quick
+def test_a_gpu_that_no_chip_file_names_takes_small_tiles_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unknown = "NVIDIA R100"
+    for h in (64, 128):
+        assert tile_sizes_for(h, "bfloat16", unknown) == tile_sizes_for(h, "bfloat16", "NVIDIA L4")
+    (record,) = caplog.records
+    assert record.message.startswith("attention on NVIDIA R100: no file of meshes/chips names")
+
+
+@pytest.mark.quick
+def test_no_two_chip_files_name_the_same_gpu() -> None:
+    named = [gpu for name in presets(CHIPS) for gpu in load_chip(name).attention.gpus]
+    assert len(named) == len(set(named))
 
 
 # Lowered to Triton, and compiled for GPUs that are not here.
@@ -430,7 +472,9 @@ def _traced(
     **options: Any,
 ) -> Any:
     """Forward and backward of a case, with the tiles of the device."""
-    sizes = sizes_for(case.h, case.dtype, device.device_kind if device else "NVIDIA H100 80GB HBM3")
+    sizes = tile_sizes_for(
+        case.h, case.dtype, device.device_kind if device else "NVIDIA H100 80GB HBM3"
+    )
     if device:
         sharding = jax.sharding.SingleDeviceSharding(device)
     else:
@@ -469,7 +513,11 @@ def _traced(
 def test_everything_has_a_form_in_triton(case: Case) -> None:
     """The interpreter takes what the lowering does not."""
     lowered = _traced(case).lower(lowering_platforms=("cuda",)).as_text()
-    assert [lowered.count(f'name = "attention_{kernel}"') for kernel in Sizes._fields] == [1, 1, 1]
+    assert [lowered.count(f'name = "attention_{kernel}"') for kernel in TileSizes._fields] == [
+        1,
+        1,
+        1,
+    ]
 
 
 @needs_cuda
@@ -502,7 +550,7 @@ def compiled_for(
     """Forward and backward for one GPU, eight heads and two kv heads."""
     (device,) = load_target(f"{chip}x1").devices()
     sharding = jax.sharding.SingleDeviceSharding(device)
-    sizes = sizes_for(h, dtype, device.device_kind)
+    sizes = tile_sizes_for(h, dtype, device.device_kind)
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -604,7 +652,7 @@ def test_memory_grows_with_the_sequence_not_its_square(chip: str, mask: str) -> 
     """Temporaries are the log-sum-exp and, where ids make them, the lists of visits: four bytes a
     tile.
     """
-    sizes = sizes_for(128, "bfloat16", load_chip(chip).hardware.device_kinds[0])
+    sizes = tile_sizes_for(128, "bfloat16", load_chip(chip).hardware.device_kinds[0])
     for S in (1 << 14, 1 << 17):
         found = compiled_for(chip, mask, S, 128).memory_analysis()
         lse = 4 * 8 * S

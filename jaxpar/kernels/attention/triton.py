@@ -31,15 +31,13 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxpar.base.compiled_for import place_of_compilation
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
+from jaxpar.kernels.attention.triton_tiles import LEAST, Tile, TileSizes, tile_sizes_here
 from jaxpar.kernels.attention.visits import block_units, in_tile, visits
 from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
 Carry = TypeVar("Carry")
 LOG2_E = math.log2(math.e)
-LEAST = 16
-"""The fewest entries that a side of a tile may have in Triton's matrix products."""
 MOST_HEAD_DIM = 256
 ONLY = np.int32(0)
 """The head in a program that has only one. It is a numpy integer, as the interpreter asks an index
@@ -72,13 +70,13 @@ def forward(
     v_BTKh: Array,
     mask: Mask,
     call: Call = DEFAULT,
-    sizes: Sizes | None = None,
+    sizes: TileSizes | None = None,
 ) -> tuple[Array, Array]:
     """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the
     chip.
     """
     B, S, H, h = q_BSHh.shape
-    tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
+    tile = (sizes or tile_sizes_here(h, q_BSHh.dtype)).forward
     out = jax.ShapeDtypeStruct(q_BSHh.shape, call.out_dtype or q_BSHh.dtype)
     lse = jax.ShapeDtypeStruct((B, H, S), jnp.float32)
     out_BSHh, lse_BHS = _run(
@@ -96,12 +94,12 @@ def backward(
     delta_BHS: Array,
     mask: Mask,
     call: Call = DEFAULT,
-    sizes: Sizes | None = None,
+    sizes: TileSizes | None = None,
 ) -> tuple[Array, Array, Array]:
     """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the
     chip.
     """
-    _, dq_tile, dkv_tile = sizes or sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
+    _, dq_tile, dkv_tile = sizes or tile_sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])
     (dq_BSHh,) = _run(attention_dq, 3, dq_tile, arrays, [dq], mask, call)
@@ -556,123 +554,3 @@ def _dscores(
 
 def _zeros(shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, jnp.float32)
-
-
-# The sizes of tiles.
-
-
-class Tile(NamedTuple):
-    """One kernel's queries and keys in a tile, warps in a program, and stages of its software
-    pipeline.
-    """
-
-    block_q: int
-    block_k: int
-    warps: int = 4
-    stages: int = 2
-
-
-class Sizes(NamedTuple):
-    """The tiles of the three kernels."""
-
-    forward: Tile
-    dq: Tile
-    dkv: Tile
-
-
-# The forward's sizes start from the defaults of PyTorch's FlexAttention, which were measured. All
-# were compiled for their chip: they fit its shared memory (227 KB a block on an H100, 163 KB on an
-# A100, 99 KB on smaller chips), and of the larger tiles tried they are the ones whose registers
-# spill hardly or not at all. float32 is multiplied outside the tensor cores, so it has the same
-# sizes on all chips.
-_FLOAT32 = {
-    64: (
-        (32, 32, 4, 2),
-        (32, 32, 4, 2),
-        (32, 32, 4, 2),
-    ),
-    128: (
-        (32, 32, 4, 2),
-        (32, 32, 4, 2),
-        (16, 32, 4, 2),
-    ),
-    256: (
-        (32, 16, 4, 2),
-        (16, 16, 4, 2),
-        (16, 16, 4, 2),
-    ),
-}
-_BFLOAT16 = {
-    "hopper": {
-        64: (
-            (128, 128, 4, 3),
-            (128, 64, 8, 2),
-            (64, 128, 8, 2),
-        ),
-        128: (
-            (128, 64, 8, 3),
-            (128, 64, 8, 2),
-            (64, 64, 8, 2),
-        ),
-        256: (
-            (64, 32, 4, 3),
-            (64, 64, 8, 2),
-            (32, 64, 8, 2),
-        ),
-    },
-    "ampere": {
-        64: (
-            (128, 64, 4, 3),
-            (128, 64, 8, 2),
-            (64, 128, 8, 2),
-        ),
-        128: (
-            (128, 64, 8, 3),
-            (64, 64, 4, 2),
-            (128, 64, 8, 2),
-        ),
-        256: (
-            (64, 64, 8, 2),
-            (64, 64, 8, 2),
-            (64, 32, 8, 2),
-        ),
-    },
-    "small": {
-        64: (
-            (64, 64, 4, 3),
-            (64, 64, 4, 2),
-            (64, 64, 4, 3),
-        ),
-        128: (
-            (64, 64, 4, 3),
-            (64, 64, 4, 2),
-            (64, 64, 4, 2),
-        ),
-        256: (
-            (32, 32, 4, 2),
-            (32, 32, 4, 2),
-            (32, 32, 4, 2),
-        ),
-    },
-}
-_KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper", "A100": "ampere"}
-"""Parts of a `device_kind`, and the family of chips that each one names."""
-
-
-def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
-    """The sizes for a head_dim `h` and a chip, which is given by its `device_kind`."""
-    family = next((family for part, family in _KINDS.items() if part in chip), "small")
-    # head_dims of one row take as much room
-    width = next(width for width in (64, 128, 256) if h <= width)
-    if jnp.dtype(dtype) == jnp.float32:
-        rows = _FLOAT32
-    else:
-        rows = _BFLOAT16[family]
-    return Sizes(*(Tile(*tile) for tile in rows[width]))
-
-
-def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
-    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for a
-    rehearsal's target or JAX's own devices."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return sizes_for(h, dtype, device.device_kind if device else place_of_compilation().kind)
