@@ -2,7 +2,7 @@
 exit 2.
 
 What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second.
-Each command's function is `NAME_command` of `commands`, or of the module that `_MODULES` names.
+Each command is a row of `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -11,36 +11,48 @@ import errno
 import importlib
 import os
 import sys
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from jaxpar.base.errors import UserError, short, suggest, visible
 
+
+class Command(NamedTuple):
+    """A command: what the list of them says, and the module of `jaxpar.cli` that has its function,
+    `NAME_command`.
+    """
+
+    text: str
+    module: str = "commands"
+
+
 COMMANDS = {
-    "train": "train a config; the same command resumes",
-    "watch": "a run in the terminal: progress, losses, speed; its profile by line of the model",
-    "verify": "compare a plan's loss and gradients with one device",
-    "generate": "continue prompts with a run, a Hugging Face folder or a PEFT adapter",
-    "eval": "validation loss of a run or a Hugging Face folder, or tasks of lm-eval",
-    "convert": "to and from Hugging Face safetensors",
-    "tokenize": "text to a .bin file of token ids",
-    "configs": "list the config presets",
-    "meshes": "list the mesh presets",
-    "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
-    "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "launch": (
-        "run it on several machines: Ray here or on a cluster; scripts for Slurm, GKE, "
-        "TPU VMs and SkyPilot"
+    "train": Command("train a config; the same command resumes"),
+    "watch": Command(
+        "a run in the terminal: progress, losses, speed; its profile by line of the model"
     ),
-    "sweep": "run every combination of some settings, under Ray Tune",
-    "bench": "the training step beside PyTorch, in turns",
-    "doctor": "versions, devices, known-bad combinations",
-}
-_MODULES = {
-    "generate": "trained",
-    "eval": "trained",
-    "rehearse": "rehearse",
-    "launch": "launch",
-    "sweep": "launch",
+    "verify": Command("compare a plan's loss and gradients with one device"),
+    "generate": Command(
+        "continue prompts with a run, a Hugging Face folder or a PEFT adapter", "trained"
+    ),
+    "eval": Command(
+        "validation loss of a run or a Hugging Face folder, or tasks of lm-eval", "trained"
+    ),
+    "convert": Command("to and from Hugging Face safetensors"),
+    "tokenize": Command("text to a .bin file of token ids"),
+    "configs": Command("list the config presets"),
+    "meshes": Command("list the mesh presets"),
+    "show": Command("parameter table and a picture of the sharding, or of the pipeline's schedule"),
+    "rehearse": Command(
+        "compile the step for absent hardware: memory, time, exposed communication", "rehearse"
+    ),
+    "launch": Command(
+        "run it on several machines: Ray here or on a cluster; scripts for Slurm, GKE, "
+        "TPU VMs and SkyPilot",
+        "launch",
+    ),
+    "sweep": Command("run every combination of some settings, under Ray Tune", "launch"),
+    "bench": Command("the training step beside PyTorch, in turns"),
+    "doctor": Command("versions, devices, known-bad combinations"),
 }
 _HELP = ("-h", "--help", "help")
 
@@ -101,7 +113,8 @@ def _command(words: list[str]) -> int:
     if not words or words[0] in _HELP:
         width = max(map(len, COMMANDS))
         print("usage: jaxpar COMMAND ...   (jaxpar COMMAND --help lists its flags)\n")
-        print("\n".join(f"  {command:<{width}}  {text}" for command, text in COMMANDS.items()))
+        lines = [f"  {name:<{width}}  {command.text}" for name, command in COMMANDS.items()]
+        print("\n".join(lines))
         return 0
     command, *rest = words
     if command not in COMMANDS:
@@ -110,12 +123,12 @@ def _command(words: list[str]) -> int:
         )
     if rest and command in ("configs", "meshes", "doctor"):
         if rest[0] in _HELP:
-            print(f"usage: jaxpar {command}\n\n{COMMANDS[command]}; takes no flags")
+            print(f"usage: jaxpar {command}\n\n{COMMANDS[command].text}; takes no flags")
             return 0
         raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(rest)}")
     if command in ("configs", "meshes"):
         return _list_presets(command)
-    module = importlib.import_module(f"jaxpar.cli.{_MODULES.get(command, 'commands')}")
+    module = importlib.import_module(f"jaxpar.cli.{COMMANDS[command].module}")
     return getattr(module, f"{command}_command")(rest)
 
 

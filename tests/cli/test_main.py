@@ -121,9 +121,9 @@ def shell(*words: str, **changes: str) -> subprocess.CompletedProcess:
 def test_help_lists_every_command(run):
     text = run("--help")
     assert run() == text
-    for name, what in COMMANDS.items():
+    for name, command in COMMANDS.items():
         assert f"{name} " in text
-        assert what in text
+        assert command.text in text
 
 
 def test_what_needs_no_jax_does_not_wait_for_it():
