@@ -29,7 +29,8 @@ from jaxpar.parallel.pipeline.schedules import (
 
 pytestmark = pytest.mark.quick
 
-NAMES = SCHEDULES.names()
+# those of which the literature has closed forms
+NAMES = ("gpipe", "1f1b", "interleaved", "looped")
 CHUNKED = ("interleaved", "looped")
 STAGES = (1, 2, 3, 4, 5, 8)
 
@@ -471,7 +472,7 @@ def test_the_checker_finds_what_the_definition_does(name):
     [
         (
             ("1f1", 4, 8, 1),
-            r"is one of gpipe, 1f1b, interleaved, looped, found '1f1' \(did you mean '1f1b'\?\)",
+            r"is one of gpipe, 1f1b, interleaved, looped.*, found '1f1' \(did you mean '1f1b'\?\)",
         ),
         (("1f1b", 0, 8, 1), "at least one stage, microbatch and virtual stage, found 0, 8, 1"),
         (("1f1b", 4, 0, 1), "found 4, 0, 1"),
