@@ -83,12 +83,20 @@ class VerifyArgs(ConfigArgs):
 
 @dataclass(frozen=True)
 class ShowArgs(ConfigArgs):
-    """Where the parameters of a config live, what its devices send, and pictures of the mesh and of
-    one layer.
+    """Where the parameters of a config live, what its devices send, and pictures: of the mesh, a
+    layer, masks and memory.
     """
 
     out: str = ""
     """Where the picture of the mesh goes; empty = NAME.png."""
+    layer: str = ""
+    """Draw one layer too: its matrices and activations, each with where it lies on the mesh. A .png
+    or .svg.
+    """
+    masks: str = ""
+    """Draw the attention masks too: which tiles are empty, partial and full, by kind of layer."""
+    memory: str = ""
+    """Draw a device's memory too, part by part, with what it has where --on says so."""
     schedule: bool = False
     """Show how microbatches go through the pipeline's stages instead, and draw that:
     NAME_schedule.png.
@@ -205,16 +213,28 @@ def verify_command(words: list[str]) -> int:
 
 
 def show_command(words: list[str]) -> int:
-    """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
+    """jaxpar show CONFIG [--on MESH] [--out|--layer|--masks|--memory PNG] [--schedule]
+    [--section.key value ...]
+    """
     from jaxpar.show.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
     config = check(args.config)
     picture = Path(args.out or Path(name).stem + ".png")
+    others = {
+        kind: Path(file)
+        for kind, file in (("layer", args.layer), ("masks", args.masks), ("memory", args.memory))
+        if file
+    }
+    if args.schedule and others:
+        raise UserError(
+            f"--{next(iter(others))} has no effect: --schedule draws the schedule alone"
+        )
     if args.schedule:
         show_schedule(config, picture)
-    else:
-        show(config, picture, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
+        return 0
+    has = load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0
+    show(config, picture, has, **others)
     return 0
 
 

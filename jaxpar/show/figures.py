@@ -38,6 +38,8 @@ _STATE = {
     "gradients": "#a9cbe8",
     "activations": "#e6842a",
 }
+_NEAR = 4
+"""A line at what a device has is drawn up to so many times the longest bar."""
 # an array's height and width in points; a letter's width by its size
 _ROOM = (185, 235)
 _LETTER = 0.54
@@ -172,7 +174,7 @@ def mesh_figure(
     figure.suptitle(title)
     grid = np.atleast_1d(figure.subplots(lines, columns)).ravel()
     for axes, row in zip(grid, largest, strict=False):
-        _draw_array(axes, row, layout)
+        draw_array(axes, row, layout)
     for axes in grid[len(largest) :]:
         axes.set_visible(False)
     return figure
@@ -185,10 +187,10 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
     Parts of the same name have the same colour: blue for state, brown for the named activations in
     the order in which a block makes them, grey for the rest.
     """
-    largest = max(
-        has,
-        *(sum(parts.values()) for parts in bars.values()),
-    )
+    largest = max(sum(parts.values()) for parts in bars.values())
+    near = has <= _NEAR * largest
+    if near:
+        largest = max(largest, has)
     unit, letters = next(
         (size, word) for size, word in ((2**30, "GiB"), (2**20, "MiB"), (1, "B")) if largest >= size
     )
@@ -228,9 +230,19 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
         left = {label: at + size for (label, at), size in zip(left.items(), sizes, strict=True)}
     for at, (label, parts) in enumerate(bars.items()):
         axes.text(left[label], at, f" {sum(parts.values()) / unit:.3g}", va="center", fontsize=9)
-    if has:
-        axes.axvline(
-            has / unit, color=_VAL, linestyle="--", label=f"a device has {has / unit:.3g} {letters}"
+    says = f"a device has {has / unit:.3g} {letters}"
+    if has and near:
+        axes.axvline(has / unit, color=_VAL, linestyle="--", label=says)
+    elif has:
+        # a line far to the right would leave the bars no room
+        axes.annotate(
+            f"{says}, far to the right",
+            (1, 1),
+            xycoords="axes fraction",
+            ha="right",
+            va="bottom",
+            color=_VAL,
+            fontsize=9,
         )
     axes.invert_yaxis()
     axes.set(xlabel=f"{letters} of one device", xlim=(0, 1.1 * largest / unit))
@@ -322,8 +334,8 @@ def ring_figure(layout: Layout) -> Figure:
     return figure
 
 
-def _draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
-    """Draw one array as a grid of shards."""
+def draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
+    """Draw one array as a grid of shards, coloured by the first of the devices that hold each."""
     sharding = NamedSharding(layout.mesh, row.spec)
     ids = {device: i for i, device in enumerate(layout.mesh.devices.ravel())}
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}

@@ -3,6 +3,7 @@ pipeline goes, for any mesh and without hardware."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,25 +16,41 @@ from jaxpar.base.sharding import placements
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import UNIT, schedule
 from jaxpar.plan.communication import step_collectives
-from jaxpar.plan.memory_account import memory_account
-from jaxpar.show.figures import mesh_figure, save_figure
+from jaxpar.plan.memory_account import MemoryPart, memory_account
+from jaxpar.show.figures import memory_figure, mesh_figure, save_figure
+from jaxpar.show.layer import layer_figure
+from jaxpar.show.masks import mask_figure, masks_of_layers, tiles_to_draw
 from jaxpar.show.schedule import schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, memory_table, sharding_table
 from jaxpar.train.activations import activations
 from jaxpar.train.plans import make_experiment, plan_notes
 
 
-def show(config: Config, picture: Path, has: int = 0) -> None:
+def show(
+    config: Config,
+    picture: Path,
+    has: int = 0,
+    layer: Path | None = None,
+    masks: Path | None = None,
+    memory: Path | None = None,
+) -> None:
     """Print where a config's parameters live and what each device sends in a step. Draw the largest
-    arrays on the mesh.
+    arrays on the mesh, and what else is asked for.
 
     The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
-    `has` is the bytes of a device's memory; 0 = not known.
+
+    Args:
+      config: the experiment.
+      picture: where the picture of the mesh goes.
+      has: the bytes of a device's memory; 0 = not known.
+      layer: where a picture of one layer goes, its matrices and activations on the mesh.
+      masks: where a picture of the attention masks goes, of each kind of layer.
+      memory: where a picture of a device's memory goes, part by part.
 
     Raises:
       UserError: the model does not fit the mesh, or a picture cannot be written.
     """
-    check_folders(picture)
+    check_folders(picture, *filter(None, (layer, masks, memory)))
     mesh = replace(config.mesh, platform="cpu", distributed=False)
     auto = "overlap auto: shown as xla, without Domino; train and rehearse choose"
     notes = [auto] if config.overlap.is_open else []
@@ -65,8 +82,26 @@ def show(config: Config, picture: Path, has: int = 0) -> None:
     out = console()
     for part in (title, *plan_notes(experiment), *notes, *tables):
         out.print(part)
-    save_figure(mesh_figure(rows, plan, title), picture)
-    out.print(f"picture: {picture}")
+    drawn = {picture: lambda: mesh_figure(rows, plan, title)}
+    if layer:
+        drawn[layer] = lambda: layer_figure(experiment, title)
+    if masks:
+        words = masks_of_layers(config.model)
+        drawn[masks] = lambda: mask_figure(words, tiles_to_draw(config.data.seq_len))
+    if memory:
+        drawn[memory] = lambda: memory_figure(_bars(parts), title, has)
+    for file, draw in drawn.items():
+        save_figure(draw(), file)
+        out.print(f"picture: {file}")
+
+
+def _bars(parts: Sequence[MemoryPart]) -> dict[str, dict[str, int]]:
+    """The parts of a step in a device's memory, and in the host's where it has any."""
+    bars = {
+        "a device": {part.name: part.device for part in parts},
+        "its part\nof the host": {part.name: part.host for part in parts},
+    }
+    return {label: sizes for label, sizes in bars.items() if any(sizes.values())}
 
 
 def show_schedule(config: Config, picture: Path) -> None:

@@ -72,6 +72,14 @@ def test_parts_of_a_device_stand_one_after_another_in_one_order_and_add_up():
     assert line.get_label() == "a device has 5 GiB" and line.get_xdata()[0] == 5
 
 
+def test_what_a_device_has_far_beyond_the_bars_is_words_alone():
+    figure = memory_figure({"a device": {"parameters": 2 << 30}}, "a step", has=95 << 30)
+    (axes,) = figure.axes
+    assert not axes.lines
+    assert axes.get_xlim()[1] < 3
+    assert "a device has 95 GiB, far to the right" in [text.get_text() for text in axes.texts]
+
+
 def test_every_run_of_a_sweep_has_a_curve_and_a_bar():
     rates = {"mesh.tensor=1": 5, "mesh.tensor=2": 7}
     curves, bars = sweep_figure(dict.fromkeys(rates, ROWS), rates).axes

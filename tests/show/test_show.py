@@ -13,6 +13,7 @@ from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import DcnSpec, MeshSpec
 from jaxpar.base.plan import Pipeline
+from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.show.figures import save_figure
 from jaxpar.show.show import show, show_schedule
@@ -51,6 +52,23 @@ def test_a_picture_that_cannot_be_written_is_said_first(draw, tmp_path):
     (tmp_path / "x_layer.svg").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*x_layer\.svg: Is a directory"):
         save_figure(Figure(), tmp_path / "x_layer.svg")
+
+
+def test_the_other_pictures(tmp_path, capsys):
+    names = ("out", "layer", "masks", "memory")
+    files = [tmp_path / f"{name}.png" for name in names]
+    words = [
+        word for name, file in zip(names, files, strict=True) for word in (f"--{name}", str(file))
+    ]
+    assert main(["show", "tiny", *words]) == 0
+    said = capsys.readouterr().out.replace("\n", "")
+    for file in files:
+        assert f"picture: {file}" in said
+        assert file.read_bytes().startswith(b"\x89PNG")
+    assert main(["show", "tiny", "--mesh.stage", "2", "--schedule", "--masks", "x.png"]) == 2
+    assert "--masks has no effect: --schedule draws the schedule alone" in capsys.readouterr().err
+    assert main(["show", "tiny", "--layer", str(tmp_path / "no" / "x.png")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_what_each_device_sends(picture, capsys):

@@ -1,0 +1,123 @@
+"""The picture of one layer: its matrices and its activations, each with where it lies on the mesh.
+
+Nothing here knows a model: other parameters and other named activations make another picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure, SubFigure
+
+from jaxpar.base.activation_names import NAMES, Action
+from jaxpar.base.console import bytes_text
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Placement, output_axis, placements
+from jaxpar.show.figures import draw_array
+from jaxpar.train.activations import Activation, activations
+from jaxpar.train.experiment import Experiment
+
+_COLUMNS = 4
+_WORDS: dict[Action, str] = {
+    "save": "kept",
+    "offload": "kept in host memory",
+    "recompute": "made again",
+}
+"""What becomes of an activation until the backward."""
+_WIDTH = 4.0
+_HEIGHT = 3.1
+_HEADING = 0.45
+"""Inches: of a panel, and of the heading above the panels of a kind."""
+
+
+class Panel(NamedTuple):
+    """An array of a layer, and a line to show below its name."""
+
+    row: Placement
+    says: str
+
+
+def layer_figure(experiment: Experiment, title: str) -> Figure:
+    """Draw the matrices of one layer as they are stored, and the activations of one microbatch in
+    the order in which a block makes them, as rectangles of shards coloured by the devices that hold
+    them.
+
+    Args:
+      experiment: an experiment whose devices are here, or simulated.
+      title: the title of the picture.
+    """
+    plan = experiment.plan
+    matrices = _matrices(experiment)
+    made, local = _activations(activations(experiment), plan)
+    groups = {
+        "matrices of one layer, as they are stored": matrices,
+        "activations of one layer, for one microbatch": made,
+    }
+    lines = [-(-len(panels) // _COLUMNS) for panels in groups.values()]
+    figure = Figure(
+        figsize=(_WIDTH * _COLUMNS, _HEIGHT * sum(lines) + _HEADING * (len(lines) + 1)),
+        dpi=100,
+        layout="constrained",
+    )
+    figure.suptitle(title, fontsize=15)
+    parts = figure.subfigures(len(groups), 1, height_ratios=lines, squeeze=False).ravel()
+    for part, (heading, panels) in zip(parts, groups.items(), strict=True):
+        part.suptitle(heading, fontsize=13, weight="bold")
+        _draw_panels(part, panels, plan)
+    if local:
+        names = ", ".join(local)
+        figure.supxlabel(f"not drawn, as each device has rows of its own: {names}", fontsize=11)
+    return figure
+
+
+def _matrices(experiment: Experiment) -> list[Panel]:
+    """The parameters of a layer that have two dims or more, the largest first."""
+    plan = experiment.plan
+    blocks = experiment.state.params["blocks"]
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
+    axes = jax.tree.map(
+        lambda names: tuple(names)[1:],
+        experiment.model.axes["blocks"],
+        is_leaf=lambda names: isinstance(names, tuple),
+    )
+    rows = sorted(placements(layer, axes, plan), key=lambda row: -row.bytes)
+    return [
+        Panel(row, f"{bytes_text(row.bytes_per_device)} a device")
+        for row in rows
+        if len(row.shape) > 1
+    ]
+
+
+def _activations(found: Sequence[Activation], plan: Plan) -> tuple[list[Panel], list[str]]:
+    """The activations that lie on the mesh as a whole, and the names of those of which each device
+    has its own.
+    """
+    panels = []
+    local = []
+    for one in found:
+        names = NAMES[one.name].axes[: len(one.shape)]
+        axes = tuple(output_axis(axis, plan) for axis in names)
+        pieces = math.prod(plan.size(axis) for axis in axes)
+        whole = math.prod(one.shape) * np.dtype(one.dtype).itemsize
+        if len(axes) != len(one.shape) or one.bytes * pieces != whole:
+            local.append(one.name)
+            continue
+        spec = plan.sharding(axes, one.shape, one.name).spec
+        row = Placement(one.name, one.shape, axes, spec, one.bytes, whole)
+        panels.append(Panel(row, f"{bytes_text(one.bytes)} a device, {_WORDS[one.action]}"))
+    return panels, local
+
+
+def _draw_panels(part: SubFigure, panels: Sequence[Panel], plan: Plan) -> None:
+    lines = -(-len(panels) // _COLUMNS)
+    grid = part.subplots(lines, _COLUMNS, squeeze=False).ravel()
+    for axes, panel in zip(grid, panels, strict=False):
+        draw_array(axes, panel.row, plan)
+        shape = " x ".join(map(str, panel.row.shape))
+        axes.set_title(f"{panel.row.name}  {shape}\n{panel.says}", fontsize=10)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
