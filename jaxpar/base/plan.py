@@ -226,7 +226,7 @@ def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
 
 
-def late_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
+def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
     """The mesh axes over which gradients are summed once a step, after the last microbatch, rather
     than for each one.
 
@@ -244,7 +244,7 @@ def late_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis,
     )
 
 
-def plan_of_one_place(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
+def plan_without_batch_axes(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
     """The plan of the devices that share one place along mesh axes that split the batch alone."""
     return replace(
         plan,

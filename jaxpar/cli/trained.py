@@ -178,12 +178,12 @@ def generate_command(words: list[str]) -> int:
 def _speed(trained: Trained) -> str:
     """One line with the tokens per second, and the devices."""
     plan = trained.generator.plan
-    spent = trained.generator.spent
-    prefill = count_text(spent.prefill_tokens / max(spent.prefill_seconds, 1e-9))
-    decode = count_text(spent.decode_tokens / max(spent.decode_seconds, 1e-9))
+    times = trained.generator.times
+    prefill = count_text(times.prefill_tokens / max(times.prefill_seconds, 1e-9))
+    decode = count_text(times.decode_tokens / max(times.decode_seconds, 1e-9))
     return (
-        f"prefill {prefill} tokens/s ({spent.prefill_tokens}), decode {decode} tokens/s "
-        f"({spent.decode_tokens}), "
+        f"prefill {prefill} tokens/s ({times.prefill_tokens}), decode {decode} tokens/s "
+        f"({times.decode_tokens}), "
         f"{plan.compute}, on {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} "
         f"({describe(dict(plan.mesh.shape))})"
     )

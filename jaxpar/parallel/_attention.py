@@ -169,10 +169,10 @@ def choose_attention(
     call = Call(softcap=split.softcap)
     capability = capability_of(layout)
     cut = _cut_heads(layout)
-    asked = dispatch.Asked(
+    request = dispatch.AttentionRequest(
         one, one, mask, call, with_lse=False, dropping=dropping, capability=capability, cut=cut
     )
-    name, why = dispatch.choose(asked, platform, split.implementation)
+    name, why = dispatch.choose(request, platform, split.implementation)
     if split.implementation != "auto":
         dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
     return name, why

@@ -104,40 +104,46 @@ def manual_vjp(
     return run
 
 
-def turn_after(
-    turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout
+def order_token_after(
+    order_token: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout
 ) -> jax.Array | None:
-    """Return a turn, an int32 zero that is ready only after these arrays: what `waits` for it runs
-    after their ops.
+    """Return an order token: an int32 zero that is ready only after these arrays. What takes its
+    arrays by `ready_after` from it runs after their ops.
 
-    Only XLA:CPU needs it; elsewhere a turn is None. XLA:CPU starts collectives in the order of its
-    schedule, but counts a loop or a branch as started as soon as its first op is. What is inside
-    may then run beside a later collective, unless that one depends on the loop's result. All
+    Only XLA:CPU needs it; elsewhere an order token is None. XLA:CPU starts collectives in the order
+    of its schedule, but counts a loop or a branch as started as soon as its first op is. What is
+    inside may then run beside a later collective, unless that one depends on the loop's result. All
     collectives of a `shard_map` share one channel there, so two devices that reach two of them in
     different orders exchange each other's data, or wait for ever. GPUs and TPUs run a loop to its
-    end before the op that follows it. The arrays are results of ops that may hold collectives.
+    end before the op that follows it.
+
+    Args:
+      order_token: the one before, or None.
+      arrays: results of ops that may hold collectives.
+      axes: the logical axes of each array.
+      layout: the layout that they have.
     """
-    if turn is None:
+    if order_token is None:
         return None
 
-    def local(turn: jax.Array, arrays: PyTree) -> jax.Array:
+    def local(order_token: jax.Array, arrays: PyTree) -> jax.Array:
         for array in jax.tree.leaves(arrays):
             bits = jax.lax.bitcast_convert_type(
                 array[(0,) * array.ndim].astype(jnp.float32), jnp.int32
             )
             # it holds for every square, but XLA does not know
-            turn = jnp.where(bits * bits & 3 < 2, turn, 1)
-        return turn
+            order_token = jnp.where(bits * bits & 3 < 2, order_token, 1)
+        return order_token
 
-    return manual(local, layout, ((), axes), ())(turn, arrays)
+    return manual(local, layout, ((), axes), ())(order_token, arrays)
 
 
-def waits(x: Tree, turn: jax.Array | None) -> Tree:
-    """Return the same arrays, ready only after `turn`."""
-    if turn is None:
+def ready_after(x: Tree, order_token: jax.Array | None) -> Tree:
+    """Return the same arrays, ready only after `order_token`."""
+    if order_token is None:
         return x
     return jax.tree.map(
-        lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)),
+        lambda x: jnp.where(order_token == 0, x, jnp.zeros_like(x)),
         x,
     )
 
@@ -154,9 +160,9 @@ def capability_of(layout: Layout) -> str:
     return str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
 
 
-def first_turn(layout: Layout) -> jax.Array | None:
-    """The turn before anything has run; None where the layout's devices keep collectives in order
-    by themselves.
+def first_order_token(layout: Layout) -> jax.Array | None:
+    """The order token before anything has run; None where the layout's devices keep collectives in
+    order by themselves.
     """
     if platform_of(layout) == "cpu":
         return jnp.int32(0)

@@ -228,7 +228,7 @@ def kernel_for(
             softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=length
         )
     q, k = (jax.ShapeDtypeStruct((len(x), length, *x.shape[2:]), x.dtype) for x in (q_BSHh, k_BSKh))
-    asked = dispatch.Asked(
+    request = dispatch.AttentionRequest(
         q,
         k,
         mask,
@@ -236,7 +236,7 @@ def kernel_for(
         parts=True,
         capability=capability_of(split.layout),
     )
-    return dispatch.choose(asked, platform, split.implementation)
+    return dispatch.choose(request, platform, split.implementation)
 
 
 def _work(

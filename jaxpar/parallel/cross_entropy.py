@@ -28,7 +28,7 @@ from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.parallel.collectives import first_row, further_split, gather, manual, reduce, split_over
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.linear import GATHERED, STORED, require_head, use
+from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, require_head
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _ROWS = 128  # chunks of more tokens than this are multiples of it: a matmul unit's rows
@@ -254,7 +254,7 @@ def _by_chunks(
     how: _Scores,
     wanted: bool,
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
-    used_VD = use(head_VD, _HEAD, layout)
+    used_VD = gather_weight(head_VD, _HEAD, layout)
     first = first_row("vocab", len(used_VD), layout)
 
     def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
@@ -403,7 +403,7 @@ def _by_slices(
             *_scores(
                 x_TD,
                 labels_T,
-                use(part[0], _HEAD, layout),
+                gather_weight(part[0], _HEAD, layout),
                 part[1],
                 how,
             )
@@ -425,7 +425,7 @@ def _by_slices(
         return sums, None
 
     def pull(dx_TD: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
-        used_VD = use(part[0], _HEAD, layout)
+        used_VD = gather_weight(part[0], _HEAD, layout)
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
         dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(
             layout.dtype

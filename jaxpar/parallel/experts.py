@@ -42,7 +42,7 @@ from jaxpar.kernels.grouped_matmul import (
     inverse,
 )
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
-from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
+from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, used_axes
 from jaxpar.parallel.remat import named
 
 # Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is
@@ -420,7 +420,7 @@ def _grouped_product(
         weights: tuple[Array, ...],
     ) -> tuple[Array, ...]:
         counts_ME = _counts_used(counts, layout)
-        used = [use(weight, axes, layout) for weight in weights]
+        used = [gather_weight(weight, axes, layout) for weight in weights]
         if sums:
             return (_rows_from(counts_ME, grouped_matmul(x[0, 0], used[0], counts_ME), layout),)
         x_RD = _rows_to(counts_ME, x.astype(layout.dtype), layout)
@@ -430,7 +430,7 @@ def _grouped_product(
         x: Array, counts: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]
     ) -> PyTree:
         counts_ME = _counts_used(counts, layout)
-        swapped = [jnp.swapaxes(use(weight, axes, layout), 1, 2) for weight in weights]
+        swapped = [jnp.swapaxes(gather_weight(weight, axes, layout), 1, 2) for weight in weights]
         if sums:
             x_RI = x[0, 0]
             dys_RO = [_rows_to(counts_ME, dys[0], layout)]

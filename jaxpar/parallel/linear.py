@@ -180,13 +180,13 @@ def row_linear(
     gathers, scatters = _forms(overlap)
 
     def forward(h: Array, weight: Array) -> Array:
-        products = [(h.astype(layout.dtype), use(weight, stored, layout))]
+        products = [(h.astype(layout.dtype), gather_weight(weight, stored, layout))]
         return matmul_reduce_scatter(
             products, split_over(used_axes(axes), layout), used, STORED, layout, scatters
         )
 
     def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
-        swapped = _swap_dims(use(weight, stored, layout), len(axes))
+        swapped = _swap_dims(gather_weight(weight, stored, layout), len(axes))
         dy = dy.astype(layout.dtype)
         dy, (dh,) = all_gather_matmul(
             dy,
@@ -368,7 +368,10 @@ def _columns(
     ]
 
     def use_all(weights: tuple[Array, ...]) -> list[Array]:
-        whole = (use(weight, axes, layout) for weight, axes in zip(weights, stored, strict=True))
+        whole = (
+            gather_weight(weight, axes, layout)
+            for weight, axes in zip(weights, stored, strict=True)
+        )
         return [
             _own_kv_heads(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)
         ]
@@ -438,7 +441,7 @@ def _plus(y: Array, bias: Array | None, axes: Axes, layout: Layout) -> Array:
     return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
-def use(weight: Array, axes: Axes, layout: Layout) -> Array:
+def gather_weight(weight: Array, axes: Axes, layout: Layout) -> Array:
     """Inside `manual`: prepare a weight for its matmul; it is cast before it is gathered, so half
     the bytes travel.
     """
@@ -515,7 +518,7 @@ def lookup(
     # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the
     # rest are zeros.
     def forward(table_VD: Array, ids_BS: Array) -> Array:
-        table_VD = use(table_VD, stored, layout)
+        table_VD = gather_weight(table_VD, stored, layout)
         ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
         rows_BSD = jnp.where(here_BS[..., None], table_VD[ids_BS], 0)
         return reduce(rows_BSD, layout.mesh_axes(axis), GATHERED, STORED, layout)

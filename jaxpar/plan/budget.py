@@ -22,7 +22,7 @@ from jaxpar.base.hardware import Hardware, hardware_of, usable_bytes
 from jaxpar.base.runtime import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
-from jaxpar.plan.memory_search import MemorySearch, Say, Tried, searches
+from jaxpar.plan.memory_search import CompiledSolution, MemorySearch, Say, searches
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, with_config
@@ -99,7 +99,7 @@ def solve_budget(
     hardware: Hardware,
     say: Say = lambda line: None,
     target: Target | None = None,
-) -> tuple[Tried, list[Tried]]:
+) -> tuple[CompiledSolution, list[CompiledSolution]]:
     """Find the fastest settings that fit `memory.budget`, and return them with all that was
     compiled on the way to them.
 
@@ -115,7 +115,7 @@ def solve_budget(
     budget = budget_bytes(config.memory.budget, hardware, experiment.devices[0])
     searched = searches(experiment, platform, hardware, say)
     least = min(searched, key=lambda one: one.predicted_bytes(one.least))
-    tried = list[Tried]()
+    tried = list[CompiledSolution]()
     best = None
     last = ""
     while len(tried) < _ROUNDS:
@@ -204,7 +204,7 @@ def platform_of(device: jax.Device) -> str:
 
 
 def _candidates(
-    searched: Sequence[MemorySearch], room: int, tried: Sequence[Tried]
+    searched: Sequence[MemorySearch], room: int, tried: Sequence[CompiledSolution]
 ) -> list[tuple[MemorySearch, Solution]]:
     """The fastest untried solution of each search that is predicted to fit, both with and without
     host memory.
@@ -217,7 +217,7 @@ def _candidates(
     ]
 
 
-def _is_slower(one: Tried, than: Tried) -> bool:
+def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
     """Whether a step is slower than another by the rehearsal, if there is one."""
     return (
         one.played is not None
@@ -262,7 +262,7 @@ def reasons(search: MemorySearch, solution: Solution) -> str:
     return ", ".join(parts)
 
 
-def _rehearsal_text(one: Tried) -> str:
+def _rehearsal_text(one: CompiledSolution) -> str:
     """Write what the rehearsal says of a step."""
     if one.played is None:
         return ""
@@ -273,7 +273,9 @@ def _rehearsal_text(one: Tried) -> str:
     return f"; rehearsed {1e3 * one.played.seconds:.0f} ms a step{waits}"
 
 
-def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: Config) -> str:
+def _too_small_message(
+    budget: int, tried: CompiledSolution, least: MemorySearch, config: Config
+) -> str:
     """The message that says what a plan takes at the least, and what would lower it."""
     state = least.state
     may = config.memory.may

@@ -65,7 +65,7 @@ class Outer(NamedTuple):
         return replace(config, memory=memory, train=train)
 
 
-class Tried(NamedTuple):
+class CompiledSolution(NamedTuple):
     """A compiled assignment, with its bytes a device as predicted and by the compiler, and the step
     in the rehearsal (None = not played, because the devices are at hand)."""
 
@@ -150,7 +150,7 @@ class MemorySearch:
             memory=replace(self.config.memory, keep=Keep(**keep)),
         )
 
-    def was_tried(self, solution: Solution, tried: Sequence[Tried]) -> bool:
+    def was_tried(self, solution: Solution, tried: Sequence[CompiledSolution]) -> bool:
         return self.assign(solution) in [one.experiment.config for one in tried]
 
     def rank(self, solution: Solution) -> float:
@@ -158,7 +158,7 @@ class MemorySearch:
         away = solution.host or self.outer.optimizer or self.outer.parameters
         return self.seconds(solution) * (_AWAY if away else 1)
 
-    def learn(self, one: Tried, of: MemorySearch) -> None:
+    def learn(self, one: CompiledSolution, of: MemorySearch) -> None:
         """Learn the exposed share from a compiled assignment, and the work too until this search
         has compiled one.
         """
@@ -175,7 +175,7 @@ class MemorySearch:
     def seconds(self, solution: Solution) -> float:
         return self.costs.seconds(solution.host, solution.again, self.fixed_seconds)
 
-    def compile(self, solution: Solution, target: Target | None) -> Tried:
+    def compile(self, solution: Solution, target: Target | None) -> CompiledSolution:
         """Compile an assignment; the next prediction learns from what the compiler says."""
         assigned = with_config(self.experiment, self.assign(solution))
         predicted = self.predicted_bytes(solution)
@@ -189,7 +189,7 @@ class MemorySearch:
             played = simulate(text, self.experiment.plan.mesh, target)
         else:
             played = None
-        return Tried(assigned, solution, predicted, found, self.moved, played, program)
+        return CompiledSolution(assigned, solution, predicted, found, self.moved, played, program)
 
 
 def searches(
@@ -256,7 +256,7 @@ def compiled_bytes(
         return found[0], "", None
 
 
-def _exposed_share(one: Tried, costs: ActionCosts) -> float:
+def _exposed_share(one: CompiledSolution, costs: ActionCosts) -> float:
     """The share of the activations' transfers that compute waits for, as this assignment's
     rehearsal shows.
     """

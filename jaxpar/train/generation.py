@@ -28,7 +28,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Overlap, Plan, is_matrix
 from jaxpar.base.sharding import Axes, fit_rules, is_axes, replicated_sharding
-from jaxpar.hlo.turns import require_order
+from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_spec
 from jaxpar.parallel.collectives import platform_of
@@ -122,7 +122,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Spent:
+class GenerationTimes:
     """Tokens and seconds, without the time that programs took to compile."""
 
     prefill_tokens: int = 0
@@ -155,12 +155,12 @@ class Generator:
 
     Attributes:
       plan: the plan as it is used.
-      spent: tokens and seconds of all calls.
+      times: tokens and seconds of all calls.
     """
 
     def __init__(self, model: Model, params: Params, plan: Plan, consume: bool = False):
         """Take the model onto the plan; raise a UserError where that has stages."""
-        self.plan, self.spent = decode_plan(plan, model.config), Spent()
+        self.plan, self.times = decode_plan(plan, model.config), GenerationTimes()
         self.model = model.with_config(replace(model.config, dropout=0.0))
         self.config = self.model.config
         self.params = layer_by_layer(model, params, self.plan, consume)
@@ -246,8 +246,8 @@ class Generator:
         prefill = self._compiled(_prefill, shape, self.params, *inputs)
         began = time.perf_counter()
         state = jax.block_until_ready(prefill(self.params, *inputs))
-        self.spent.prefill_tokens += sum(map(len, prompts))
-        self.spent.prefill_seconds += time.perf_counter() - began
+        self.times.prefill_tokens += sum(map(len, prompts))
+        self.times.prefill_seconds += time.perf_counter() - began
         limit = np.int32(1)
         before = len(prompts)
         decode = self._compiled(_decode, shape, self.params, state, limit)
@@ -259,8 +259,8 @@ class Generator:
             new = [ids[ids >= 0].tolist() for ids in tokens_BN[: len(prompts)]]
             ended = bool(done_B.all()) or count >= max_tokens
             made = sum(map(len, new))
-            self.spent.decode_tokens += made - before
-            self.spent.decode_seconds += time.perf_counter() - began
+            self.times.decode_tokens += made - before
+            self.times.decode_seconds += time.perf_counter() - began
             before = made
             yield [ids[:-1] if ids and ids[-1] in stop else ids for ids in new]
             if ended:

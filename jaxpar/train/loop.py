@@ -42,7 +42,7 @@ from jaxpar.data.corpus import (
     train_batches,
     unigram_entropy,
 )
-from jaxpar.hlo.turns import require_order
+from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Params
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches

@@ -16,7 +16,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.step import Shape, TrainState
 
 
-class Held(NamedTuple):
+class BytesByMemory(NamedTuple):
     """The bytes of one device in its own memory and in the host's."""
 
     device: int
@@ -32,10 +32,10 @@ class StateBytes(NamedTuple):
       streamed: the bytes that go to host memory or come from there in a step, without activations.
     """
 
-    parameters: Held
-    optimizer: Held
-    gradients: Held
-    batch: Held
+    parameters: BytesByMemory
+    optimizer: BytesByMemory
+    gradients: BytesByMemory
+    batch: BytesByMemory
     update: int
     streamed: int
 
@@ -77,14 +77,14 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
     return StateBytes(
         parameters,
         moments,
-        Held(max(gradients - in_host, 0), in_host),
-        Held(local_bytes(experiment.batch)),
+        BytesByMemory(max(gradients - in_host, 0), in_host),
+        BytesByMemory(local_bytes(experiment.batch)),
         _update_bytes(state, model, plan),
         streamed,
     )
 
 
-def _by_memory(tree: Any, platform: str) -> Held:
+def _by_memory(tree: Any, platform: str) -> BytesByMemory:
     """Count the bytes of a pytree of ShapeDtypeStructs, whose shardings say in which memory each
     array lies.
     """
@@ -93,8 +93,8 @@ def _by_memory(tree: Any, platform: str) -> Held:
         [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST]
     )
     if platform == "cpu":
-        return Held(whole)
-    return Held(whole - host, host)
+        return BytesByMemory(whole)
+    return BytesByMemory(whole - host, host)
 
 
 def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:

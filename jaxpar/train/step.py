@@ -21,7 +21,13 @@ from jax.stages import Compiled, Wrapped
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.jax_compat import Option, once_options
-from jaxpar.base.plan import Plan, gradient_dtype, late_sum_axes, param_dtype, plan_of_one_place
+from jaxpar.base.plan import (
+    Plan,
+    deferred_sum_axes,
+    gradient_dtype,
+    param_dtype,
+    plan_without_batch_axes,
+)
 from jaxpar.base.sharding import (
     Axes,
     KeyPath,
@@ -30,7 +36,7 @@ from jaxpar.base.sharding import (
     replicated_sharding,
     state_axes,
 )
-from jaxpar.hlo.turns import require_order
+from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import AnyModel, Batch, Params, in_parts
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.collectives import manual
@@ -489,17 +495,17 @@ def gradients(
     They are sums and not means, so that dividing by the total token count weighs every token alike,
     however they were split; the losses of routers take their weight from the counts of the whole
     batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
-    last microbatch (`late_sum_axes`).
+    last microbatch (`deferred_sum_axes`).
     """
     looks_at_all = bool(model.config.experts) or not model.has_blocks
-    over = late_sum_axes(plan, accumulation, key is not None or looks_at_all)
+    over = deferred_sum_axes(plan, accumulation, key is not None or looks_at_all)
     if not over:
         if model.config.experts:
             counts = count_tokens(batch)
         else:
             counts = None
         return _accumulate(model, params, batch, plan, key, accumulation, weights, counts)
-    one = plan_of_one_place(plan, over)
+    one = plan_without_batch_axes(plan, over)
     axes = (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
 
     def total(x: jax.Array) -> jax.Array:

@@ -24,7 +24,13 @@ from jaxtyping import Float, Int
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree, is_axes, path_name, state_axes
 from jaxpar.models import Params
-from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
+from jaxpar.parallel.collectives import (
+    first_order_token,
+    gather,
+    manual,
+    order_token_after,
+    ready_after,
+)
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
 from jaxpar.train.optimizer import Optimizer, in_host_memory_of, pack_moments, require_runnable
@@ -101,15 +107,18 @@ def update(
         groups = [[name] for name in (*streamed, *rest)]
     else:
         groups = [rest]
-    # On CPU `turn_after` puts a loop over layers after all sums over devices, and what follows
-    # after the loop.
+    # On CPU `order_token_after` puts a loop over layers after all sums over devices, and what
+    # follows after the loop.
     said = (sums.nll, sums.tokens, sums.routed)
-    turn = turn_after(
-        first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan
+    order_token = order_token_after(
+        first_order_token(plan) if plan.streams else None,
+        said,
+        jax.tree.map(lambda _: (), said),
+        plan,
     )
     squares = jnp.zeros(())
     for name in (*rest, *streamed):
-        squares = _squares(grads[name], squares, turn)
+        squares = _squares(grads[name], squares, order_token)
     norm = jnp.sqrt(squares) / sums.tokens
     if optimizer.clip_norm:
         clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
@@ -129,7 +138,7 @@ def update(
             _parts(params, names),
             with_param_trees(transformation, opt_state, of_part),
             _parts(grads, names),
-            waits(scale, turn),
+            ready_after(scale, order_token),
             _parts(axes, names),
             optimizer,
             plan,
@@ -141,8 +150,8 @@ def update(
             tree |= updated
         scalars = done.opt_state
         overflows += done.overflows
-        turn = turn_after(
-            turn,
+        order_token = order_token_after(
+            order_token,
             jax.tree.map(on_device, done.params),
             _parts(axes, names),
             plan,
@@ -317,9 +326,9 @@ def _layer(x: Array, i: Array) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, i, 1)
 
 
-def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
+def _squares(grads: Params, total: Array, order_token: Array | None) -> Array:
     """Add the squares of gradients to `total`; those in host memory are fetched a layer at a time,
-    after `turn`.
+    after `order_token`.
     """
     leaves = jax.tree.leaves(grads)
     if not any(in_host_memory(leaf) for leaf in leaves):
@@ -329,7 +338,7 @@ def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
         layer = [on_device(_layer(leaf, i)).astype(jnp.float32) for leaf in leaves]
         return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
 
-    return jax.lax.scan(body, waits(total, turn), jnp.arange(len(leaves[0])))[0]
+    return jax.lax.scan(body, ready_after(total, order_token), jnp.arange(len(leaves[0])))[0]
 
 
 def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:

@@ -353,7 +353,7 @@ def test_gpus_before_ampere_are_refused(
 ) -> None:
     """The GPU that it is compiled for decides, and that which is here where none is named."""
     one = jax.ShapeDtypeStruct((1, 64, 4, 64), jnp.bfloat16)
-    asked = dispatch.Asked(
+    request = dispatch.AttentionRequest(
         one,
         one,
         Causal(),
@@ -361,12 +361,12 @@ def test_gpus_before_ampere_are_refused(
         with_lse=False,
         capability=capability,
     )
-    assert dispatch.refusal("pallas_gpu", asked, "gpu") == why
-    assert not why or dispatch.refusal("cudnn", asked, "gpu") == why
-    assert not why or dispatch.choose(asked, "gpu")[0] == "chunked"
+    assert dispatch.refusal("pallas_gpu", request, "gpu") == why
+    assert not why or dispatch.refusal("cudnn", request, "gpu") == why
+    assert not why or dispatch.choose(request, "gpu")[0] == "chunked"
     here = {"platform": "gpu", "device_kind": "a GPU", "compute_capability": capability}
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(**here)])
-    assert dispatch.refusal("pallas_gpu", asked._replace(capability=""), "gpu") == why
+    assert dispatch.refusal("pallas_gpu", request._replace(capability=""), "gpu") == why
 
 
 @pytest.mark.quick

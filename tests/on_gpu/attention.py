@@ -76,10 +76,10 @@ def attention_rows(
     q, k, v, dout = (
         jnp.asarray(rng.standard_normal((B, S, heads, h)), jnp.bfloat16) for _ in range(4)
     )
-    asked = dispatch.Asked(q, k, mask, Call(), with_lse=False)
+    request = dispatch.AttentionRequest(q, k, mask, Call(), with_lse=False)
     ready: dict[str, Callable[[], object]] = {}
     for implementation in implementations:
-        why = dispatch.refusal(implementation, asked, jax.default_backend())
+        why = dispatch.refusal(implementation, request, jax.default_backend())
         if not why:
             forward = partial(_attend, implementation, mask)
             calls = {

@@ -102,7 +102,7 @@ def _kernel(
     on = "gpu" if ours else jax.default_backend()  # ours are interpreted on a CPU, cuDNN is not
     if why := dispatch.refusal(
         kernel,
-        dispatch.Asked(given[0], given[1], mask, call, ours),
+        dispatch.AttentionRequest(given[0], given[1], mask, call, ours),
         on,
     ):
         raise Unserved(why)

@@ -164,11 +164,11 @@ def test_cudnn_is_asked_for_the_mask_that_was_given(
 # Which one serves.
 
 
-def asked(
+def request(
     seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **options: Any
-) -> dispatch.Asked:
+) -> dispatch.AttentionRequest:
     one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), jnp.dtype(dtype))
-    return dispatch.Asked(
+    return dispatch.AttentionRequest(
         one,
         one,
         mask,
@@ -180,73 +180,73 @@ def asked(
 IDS = Segments(*[jnp.zeros((1, 1024), jnp.int32)] * 2)
 SHAPES: Any = Segments(*[jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 2)  # pyright: ignore[reportArgumentType]
 DROPS = "dropout of attention weights"
-CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
-    ("tpu", asked(8192, 128, Causal()), "splash", ""),
+CHOICES: list[tuple[str, dispatch.AttentionRequest, str, str]] = [
+    ("tpu", request(8192, 128, Causal()), "splash", ""),
     (
         "tpu",
-        asked(1024, 256, Causal() & Window(100) & IDS),
+        request(1024, 256, Causal() & Window(100) & IDS),
         "splash",
         "",
     ),
-    ("tpu", asked(1024, 64, Causal()), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
+    ("tpu", request(1024, 64, Causal()), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
     (
         "tpu",
-        asked(1000, 128, Causal()),
+        request(1000, 128, Causal()),
         "pallas_tpu",
         "splash: sequence length 1000 is no multiple of 128",
     ),
-    ("tpu", asked(1024, 128, First(9)), "pallas_tpu", "splash: no mask like First(n=9)"),
+    ("tpu", request(1024, 128, First(9)), "pallas_tpu", "splash: no mask like First(n=9)"),
     (
         "tpu",
-        asked(1024, 128, Causal(), with_lse=True),
+        request(1024, 128, Causal(), with_lse=True),
         "pallas_tpu",
         "splash: no log-sum-exp that has a gradient",
     ),
     (
         "tpu",
-        asked(1024, 128, Causal(), dropping=True),
+        request(1024, 128, Causal(), dropping=True),
         "chunked",
         f"splash: {DROPS}; pallas_tpu: {DROPS}",
     ),
     (
         "tpu",
-        asked(1024, 128, Causal(), cut="split oddly"),
+        request(1024, 128, Causal(), cut="split oddly"),
         "chunked",
         "splash: split oddly; pallas_tpu: split oddly",
     ),
     (
         "tpu",
-        asked(1024, 320, Causal()),
+        request(1024, 320, Causal()),
         "chunked",
         "splash: head_dim 320 is no multiple of 128; pallas_tpu: head_dim 320 is more than 256",
     ),
     (
         "tpu",
-        asked(1 << 20, 64, Causal()),
+        request(1 << 20, 64, Causal()),
         "chunked",
         "splash: head_dim 64 is no multiple of 128; pallas_tpu: 524800 tiles to visit are more "
         "than SMEM holds",
     ),
     (
         "tpu",
-        asked(1 << 20, 64, Causal() & Window(4095)),
+        request(1 << 20, 64, Causal() & Window(4095)),
         "pallas_tpu",
         "splash: head_dim 64 is no multiple of 128",
     ),
-    ("gpu", asked(8192, 128, Causal()), "cudnn", ""),
-    ("gpu", asked(8192, 64, Causal() & Window(1023)), "cudnn", ""),
-    ("gpu", asked(8192, 64, Full()), "cudnn", ""),
-    ("gpu", asked(1024, 64, Causal() & IDS), "pallas_gpu", "cudnn: documents"),
+    ("gpu", request(8192, 128, Causal()), "cudnn", ""),
+    ("gpu", request(8192, 64, Causal() & Window(1023)), "cudnn", ""),
+    ("gpu", request(8192, 64, Full()), "cudnn", ""),
+    ("gpu", request(1024, 64, Causal() & IDS), "pallas_gpu", "cudnn: documents"),
     (
         "gpu",
-        asked(1024, 64, Causal() & First(9) & IDS),
+        request(1024, 64, Causal() & First(9) & IDS),
         "pallas_gpu",
         "cudnn: no mask like Causal(offset=0) & First(n=9) of each document & Segments((1, "
         "1024), (1, 1024))",
     ),
     (
         "gpu",
-        asked(1024, 64, bigbird(64, causal=True) & SHAPES),
+        request(1024, 64, bigbird(64, causal=True) & SHAPES),
         "chunked",
         "cudnn: no mask like BlockSparse(1 x 1 blocks of 64 x 64, 100% seen) of each document & "
         "Segments((1, 1024), "
@@ -254,31 +254,35 @@ CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
     ),
     (
         "gpu",
-        asked(1024, 64, Window(3, 3)),
+        request(1024, 64, Window(3, 3)),
         "pallas_gpu",
         "cudnn: no mask like Window(left=3, right=3)",
     ),
     (
         "gpu",
-        asked(1024, 256, Causal()),
+        request(1024, 256, Causal()),
         "pallas_gpu",
         "cudnn: head_dim 256 is no multiple of 8 up to 128",
     ),
-    ("gpu", asked(1024, 64, Causal(), "float32"), "pallas_gpu", "cudnn: float32"),
+    ("gpu", request(1024, 64, Causal(), "float32"), "pallas_gpu", "cudnn: float32"),
     (
         "gpu",
-        asked(1024, 64, Causal(), dropping=True),
+        request(1024, 64, Causal(), dropping=True),
         "chunked",
         f"cudnn: {DROPS}; pallas_gpu: {DROPS}",
     ),
-    ("cpu", asked(512, 64, Causal()), "chunked", ""),
-    ("cpu", asked(513, 64, bigbird(513)), "chunked", ""),
+    ("cpu", request(512, 64, Causal()), "chunked", ""),
+    ("cpu", request(513, 64, bigbird(513)), "chunked", ""),
 ]
 
 
 @pytest.mark.parametrize(("platform", "case", "name", "why"), CHOICES)
 def test_the_choice_and_its_reason(
-    platform: str, case: dispatch.Asked, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    case: dispatch.AttentionRequest,
+    name: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
     assert dispatch.choose(case, platform) == (name, why)
@@ -288,7 +292,7 @@ def test_the_log_says_what_runs_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     dispatch.say_once.cache_clear()
     for _ in range(2):
-        dispatch.choose(asked(1000, 128, Causal()), "tpu")
+        dispatch.choose(request(1000, 128, Causal()), "tpu")
     assert caplog.messages == [
         "attention by pallas_tpu (splash: sequence length 1000 is no multiple of 128)"
     ]

@@ -20,7 +20,7 @@ from jaxpar.hlo.parse import parse
 from jaxpar.plan import memory_search as subject
 from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
-from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
+from jaxpar.plan.memory_search import CompiledSolution, MemorySearch, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
@@ -127,7 +127,7 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
 
     def tried(host: int, *played: float) -> Any:
         timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
-        return Tried(
+        return CompiledSolution(
             make_experiment(Config(), jax.devices()[:1]),
             Solution(0, host, 0.0, ()),
             0,
@@ -224,7 +224,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(
     assert here is not None and here.host == 0 and less.rank(here) == less.seconds(here)
     before = less.work
     less.learn(
-        Tried(config, here, predicted=100, compiled=130, moved=0.0),
+        CompiledSolution(config, here, predicted=100, compiled=130, moved=0.0),
         whole,
     )
     assert less.work == before + 30

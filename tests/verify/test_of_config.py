@@ -27,7 +27,7 @@ from jaxpar.base.sharding import path_name
 from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.parallel import choose_attention, experts
-from jaxpar.parallel.collectives import turn_after, waits
+from jaxpar.parallel.collectives import order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.ops import Ops
 from jaxpar.train import step
@@ -357,10 +357,10 @@ def one_microbatch_twice(model: Model, params: Any, batch: Any, *rest: Any) -> A
     once = step.gradients(model, params, batch, *rest)
     # Two gradients that need nothing of one another could be mixed up on CPU, and verify would
     # refuse them.
-    turn = turn_after(jnp.int32(0), once[0].nll, (), plan)
-    again = waits(
+    order_token = order_token_after(jnp.int32(0), once[0].nll, (), plan)
+    again = ready_after(
         {name: rows[1::accumulation] for name, rows in batch.items()},
-        turn,
+        order_token,
     )
     more = step.gradients(model, params, again, plan, key, 1, weights)
     return jax.tree.map(jnp.add, once, more)

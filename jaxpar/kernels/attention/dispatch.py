@@ -44,7 +44,7 @@ not run on one.
 log = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class AttentionRequest(NamedTuple):
     """What the choice of an implementation depends on."""
 
     q: Arrays
@@ -121,8 +121,10 @@ def attention(
     dropping = key is not None and dropout_rate > 0
     if not platform:
         platform, capability, _ = place_of_compilation()
-    asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse, dropping, capability=capability)
-    name, why = choose(asked, platform, implementation)
+    request = AttentionRequest(
+        q_BSHh, k_BTKh, mask, call, with_lse, dropping, capability=capability
+    )
+    name, why = choose(request, platform, implementation)
     if name == "reference":
         return reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
     if name in LIBRARIES:
@@ -139,7 +141,7 @@ def attention(
 
 
 def choose(
-    asked: Asked,
+    request: AttentionRequest,
     platform: str,
     implementation: str | None = None,
 ) -> tuple[str, str]:
@@ -158,9 +160,9 @@ def choose(
             raise UserError(
                 f"no implementation of attention is called {implementation!r}: try one of {known}"
             )
-        if why := refusal(implementation, asked, platform):
+        if why := refusal(implementation, request, platform):
             serve = ", ".join(
-                name for name in get_args(Implementation) if not refusal(name, asked, platform)
+                name for name in get_args(Implementation) if not refusal(name, request, platform)
             )
             raise UserError(
                 f"attention by {implementation} was asked for, but: {why}; what serves: {serve}"
@@ -168,8 +170,10 @@ def choose(
         return implementation, ""
     name = "chunked"
     reasons = list[str]()
-    for kernel in (name for name in _KERNELS.get(platform, ()) if name in PAIRS or not asked.parts):
-        refused = refusal(kernel, asked, platform)
+    for kernel in (
+        name for name in _KERNELS.get(platform, ()) if name in PAIRS or not request.parts
+    ):
+        refused = refusal(kernel, request, platform)
         if not refused:
             name = kernel
             break
@@ -184,32 +188,32 @@ def pair(name: str) -> ModuleType:
     return importlib.import_module(f"jaxpar.kernels.attention.{PAIRS[name]}")
 
 
-def refusal(name: str, asked: Asked, platform: str) -> str:
+def refusal(name: str, request: AttentionRequest, platform: str) -> str:
     """Why an implementation cannot serve; empty = it can."""
-    if asked.parts and name not in PAIRS:
+    if request.parts and name not in PAIRS:
         return "the sequence is split over devices, and it cannot merge parts"
     if name in ("reference", "chunked"):
         return ""
-    if asked.cut:
-        return asked.cut
-    if asked.dropping:
+    if request.cut:
+        return request.cut
+    if request.dropping:
         return "dropout of attention weights"
-    if name in _KERNELS["gpu"] and platform == "gpu" and (why := _too_old(asked.capability)):
+    if name in _KERNELS["gpu"] and platform == "gpu" and (why := _too_old(request.capability)):
         return why
-    if name in LIBRARIES and asked.with_lse:
+    if name in LIBRARIES and request.with_lse:
         return "no log-sum-exp that has a gradient"
     if name in PAIRS:
         if platform != ("tpu" if name == "pallas_tpu" else "gpu"):
             return f"on {platform}"
         return pair(name).refusal(
-            asked.q.shape, asked.k.shape, asked.q.dtype, asked.mask, asked.call
+            request.q.shape, request.k.shape, request.q.dtype, request.mask, request.call
         )
     return libraries.refusal(
         name,
-        asked.q,
-        asked.k,
-        asked.mask,
-        asked.call,
+        request.q,
+        request.k,
+        request.mask,
+        request.call,
         platform,
     )
 

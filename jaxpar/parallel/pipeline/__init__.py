@@ -10,7 +10,7 @@ from jaxpar.parallel.pipeline.layers import microbatches as microbatches
 from jaxpar.parallel.pipeline.layers import pipeline_notes as pipeline_notes
 from jaxpar.parallel.pipeline.layers import reorder_layers as reorder_layers
 from jaxpar.parallel.pipeline.layers import stored_order as stored_order
-from jaxpar.parallel.pipeline.own import value_and_grad as value_and_grad
+from jaxpar.parallel.pipeline.model_functions import value_and_grad as value_and_grad
 from jaxpar.parallel.pipeline.schedules import Table as Table
 from jaxpar.parallel.pipeline.schedules import register_schedule as register_schedule
 from jaxpar.parallel.pipeline.schedules import schedule as schedule

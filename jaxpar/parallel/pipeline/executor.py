@@ -31,7 +31,13 @@ from jaxtyping import Array
 
 from jaxpar.base.plan import Plan, gradient_dtype
 from jaxpar.base.sharding import Axes, PyTree, is_axes, state_axes
-from jaxpar.parallel.collectives import first_turn, manual, reduce_scatter, turn_after, waits
+from jaxpar.parallel.collectives import (
+    first_order_token,
+    manual,
+    order_token_after,
+    ready_after,
+    reduce_scatter,
+)
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED
@@ -220,8 +226,8 @@ class _Carry(NamedTuple):
     """The activations that have arrived, [slots, B, S, D]."""
     sums: LossSums
     """The sums of the loss, for this stage's part."""
-    turn: Array | None
-    """What the next op with a collective waits for, on CPU (`turn_after`)."""
+    order_token: Array | None
+    """What the next op with a collective waits for, on CPU (`order_token_after`)."""
     stash: Any = None
     """What the forward keeps for the backward: a stack's buffers, or a stage's input [slots,
     ...].
@@ -347,7 +353,7 @@ class _Stage:
             )
 
         carry = _Carry(
-            messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), first_turn(plan)
+            messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), first_order_token(plan)
         )
         if not self.backward:
             return carry
@@ -384,13 +390,15 @@ class _Stage:
         with jax.named_scope("sum"):
             sums = jax.tree.map(
                 lambda x: jax.lax.psum(x, self.axes),
-                waits(carry.sums, carry.turn),
+                ready_after(carry.sums, carry.order_token),
             )
             if not self.backward:
                 return sums, None
             stored = self.layouts["ends"]
             summed = partial(jax.tree.map, self._total)
-            ends = manual(summed, self.plan, (stored,), stored)(waits(carry.ends, carry.turn))
+            ends = manual(summed, self.plan, (stored,), stored)(
+                ready_after(carry.ends, carry.order_token)
+            )
             return sums, {"blocks": carry.blocks, "ends": ends}
 
     def _total(self, grad: Array) -> Array:
@@ -414,8 +422,10 @@ class _Stage:
         if "backward" in shares:
             # sent before the forward tick, taken after it: it travels meanwhile
             with jax.named_scope("backward"):
-                arriving = self._send(waits(carry.leaving, carry.turn), -1)
-                carry = carry._replace(turn=turn_after(carry.turn, arriving, STORED, self.plan))
+                arriving = self._send(ready_after(carry.leaving, carry.order_token), -1)
+                carry = carry._replace(
+                    order_token=order_token_after(carry.order_token, arriving, STORED, self.plan)
+                )
         for kind in shares:  # in the round's order, which a pytree does not keep
             if kind == "backward":
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
@@ -423,7 +433,7 @@ class _Stage:
             with jax.named_scope(kind):
                 carry = run[kind](
                     carry,
-                    waits(ticks[kind], carry.turn),
+                    ready_after(ticks[kind], carry.order_token),
                     shares[kind],
                 )
         if "forward" in shares:  # taken after the other ticks
@@ -436,15 +446,17 @@ class _Stage:
         """Return the carry such that its next op with a collective runs after those that made these
         parts of it.
         """
-        for name in made if carry.turn is not None else ():
-            # Of the sums it takes only what every program needs, because a turn keeps alive what it
-            # depends on.
+        for name in made if carry.order_token is not None else ():
+            # Of the sums it takes only what every program needs, because an order token keeps alive
+            # what it depends on.
             arrays, axes = (
                 (carry.sums.nll, ())
                 if name == "sums"
                 else (getattr(carry, name), self.layouts[name])
             )
-            carry = carry._replace(turn=turn_after(carry.turn, arrays, axes, self.plan))
+            carry = carry._replace(
+                order_token=order_token_after(carry.order_token, arrays, axes, self.plan)
+            )
         return carry
 
     def _send(self, x_BSD: Array, by: int) -> Array:
@@ -479,7 +491,7 @@ class _Stage:
         if routed is not None:
             carry = carry._replace(sums=self._add_routed(carry.sums, routed, row.on))
         carry = self._set_turn(carry._replace(entering=self._send(y_BSD, 1)), "entering")
-        row = waits(row, carry.turn)
+        row = ready_after(row, carry.order_token)
         carry = _if_some(
             shares.last, row.some_score, lambda carry: self._score(carry, y_BSD, row), carry
         )

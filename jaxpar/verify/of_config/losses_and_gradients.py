@@ -21,7 +21,7 @@ from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
-from jaxpar.hlo.turns import require_order
+from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import AnyModel, Batch, OwnModel, Params
 from jaxpar.models.lora import lora_scale
 from jaxpar.parallel import Ops

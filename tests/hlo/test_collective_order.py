@@ -15,9 +15,9 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.hlo.turns import find_unordered, require_order
+from jaxpar.hlo.collective_order import find_unordered, require_order
 from jaxpar.models import Model
-from jaxpar.parallel.collectives import turn_after, waits
+from jaxpar.parallel.collectives import order_token_after, ready_after
 from jaxpar.parallel.pipeline import executor
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan
@@ -39,10 +39,10 @@ def two_loops(ordered: bool) -> Any:
     ) -> tuple[jax.Array, jax.Array]:
         x = hops(x)
         if ordered:
-            turn = turn_after(jnp.int32(0), x, (None, None), plan)
+            order_token = order_token_after(jnp.int32(0), x, (None, None), plan)
         else:
-            turn = None
-        return x, hops(waits(y, turn))
+            order_token = None
+        return x, hops(ready_after(y, order_token))
 
     run = jax.shard_map(
         both, mesh=plan.mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
@@ -66,7 +66,8 @@ def test_two_loops_that_may_run_at_once_are_found_and_a_turn_orders_them() -> No
     tied, got = two_loops(ordered=True)
     require_order(tied, jax.devices())
     assert find_unordered(tied.as_text()) == []
-    assert all(jax.tree.map(lambda x, y: bool((x == y).all()), got, want))  # a turn changes no bit
+    # an order token changes no bit
+    assert all(jax.tree.map(lambda x, y: bool((x == y).all()), got, want))
 
 
 PLAN = {
@@ -107,7 +108,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without turns the first died or gave a wrong loss, and XLA gave no other sign."""
+    """Without order tokens the first died or gave a wrong loss, and XLA gave no other sign."""
     config = override(Config(), PLAN | CASES[case])
     model = Model(config.model)
     plan = make_plan(config, jax.devices()[:4])
@@ -120,7 +121,7 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
 
     assert found() == []
     if case < 1:
-        monkeypatch.setattr(executor, "first_turn", lambda plan: None)
+        monkeypatch.setattr(executor, "first_order_token", lambda plan: None)
         assert found() != []
 
 
