@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.sharding import Axes, LogicalAxis, PyTree
-from jaxpar.models.parameters import declared_axes, param, zeros
+from jaxpar.models.parameters import declared_axes, param_of, zeros
 from jaxpar.models.parts import Params
 from jaxpar.parallel.ops import Ops
 
@@ -39,17 +39,16 @@ class LoraPair(nnx.Module):
     """
 
     def __init__(self, weight: nnx.Param, lora: Lora, rngs: nnx.Rngs):
-        dims = dict(zip(declared_axes(weight), weight.shape, strict=True))
-        names = list(dims)
+        axes = declared_axes(weight)
         # one input dim, except where the matrix maps to the residual stream
-        split = len(names) - 1 if names[-1] == "embed" else 1
-        inputs = {name: dims[name] for name in names[:split]}
-        outputs = {name: dims[name] for name in names[split:]}
-        bound = 1 / math.sqrt(math.prod(inputs.values()))
+        split = len(axes) - 1 if axes[-1] == "embed" else 1
+        inputs = weight.shape[:split]
+        outputs = weight.shape[split:]
+        bound = 1 / math.sqrt(math.prod(inputs))
         uniform = partial(jax.random.uniform, minval=-bound, maxval=bound)
         self.scale = lora_scale(lora)
-        self.a = param(rngs, uniform, **inputs, rank=lora.rank)
-        self.b = param(rngs, zeros, rank=lora.rank, **outputs)
+        self.a = param_of(rngs, uniform, (*inputs, lora.rank), (*axes[:split], "rank"))
+        self.b = param_of(rngs, zeros, (lora.rank, *outputs), ("rank", *axes[split:]))
 
     def expand(
         self, low_BSr: Float[Array, "B S r"], axes: Axes, ops: Ops, seq: LogicalAxis

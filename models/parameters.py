@@ -19,13 +19,25 @@ def param(rngs: nnx.Rngs, init: Callable[..., Array], **dims: int) -> nnx.Param:
     """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over
     those logical axes.
 
-    A dim whose name starts with `_` has no logical axis and is never split. The names are Flax's
-    metadata, for `nnx.get_partition_spec`. A layout says later where the array lies: Flax would
-    otherwise place it at once, and ask for a mesh whose axes have these names.
+    A dim whose name starts with `_` has no logical axis and is never split.
     """
     axes = tuple(None if name.startswith("_") else name for name in dims)
+    return param_of(rngs, init, tuple(dims.values()), axes)
+
+
+def param_of(
+    rngs: nnx.Rngs,
+    init: Callable[..., Array],
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+) -> nnx.Param:
+    """Declare a float32 parameter of a shape, with a logical axis or None for each dim.
+
+    The names are Flax's metadata, for `nnx.get_partition_spec`. A layout says later where the array
+    lies: Flax would otherwise place it at once, and ask for a mesh whose axes have these names.
+    """
     declared = nnx.with_partitioning(init, axes, eager_sharding=False)
-    return nnx.Param(declared(rngs.params(), tuple(dims.values()), jnp.float32))
+    return nnx.Param(declared(rngs.params(), shape, jnp.float32))
 
 
 def declared_axes(variable: nnx.Variable, name: str = "a parameter") -> tuple[str | None, ...]:

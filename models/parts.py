@@ -235,8 +235,11 @@ def axes_of(state: Mapping[Any, Any], name: str) -> Params:
     """The logical axes of all variables of a state, as a dict of dicts."""
     found = {}
     for key, one in state.items():
-        of = declared_axes if isinstance(one, nnx.Variable) else axes_of
-        found[str(key)] = of(one, f"{name}.{key}")
+        path = f"{name}.{key}"
+        if isinstance(one, nnx.Variable):
+            found[str(key)] = declared_axes(one, path)
+        else:
+            found[str(key)] = axes_of(one, path)
     return found
 
 

@@ -89,7 +89,10 @@ def _spec(
     entries: list[MeshAxis | tuple[MeshAxis, ...] | None] = []
     user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
     for dim, axis in enumerate(axes):
-        split = split_axes(axis, rules, mesh)
+        try:
+            split = split_axes(axis, rules, mesh)
+        except UserError as error:  # it does not know of which array
+            raise UserError(f"{name}: dim {dim}: {error}") from error
         for mesh_axis in split:
             if mesh_axis in user:
                 first_dim, first = user[mesh_axis]

@@ -234,7 +234,7 @@ def test_what_a_block_may_not_do_is_said_when_it_is_traced() -> None:
     with pytest.raises(UserError, match="packed documents, and blocks=Wide takes no `segments_BS`"):
         jax.eval_shape(lambda params: model.loss(params, packed, ONE), model.shapes())
     named = Model(LLAMA, blocks=block_with(out_sharding=("embed", "widths")))
-    with pytest.raises(UserError, match="no logical axis 'widths'"):
+    with pytest.raises(UserError, match=r"blocks.w: dim 2: no logical axis 'widths'"):
         ONE.sharding(named.axes, named.shapes())
 
 
