@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -184,9 +185,11 @@ def train_steps(experiment: Experiment) -> Callable[[int], float]:
 
     def run(n: int) -> float:
         nonlocal state
+        loss: jax.Array | float = math.nan
         for _ in range(n):
             state, metrics = step(state, batch)
-        return float(jax.device_get(metrics["loss"]))
+            loss = metrics["loss"]
+        return float(jax.device_get(loss))
 
     return run
 

@@ -9,6 +9,7 @@ which may say what is `missing`.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,7 @@ def training(
     half = asked["compute"] == "bfloat16"
 
     def run(n: int) -> dict[str, float]:
+        last = math.nan
         for _ in range(n):
             with torch.autocast(device, torch.bfloat16, enabled=half):
                 scores = forward(ids[:, :-1]).logits
@@ -94,7 +96,8 @@ def training(
             torch.nn.utils.clip_grad_norm_(model.parameters(), train["clip_norm"] or float("inf"))
             adamw.step()
             adamw.zero_grad(set_to_none=True)
-        return {"loss": loss.item()}
+            last = loss.detach()
+        return {"loss": float(last)}
 
     return run
 

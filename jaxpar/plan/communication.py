@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,8 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.step import make_train_step
 
 
-class StepCollective(NamedTuple):
+@dataclass(frozen=True)
+class StepCollective:
     """A collective of a training step, with how often the step runs it.
 
     Attributes:

@@ -118,7 +118,7 @@ class State(NamedTuple):
     done_B: Bool[Array, " B"]
     keys_B: Key[Array, " B"]
     stop: Int[Array, " stops"]
-    count: Int[Array, ""]
+    made: Int[Array, ""]
 
 
 @dataclass
@@ -255,7 +255,7 @@ class Generator:
             began = time.perf_counter()
             limit = np.int32(min(limit + (chunk or max_tokens), max_tokens))
             state = decode(self.params, state, limit)
-            tokens_BN, done_B, count = jax.device_get((state.tokens_BN, state.done_B, state.count))
+            tokens_BN, done_B, count = jax.device_get((state.tokens_BN, state.done_B, state.made))
             new = [ids[ids >= 0].tolist() for ids in tokens_BN[: len(prompts)]]
             ended = bool(done_B.all()) or count >= max_tokens
             made = sum(map(len, new))
@@ -497,10 +497,10 @@ def _decode(
     )
 
     def step(state: State) -> State:
-        place_B = state.lengths_B + state.count - 1  # of the newest token, which has no cache yet
-        ops = DecodeOps(plan, state.caches, S + state.count - 1, places_BT, place_B)
+        place_B = state.lengths_B + state.made - 1  # of the newest token, which has no cache yet
+        ops = DecodeOps(plan, state.caches, S + state.made - 1, places_BT, place_B)
         decoding = model.with_config(model.config, lambda plan: ops)
-        tokens_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BN, state.count - 1, 1, axis=1)
+        tokens_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BN, state.made - 1, 1, axis=1)
         tokens_B1 = plan.constrain(tokens_B1, ("batch", None))
         positions_B1 = plan.constrain(place_B[:, None], ("batch", None))
         # A row that has ended has no newest token; what it computes is not used.
@@ -508,9 +508,7 @@ def _decode(
         scores_BV = _scores(decoding, params, x_B1D, plan)[:, 0]
         return _add(state._replace(caches=ops.caches), scores_BV, sampling)
 
-    return jax.lax.while_loop(
-        lambda state: (state.count < limit) & ~state.done_B.all(), step, state
-    )
+    return jax.lax.while_loop(lambda state: (state.made < limit) & ~state.done_B.all(), step, state)
 
 
 def _score(
@@ -555,10 +553,10 @@ def _score(
 
 def _add(state: State, scores_BV: Array, sampling: Sampling) -> State:
     """Draw a token of each row that has not ended, and put it at the end of its new tokens."""
-    token_B = draw(scores_BV, sampling, state.keys_B, state.lengths_B + state.count)
+    token_B = draw(scores_BV, sampling, state.keys_B, state.lengths_B + state.made)
     token_B = jnp.where(state.done_B, -1, token_B)
     tokens_BN = jax.lax.dynamic_update_slice_in_dim(
-        state.tokens_BN, token_B[:, None], state.count, axis=1
+        state.tokens_BN, token_B[:, None], state.made, axis=1
     )
     done_B = state.done_B | jnp.isin(token_B, state.stop)
-    return state._replace(tokens_BN=tokens_BN, done_B=done_B, count=state.count + 1)
+    return state._replace(tokens_BN=tokens_BN, done_B=done_B, made=state.made + 1)

@@ -235,7 +235,26 @@ def _shrink_alike(
         config = replace(config, kernels=KernelsConfig())
         plan = replace(plan, attention="auto")
         wanted = _attention(plan, config)
+    small, changed, found = _smallest(config, mesh, plan, wanted)
+    if found != wanted:
+        notes.append(f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}")
+    platform = config.mesh.platform
+    here = devices[0].platform
+    if not notes and platform not in ("auto", "cpu", here) and plan.size("attention_seq") == 1:
+        there = _attention(plan, config, platform)
+        if there != wanted:
+            notes.append(f"OTHER ATTENTION: {there} on {platform}, {wanted} here")
+    model = small.model
+    _, fitted = fit_rules(config.rules, model.heads, model.kv_head_count, total_sizes(mesh))
+    return small, [*notes, changed, *fitted]
+
+
+def _smallest(config: Config, mesh: MeshSpec, plan: Plan, wanted: str) -> tuple[Config, str, str]:
+    """The smallest config that uses the wanted attention, else the last that was tried; a note of
+    what was changed, and the attention that it uses.
+    """
     found = ""
+    small, changed = shrink(config, mesh, LEAST[0])
     for least in LEAST:
         small, changed = shrink(config, mesh, least)
         # the kernel that was asked for may not support small sizes
@@ -243,18 +262,7 @@ def _shrink_alike(
             found = _attention(plan, small)
         if found == wanted:
             break
-    else:
-        notes.append(f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}")
-    platform = config.mesh.platform
-    here = devices[0].platform
-    if not notes and platform not in ("auto", "cpu", here) and plan.size("attention_seq") == 1:
-        there = _attention(plan, config, platform)
-        notes += (
-            [f"OTHER ATTENTION: {there} on {platform}, {wanted} here"] if there != wanted else []
-        )
-    model = small.model
-    _, fitted = fit_rules(config.rules, model.heads, model.kv_head_count, total_sizes(mesh))
-    return small, [*notes, changed, *fitted]
+    return small, changed, found
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:
