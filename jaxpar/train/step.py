@@ -37,7 +37,7 @@ from jaxpar.base.sharding import (
     state_axes,
 )
 from jaxpar.hlo.collective_order import require_order
-from jaxpar.models import AnyModel, Batch, Params, in_parts
+from jaxpar.models import AnyModel, Batch, OwnModel, Params, in_parts
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
@@ -497,7 +497,7 @@ def gradients(
     batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
     last microbatch (`deferred_sum_axes`).
     """
-    looks_at_all = bool(model.config.experts) or not model.has_blocks
+    looks_at_all = bool(model.config.experts) or isinstance(model, OwnModel)
     over = deferred_sum_axes(plan, accumulation, key is not None or looks_at_all)
     if not over:
         if model.config.experts:
