@@ -45,9 +45,15 @@ class UserError(Exception):
     """
 
 
-def suggest(word: str, choices: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the closest choice, or the empty string when nothing is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
+    """` (did you mean 'x'?)` for the closest choice, or the empty string when nothing is close.
+
+    Args:
+      word: what was written.
+      choices: what might have been meant.
+      alike: how close a choice must be, from 0 to 1 = the same.
+    """
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=alike)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

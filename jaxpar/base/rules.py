@@ -208,7 +208,7 @@ def as_rules(given: RulesLike) -> ShardingRules:
         if name not in _RULES
     }
     for name in own:
-        if near := suggest(name, LOGICAL_AXES):
+        if near := suggest(name, LOGICAL_AXES, alike=0.8):
             _warn_once(f"the rules name a logical axis of your own, {name!r}{near}")
     if not own:
         return ShardingRules(**known)

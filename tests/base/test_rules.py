@@ -157,7 +157,7 @@ def test_a_name_that_stands_twice_alike_is_one_rule() -> None:
 def test_a_mesh_axis_that_splits_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     rules_module._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="jaxpar"):
-        jaxpar.Layout(foreign(), {"mlp": "model"})
+        jaxpar.Layout(foreign(), {"mlp": "model", "gates": None})
         assert not caplog.messages
         jaxpar.Layout(foreign())
         jaxpar.Layout(foreign(), {"embd": "model"})

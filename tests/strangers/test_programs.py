@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from strangers import own_model, own_ops, own_pipeline, own_rehearsal, sharded_loss
+from strangers import own_mesh, own_model, own_ops, own_pipeline, own_rehearsal, sharded_loss
 from tiers import needs_cuda
 
 import jaxpar
@@ -80,6 +81,41 @@ def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_c
     assert losses[-1] < losses[0]
     assert state["up"][...].sharding.spec == P("fsdp", "tensor")
     assert state["up"][...].addressable_shards[0].data.size * 4 == state["up"][...].size
+
+
+def test_a_strangers_mesh_is_verified_trained_saved_and_restored_on_another(tmp_path) -> None:
+    """Two steps on data x model, and two more on another mesh, are four steps on one device."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    verdict = own_mesh.verdict_of(mesh)
+    assert verdict.equal, str(verdict)
+    alone = jaxpar.Layout(jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1]))
+    want, *_ = own_mesh.train(alone_with_gates(alone), 4)
+    losses, params, state = own_mesh.train(jaxpar.Layout(mesh, own_mesh.RULES), 2)
+    assert params["gates"].sharding.spec == P(("data", "model"))
+    assert optax.tree.get(state, "mu")["up"].sharding.spec == P("data", "model")
+    own_mesh.save(tmp_path, params, state)
+    # the same rules on a mesh of another shape
+    other = jaxpar.Layout(jax.make_mesh((4, 2), ("data", "model")), own_mesh.RULES)
+    more, params, _ = own_mesh.train(other, 2, 2, *own_mesh.restore(tmp_path, other))
+    assert params["up"].sharding.mesh.shape["data"] == 4
+    np.testing.assert_allclose([*losses, *more], want, rtol=1e-5)
+
+
+def alone_with_gates(layout: jaxpar.Layout) -> jaxpar.Layout:
+    """The layout with the stranger's own logical axis, whole."""
+    return jaxpar.Layout(layout.mesh, {"gates": None})
+
+
+@pytest.mark.slow
+def test_a_strangers_mesh_is_rehearsed_in_its_own_words() -> None:
+    report = own_mesh.report_for("v5e-8", ("data", "model"), (2, 4))
+    assert report["mesh"] == {"data": 2, "model": 4}
+    assert {tuple(row["axes"]) for row in report["collectives"]} <= {
+        ("data",),
+        ("model",),
+        ("data", "model"),
+    }
+    assert report["time"]["step"] > 0
 
 
 OPS = {
