@@ -161,7 +161,7 @@ def test_every_line_parses(page: Path) -> None:
                 if rest[0] in presets("jaxpar.configs"):
                     check(config_args("jaxpar", SCHEMAS[command], rest)[1].config)
                 else:
-                    arguments.parse("jaxpar", SCHEMAS[command](Config()), rest[1:])
+                    arguments.parse_words("jaxpar", SCHEMAS[command](Config()), rest[1:])
         elif program == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
         elif program == "pip":

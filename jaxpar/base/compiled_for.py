@@ -1,7 +1,7 @@
 """The device that a function is compiled for, where it is not one of those that JAX has here.
 
 A rehearsal traces a function for an absent chip. What chooses by the chip and is told no mesh, such
-as attention without a layout, asks `place_of_compilation`, and not JAX's default backend, which is
+as attention without a layout, asks `device_of_compilation`, and not JAX's default backend, which is
 the laptop's.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import jax
 
 
-class Place(NamedTuple):
+class CompilationDevice(NamedTuple):
     """What is known of the device that a function is compiled for."""
 
     platform: str
@@ -31,19 +31,21 @@ _ABSENT = jax.make_user_context(None)
 
 def compiling_for(device: jax.Device) -> AbstractContextManager[object]:
     """A context in which functions are traced for this device, which may be absent."""
-    return cast(AbstractContextManager[object], _ABSENT(_place_of(device)))
+    return cast(AbstractContextManager[object], _ABSENT(_device_of(device)))
 
 
-def place_of_compilation() -> Place:
+def device_of_compilation() -> CompilationDevice:
     """The device that a function without a mesh is traced for: that of `compiling_for`, or else
     JAX's own first one.
     """
-    return cast(Place | None, _ABSENT.value) or _place_of(jax.devices()[0])
+    return cast(CompilationDevice | None, _ABSENT.value) or _device_of(jax.devices()[0])
 
 
-def _place_of(device: jax.Device) -> Place:
+def _device_of(device: jax.Device) -> CompilationDevice:
     if device.platform in ("cuda", "rocm"):
         platform = "gpu"
     else:
         platform = device.platform
-    return Place(platform, str(getattr(device, "compute_capability", "")), device.device_kind)
+    return CompilationDevice(
+        platform, str(getattr(device, "compute_capability", "")), device.device_kind
+    )

@@ -29,7 +29,7 @@ start takes.
 """
 
 Cell = str | int | float | None
-Row = dict[str, Cell]
+BenchRow = dict[str, Cell]
 """A line of a table, keyed by column."""
 
 
@@ -88,7 +88,7 @@ def mean_seconds(function: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[BenchRow]) -> str:
     """A Markdown table with every column that any row has; empty if there are no rows."""
     head = list(dict.fromkeys(key for row in rows for key in row))
     lines = [
@@ -119,7 +119,7 @@ def bench_step(
     steps: int = 10,
     beside_torch: bool = True,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Time training steps of a config, and of `transformers` in PyTorch at the same shape and
     precision.
 
@@ -141,7 +141,7 @@ def bench_step(
     flops = experiment.model.flops_per_token(config.data.seq_len)
     first = run(1)
     candidates: dict[str, Callable[[], object]] = {"jaxpar": lambda: run(steps)}
-    last: dict[str, Row] = {}
+    last: dict[str, BenchRow] = {}
     with contextlib.ExitStack() as stack:
         if beside_torch:
             try:
@@ -156,11 +156,11 @@ def bench_step(
     if not loss < first:  # the loss must not be NaN either
         raise ValueError(f"the loss does not fall: {first} at first, {loss} at last")
     last["jaxpar"] = {"loss": loss, "peak, GiB": peak and peak / 2**30}
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for by, timing in times.items():
         seconds = timing.seconds / steps
         used = mfu(tokens / seconds, flops, devices, config.precision.compute)
-        row: Row = {
+        row: BenchRow = {
             "by": by,
             "ms": 1e3 * seconds,
             "tokens/s": tokens / seconds,
@@ -210,7 +210,7 @@ def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
 
 
 @contextlib.contextmanager
-def torch_steps(config: Config) -> Iterator[Callable[[int], Row]]:
+def torch_steps(config: Config) -> Iterator[Callable[[int], BenchRow]]:
     """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their
     memory.
 
@@ -240,7 +240,7 @@ def torch_steps(config: Config) -> Iterator[Callable[[int], Row]]:
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
 
-    def run(steps: int) -> Row:
+    def run(steps: int) -> BenchRow:
         with contextlib.suppress(BrokenPipeError):
             print(steps, file=process.stdin, flush=True)
         said = json.loads(process.stdout.readline() or '{"missing": "its process ended"}')  # pyright: ignore[reportOptionalMemberAccess]

@@ -77,7 +77,7 @@ def config_args(
     words = [*words[:1], *flag_words(words[1:])]
     (name,) = positional(usage, schema(Config()), words, 1)
     # a type variable's fields are not known
-    args: Any = parse(usage, schema(load(name)), words[1:])
+    args: Any = parse_words(usage, schema(load(name)), words[1:])
     keys = given_keys(words)
     if getattr(args, "on", ""):
         if any(key.startswith("mesh.") for key in keys):
@@ -181,14 +181,14 @@ def positional(
       UserError: there are fewer words than `count`, or one of them is a URL.
     """
     if {"-h", "--help"}.intersection(words[:count]):
-        parse(usage, default, ["--help"])
+        parse_words(usage, default, ["--help"])
     if len(words) < count or any(word.startswith("-") for word in words[:count]):
         raise UserError(f"usage: {usage}")
     require_local(*words[:count])
     return words[:count]
 
 
-def parse(usage: str | None, default: Args, words: list[str]) -> Args:
+def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
     """`default` with the values of the flags, typed by tyro.
 
     Raises:

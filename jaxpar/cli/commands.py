@@ -26,7 +26,7 @@ from jaxpar.cli.arguments import (
     Overrides,
     config_args,
     given_keys,
-    parse,
+    parse_words,
     positional,
     run_folder,
     shorten_schedule,
@@ -167,7 +167,7 @@ def train_command(words: list[str]) -> int:
 def watch_command(words: list[str]) -> int:
     """jaxpar watch RUN|FOLDER [--once] [--profile [--target T]]"""
     folder = Path(positional(watch_command.__doc__, WatchArgs(), words, 1)[0])
-    args = parse(watch_command.__doc__, WatchArgs(), words[1:])
+    args = parse_words(watch_command.__doc__, WatchArgs(), words[1:])
     if args.target and not args.profile:
         raise UserError("--target has no effect: it is what --profile predicts for")
     if args.profile:
@@ -255,7 +255,7 @@ def convert_command(words: list[str]) -> int:
         base = read_run_config(source)
     else:
         base = restore.config_of(source, target)
-    args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
+    args = parse_words(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
         before = flatten(base)
         after = flatten(args.config)
@@ -290,7 +290,7 @@ def convert_command(words: list[str]) -> int:
         raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
     if args.config.model.lora.rank and not base.model.lora.rank:  # LoRA has a rate of its own
         base = restore.config_of(source, target, lora=True)
-        args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
+        args = parse_words(convert_command.__doc__, ConvertArgs(base), words[2:])
     args = shorten_schedule(args, given_keys(words))
     restore.import_run(args.config, source, target)
     train = args.config.train
@@ -319,7 +319,7 @@ def tokenize_command(words: list[str]) -> int:
     from jaxpar.data.tokens import tokenize
 
     path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2)
-    args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
+    args = parse_words(tokenize_command.__doc__, TokenizeArgs(), words[2:])
     source = "stdlib" if path == "stdlib" else "text"
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
         raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")

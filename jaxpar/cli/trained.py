@@ -20,7 +20,7 @@ from jaxpar.base.errors import UserError, json_line, visible
 from jaxpar.base.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
 from jaxpar.base.training_rules import only_training
-from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse, positional
+from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
 from jaxpar.data.answers import missing_names
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.generation import Sampling
@@ -109,7 +109,7 @@ def generate_command(words: list[str]) -> int:
     [--mesh.data N ...]
     """
     (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
-    args = parse(generate_command.__doc__, GenerateArgs(), flag_words(words[1:]))
+    args = parse_words(generate_command.__doc__, GenerateArgs(), flag_words(words[1:]))
     if bool(args.prompt) == bool(args.prompts):
         raise UserError("generate needs --prompt TEXT, once or several times, or --prompts FILE")
     if args.batch < 1 or args.max_tokens < 0:

@@ -17,7 +17,7 @@ import jax
 
 from jaxpar.base.errors import UserError
 from jaxpar.hlo.opcodes import COLLECTIVES
-from jaxpar.hlo.parse import Computation, Instruction, Module, parse
+from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
 
 _NESTED = ("while", "conditional", "call")
 
@@ -39,7 +39,7 @@ def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
     Raises:
       UserError: this is not the text of a compiled module.
     """
-    module = parse(text)
+    module = parse_module(text)
     bearing: dict[str, bool] = {}
     # a computation stands before those that call it
     for name, computation in module.computations.items():

@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
-from jaxpar.hlo.tasks import Loop, Node, Phase, Place, Task, Wait
+from jaxpar.hlo.tasks import Loop, Node, Origin, Phase, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models").
@@ -61,7 +61,7 @@ def default_dirs() -> PackageDirs:
     return tuple(found)
 
 
-def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
+def origin_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Origin:
     """Find the scope, line and phase of one instruction; they are empty where the compiler kept
     nothing.
 
@@ -72,7 +72,7 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
     source = source_line(module.stack(instruction), dirs)
-    return Place(scope, source, phase, told="/" in instruction.op_name)
+    return Origin(scope, source, phase, told="/" in instruction.op_name)
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:
@@ -196,10 +196,10 @@ def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
             if own := _own_line(frames, dirs):
                 return own
             continue
-        for place, frame in enumerate(frames):
+        for depth, frame in enumerate(frames):
             if _inside(frame.file, folder):
                 line = f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
-                return _own_line(frames[:place], dirs) or line
+                return _own_line(frames[:depth], dirs) or line
     return ""
 
 
@@ -233,7 +233,7 @@ def _packages() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*installed, *others]))
 
 
-def inherit(nodes: list[Node], around: Place) -> list[Node]:
+def inherit(nodes: list[Node], around: Origin) -> list[Node]:
     """Give a place to those nodes of a list that the compiler made itself, since they have none of
     their own.
 
@@ -244,63 +244,63 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
     its own is kept. What the program places itself stays there: where that is in no scope, it
     takes none of a neighbour's.
     """
-    places = [_known_place(node) for node in nodes]
+    origins = [_known_origin(node) for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
     for position, node in enumerate(nodes):
         for maker in () if isinstance(node, Wait) else node.depends:
             users[maker].append(position)
 
-    def known(neighbours: Iterable[int]) -> list[Place]:
+    def known(neighbours: Iterable[int]) -> list[Origin]:
         """The places of neighbours that have one, except bookkeeping on scalars and loops."""
         found = []
         for at in neighbours:
             node = nodes[at]
-            place = places[at]
-            if isinstance(node, Task) and node.kind != "control" and place is not None:
-                found.append(place)
+            origin = origins[at]
+            if isinstance(node, Task) and node.kind != "control" and origin is not None:
+                found.append(origin)
         return found
 
     open_tasks = {
         position: node
         for position, node in enumerate(nodes)
-        if isinstance(node, Task) and places[position] is None
+        if isinstance(node, Task) and origins[position] is None
     }
     for position in reversed(open_tasks):
         task = open_tasks[position]
         near = known(users[position])
         if task.kind != "matmul" and near:
-            places[position] = _beside(near[0], task.place)
+            origins[position] = _beside(near[0], task.origin)
     found = list(nodes)
     for position, task in open_tasks.items():
-        place = places[position]
+        origin = origins[position]
         makers = task.depends
         if task.kind == "matmul":
             makers = task.depends[::-1]
-        if place is None:
+        if origin is None:
             near = known(makers) + known(users[position])
             if task.kind == "matmul":
-                near.sort(key=lambda place: -place.scope.count("/"))
+                near.sort(key=lambda origin: -origin.scope.count("/"))
             beside = [nodes[at] for at in (*users[position], *makers)]
-            loops = [node.place for node in beside if isinstance(node, Loop)]
-            place = _beside([*near, *loops, around][0], task.place)
+            loops = [node.origin for node in beside if isinstance(node, Loop)]
+            origin = _beside([*near, *loops, around][0], task.origin)
             # a neighbour's place is handed on, but a loop's is everyone's
-            places[position] = place if near else None
-        found[position] = replace(task, place=place)
+            origins[position] = origin if near else None
+        found[position] = replace(task, origin=origin)
     return found
 
 
-def _known_place(node: Node) -> Place | None:
+def _known_origin(node: Node) -> Origin | None:
     """The place of a task that needs none of a neighbour's; None for others.
 
     The compiler may give a copy of its own the line of another instruction, and nothing else.
     """
     if not isinstance(node, Task):
         return None
-    place = node.place
-    told = place.told or place.scope or (place.source and node.kind not in _MADE)
-    return place if told else None
+    origin = node.origin
+    told = origin.told or origin.scope or (origin.source and node.kind not in _MADE)
+    return origin if told else None
 
 
-def _beside(other: Place, own: Place) -> Place:
+def _beside(other: Origin, own: Origin) -> Origin:
     """The place of a neighbour, at a line of its own where it has one."""
-    return Place(other.scope, own.source or other.source, other.phase)
+    return Origin(other.scope, own.source or other.source, other.phase)

@@ -286,7 +286,7 @@ class Module:
         return frames
 
 
-def parse(text: str) -> Module:
+def parse_module(text: str) -> Module:
     """Read a module's text.
 
     Raises:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from jaxpar.base.errors import UserError, short
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
-from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, place_of
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, parse
-from jaxpar.hlo.tasks import Kind, Loop, Node, Place, Program, Task, Wait, walk
+from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, parse_module
+from jaxpar.hlo.tasks import Loop, Node, Origin, Program, Task, TaskKind, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 from jaxpar.hlo.work import (
     HOST,
@@ -84,7 +84,7 @@ def _read(
     slice_of: Sequence[int] | None,
     kernel_cost: KernelCost | None,
 ) -> Program:
-    module = parse(text)
+    module = parse_module(text)
     if package_dirs is None:
         dirs = default_dirs()
     else:
@@ -95,7 +95,7 @@ def _read(
     entry = module.computations[module.entry]
     into = _Nodes()
     reader.read(entry, {}, [_NOTHING] * len(entry.parameters), into)
-    nodes = tuple(inherit(into.nodes, Place()))
+    nodes = tuple(inherit(into.nodes, Origin()))
     return Program(module.name, nodes, tuple(dict.fromkeys(reader.notes)))
 
 
@@ -213,12 +213,12 @@ class _Reader:
         operands: list[_Value],
         into: _Nodes,
     ) -> _Value:
-        place = place_of(self.module, instruction, self.dirs)
+        origin = origin_of(self.module, instruction, self.dirs)
         try:
-            task = self._classify(computation, instruction, place)
+            task = self._classify(computation, instruction, origin)
         except (IndexError, KeyError, ValueError):  # unknown attributes
             task = Task(
-                instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape)
+                instruction.name, instruction.opcode, "fusion", origin, shape=str(instruction.shape)
             )
             self.notes.append(
                 f"{task.name}: {task.opcode} in an unknown form, its work is not counted"
@@ -251,7 +251,7 @@ class _Reader:
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
 
-    def _classify(self, computation: Computation, instruction: Instruction, place: Place) -> Task:
+    def _classify(self, computation: Computation, instruction: Instruction, origin: Origin) -> Task:
         """Make a task, without its dependencies, which says of what kind it is and how much work it
         does.
 
@@ -276,7 +276,7 @@ class _Reader:
             instruction.name,
             instruction.opcode,
             kind,
-            place,
+            origin,
             flops=work.flops,
             bytes=copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
             cycles=int(cycles[1]) if cycles and 0 < int(cycles[1]) < 2**60 else None,
@@ -329,13 +329,13 @@ class _Reader:
         root = self.read(self.module.body(instruction), unchanged, [argument], inside)
         ends = [root.part(index) for index in range(max(1, width))]
         self._close_waits(inside, ends)
-        place = place_of(self.module, instruction, self.dirs)
+        origin = origin_of(self.module, instruction, self.dirs)
         depends = sorted(
             _merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
         )
-        nodes = tuple(inherit(inside.nodes, place))
+        nodes = tuple(inherit(inside.nodes, origin))
         position = into.add(
-            Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(depends), place)
+            Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(depends), origin)
         )
         made = _Value(frozenset({position}))
         parts = tuple(made if end.start is None else replace(made, start=position) for end in ends)
@@ -395,7 +395,7 @@ def _shape_text(shape: Shape) -> str:
 
 def _kind(
     module: Module, computation: Computation, instruction: Instruction, work: Multiplied
-) -> Kind:
+) -> TaskKind:
     if instruction.target:
         if instruction.target.startswith(opcodes.GEMM_TARGETS):
             return "matmul"

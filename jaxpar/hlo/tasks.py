@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["matmul", "fusion", "kernel", "collective", "copy", "host_copy", "control"]
+TaskKind = Literal["matmul", "fusion", "kernel", "collective", "copy", "host_copy", "control"]
 Phase = Literal["forward", "recomputed", "backward", "update", "other"]
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]
 Groups = tuple[tuple[int, ...], ...]
@@ -22,7 +22,7 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Origin:
     """The place in the model that a task comes from; strings are empty where the compiler kept no
     trace.
     """
@@ -80,8 +80,8 @@ class Task:
     name: str
     """The HLO instruction's name, without %."""
     opcode: str
-    kind: Kind
-    place: Place = Place()
+    kind: TaskKind
+    origin: Origin = Origin()
     depends: tuple[int, ...] = ()
     """The positions, in the same list of nodes, of the nodes whose results it needs."""
     flops: float = 0.0
@@ -124,7 +124,7 @@ class Loop:
     trips: int
     body: tuple[Node, ...]
     depends: tuple[int, ...] = ()
-    place: Place = Place()
+    origin: Origin = Origin()
 
 
 Node = Task | Wait | Loop

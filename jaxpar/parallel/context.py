@@ -50,7 +50,9 @@ _LSE = _Q
 PARTS = Call(out_dtype=jnp.float32)
 """Partial answers, which are merged or added up."""
 KeysValues = list[Array]  # keys and values
-Place = Array | int  # the number of a half, of a chunk, or of hops, known at run time or before
+ChunkNumber = (
+    Array | int
+)  # the number of a half, of a chunk, or of hops, known at run time or before
 State = TypeVar("State")
 # up to so many devices every step of the ring is written out; beyond, the middle steps are a loop
 UNROLLED = 8
@@ -455,7 +457,7 @@ def ring_forward(
     C = q.shape[2]
 
     def tile(
-        q_half: Place, kv: KeysValues, kv_half: Place, how: tuple[Mask, Call]
+        q_half: ChunkNumber, kv: KeysValues, kv_half: ChunkNumber, how: tuple[Mask, Call]
     ) -> tuple[Array, Array]:
         return work.kernel.forward(
             q[q_half],
@@ -481,7 +483,7 @@ def ring_forward(
     def visit(
         pairs: tuple[Array, Array],
         kv: KeysValues,
-        hops: Place,
+        hops: ChunkNumber,
     ) -> tuple[Array, Array]:
         for q_half, kv_half, q_chunk, kv_chunk in _visible(work, hops):
             old = pairs[0][q_half], pairs[1][q_half]
@@ -526,9 +528,9 @@ def ring_backward(
 
     def tile(
         sums: tuple[Array, ...],
-        q_half: Place,
+        q_half: ChunkNumber,
         kv: KeysValues,
-        kv_half: Place,
+        kv_half: ChunkNumber,
         how: tuple[Mask, Call],
     ) -> tuple[Array, ...]:
         """Add what one pair of chunks contributes to the sums (dq, dk, dv), each [2, ...]."""
@@ -551,7 +553,7 @@ def ring_backward(
         dq, *own = tile(sums, 1, kv, 1, work.diagonal(late, C))
         return dq, tuple(own), None
 
-    def visit(state: PyTree, kv: KeysValues, hops: Place) -> PyTree:
+    def visit(state: PyTree, kv: KeysValues, hops: ChunkNumber) -> PyTree:
         dq, own, passing = state
         if passing is None:
             passing = zeros[1:]
@@ -579,7 +581,7 @@ def _around(
     work: ContextTask,
     kv: KeysValues,
     own: Callable[[], State],
-    visit: Callable[[State, KeysValues, Place], State],
+    visit: Callable[[State, KeysValues, ChunkNumber], State],
 ) -> State:
     """Return the state after the keys and values of every device have been here; the next travel
     meanwhile.
@@ -590,7 +592,7 @@ def _around(
 
     def turn(
         carry: tuple[KeysValues, State],
-        hops: Place,
+        hops: ChunkNumber,
     ) -> tuple[tuple[KeysValues, State], None]:
         kv, state = carry
         coming = work.hop(kv)
@@ -613,8 +615,8 @@ def _around(
 
 def _visible(
     work: ContextTask,
-    hops: Place,
-) -> Sequence[tuple[Place, Place, Array, Array]]:
+    hops: ChunkNumber,
+) -> Sequence[tuple[ChunkNumber, ChunkNumber, Array, Array]]:
     """The two pairs of chunks that have something to see in the block of the device so many hops
     behind.
 

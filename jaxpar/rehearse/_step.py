@@ -27,7 +27,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import versions
 from jaxpar.base.sharding import Placement
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
-from jaxpar.hlo.tasks import Place
+from jaxpar.hlo.tasks import Origin
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.arguments import argument_bytes, place_arguments
 from jaxpar.rehearse.cost import peak_name
@@ -301,7 +301,7 @@ def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
         names = []
     if len(names) == count:
         return names
-    return [f"argument {place}" for place in range(count)]
+    return [f"argument {index}" for index in range(count)]
 
 
 def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | None) -> Time:
@@ -336,16 +336,16 @@ def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | Non
 
 def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
     """The time by line of the model and phase, the longest first."""
-    lines: dict[Place, Line] = {}
+    lines: dict[Origin, Line] = {}
     for row in tasks:
-        place = row.task.place
+        origin = row.task.origin
         task = row.task
         line = lines.setdefault(
-            place,
+            origin,
             {
-                "scope": place.scope,
-                "source": place.source,
-                "phase": place.phase,
+                "scope": origin.scope,
+                "source": origin.source,
+                "phase": origin.phase,
                 "compute": 0.0,
                 "communication": 0.0,
                 "exposed": 0.0,
@@ -372,7 +372,7 @@ def _notes(timeline: Timeline) -> list[str]:
     """Notes on how far the figures can be trusted."""
     notes = []
     unplaced = [
-        row for row in timeline.tasks if not row.task.place.scope and not row.task.place.source
+        row for row in timeline.tasks if not row.task.origin.scope and not row.task.origin.source
     ]
     lost = sum(row.exposed if row.task.asynchronous else row.seconds for row in unplaced)
     if timeline.seconds:

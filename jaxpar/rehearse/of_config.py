@@ -14,7 +14,7 @@ from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import bytes_text
 from jaxpar.base.mesh import MESH_AXES, describe
 from jaxpar.base.sharding import placements
-from jaxpar.hlo.parse import parse
+from jaxpar.hlo.parse import parse_module
 from jaxpar.rehearse._step import Compiled, compile_for, report_of
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
@@ -179,7 +179,7 @@ def _memory(step: CompiledStep) -> Memory:
     target = compiled.target
     held = state_bytes(experiment, target.platform)
     arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
-    kept = memory.saved_bytes(parse(compiled.text), experiment.config.model.layers)
+    kept = memory.saved_bytes(parse_module(compiled.text), experiment.config.model.layers)
     has = target.hardware.hbm_bytes
     gradients = held.gradients.device
     taken = memory.account(compiled.stats, target.platform, arguments, has, kept, gradients)

@@ -16,7 +16,7 @@ from rich.text import Text
 from jaxpar.parallel.pipeline.schedules import (
     UNIT,
     Action,
-    Kind,
+    ActionKind,
     Simulation,
     Table,
     Times,
@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.schedules import (
 )
 
 # These are blue and orange of Okabe and Ito's palette, which all kinds of colour vision tell apart.
-_COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00"}
+_COLORS: dict[ActionKind, str] = {"forward": "#0072b2", "backward": "#e69f00"}
 _HEIGHT = 0.86  # the height of a bar as a share of its row
 
 

@@ -19,8 +19,8 @@ from jaxpar.base.hardware import peak_flops
 from jaxpar.base.ranges import MOST_STEPS
 from jaxpar.base.runtime import write_whole, writing
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Node, Place, Task
-from jaxpar.train.sinks import Row, Sink
+from jaxpar.hlo.tasks import Loop, Node, Origin, Task
+from jaxpar.train.sinks import MetricsRow, Sink
 
 
 def mfu(
@@ -110,7 +110,7 @@ class Meter:
         }
 
 
-Report = Callable[[int, Row], None]
+Report = Callable[[int, MetricsRow], None]
 """A function that takes each row of metrics.jsonl: the step, and what was measured at it."""
 
 
@@ -296,21 +296,21 @@ class Profile:
             "devices": len(devices),
             "traced": jax.local_device_count(),
             "lines": {
-                name: [place.scope, place.source, place.phase]
-                for name, place in _places(program.nodes)
+                name: [origin.scope, origin.source, origin.phase]
+                for name, origin in _origins(program.nodes)
             },
         }
         write_whole(self.file, json.dumps(found) + "\n")
 
 
-def _places(nodes: tuple[Node, ...]) -> Iterator[tuple[str, Place]]:
+def _origins(nodes: tuple[Node, ...]) -> Iterator[tuple[str, Origin]]:
     """Yield the name and place of every instruction that takes time; a wait is where what it waits
     for was started.
     """
     for node in nodes:
         if isinstance(node, Loop):
-            yield from _places(node.body)
+            yield from _origins(node.body)
         elif isinstance(node, Task):
-            yield node.name, node.place
+            yield node.name, node.origin
         elif isinstance(task := nodes[node.task], Task):
-            yield node.name, task.place
+            yield node.name, task.origin

@@ -19,7 +19,7 @@ from jaxpar.base.registry import SINKS, registering
 from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
 
-Row = dict[str, float]
+MetricsRow = dict[str, float]
 """What was measured at a step, by name."""
 
 
@@ -33,7 +33,7 @@ def read_sink_ids(folder: Path) -> dict[str, str | None]:
     return {}
 
 
-Opened = tuple[Callable[[int, Row], object], Callable[[bool], object], str | None]
+Opened = tuple[Callable[[int, MetricsRow], object], Callable[[bool], object], str | None]
 """Functions that write a row of a step and that end the run, failed or not; and the run's id."""
 Open = Callable[[Config, Path, int, str | None], Opened]
 """Begins a run in a sink, or goes on with it: of the config, the run folder, the first step, and
@@ -76,7 +76,7 @@ class Sink:
     ):
         self._name = name
         self._say = say
-        self._rows = deque[tuple[int, Row]]()
+        self._rows = deque[tuple[int, MetricsRow]]()
         sink: RegisteredSink = SINKS[name]
         ids: dict[str, Any] = read_sink_ids(folder)
         try:
@@ -94,7 +94,7 @@ class Sink:
         write_whole(folder / "sinks.json", json.dumps(ids) + "\n")
         self._thread = ThreadPoolExecutor(1)
 
-    def write(self, step: int, row: Row) -> None:
+    def write(self, step: int, row: MetricsRow) -> None:
         """Send a row, after those that are still unsent."""
         self._rows.append((step, row))
         self._thread.submit(self._send)
@@ -168,7 +168,7 @@ def mlflow_sink(config: Config, folder: Path, first_step: int, run_id: str | Non
     client = mlflow.MlflowClient()
     run_id = run.info.run_id
 
-    def write(step: int, row: Row) -> None:
+    def write(step: int, row: MetricsRow) -> None:
         now = int(1000 * time.time())
         client.log_batch(
             run_id,

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of
-from jaxpar.verify.mistakes import Evidence, Guess, Kind, diagnose, guesses_of_part
+from jaxpar.verify.mistakes import Evidence, Guess, MistakeKind, diagnose, guesses_of_part
 from jaxpar.verify.report import GradientRow, Verdict
 
 _ADDS_UP = 1e-3
@@ -28,7 +28,7 @@ Gradients = Mapping[str, np.ndarray]
 """Gradients by parameter name, [1, *shape]."""
 Reference = Callable[[PyTree], Answer]
 """Runs the reference on another batch."""
-Alteration = tuple[Kind, str, Gradients]
+Alteration = tuple[MistakeKind, str, Gradients]
 """A kind of mistake, its description in words, and the gradients that the reference gives with
 it.
 """

@@ -24,7 +24,7 @@ _ROUNDING = 0.03
 _NEAR = 0.01
 _LARGEST_FACTOR = 64  # the largest denominator of a factor that is written as a fraction
 
-Kind = Literal[
+MistakeKind = Literal[
     "zero",
     "sign",
     "sum doubled",
@@ -42,7 +42,7 @@ Kind = Literal[
     "unknown",
 ]
 """The name of a kind of mistake; docs/verify.md says what each one means."""
-Guess = tuple[Kind, str, np.ndarray]
+Guess = tuple[MistakeKind, str, np.ndarray]
 """A hypothesis: its kind, what it says, and what the gradient would be if it were true."""
 
 
@@ -84,7 +84,7 @@ class Evidence:
 class Finding(NamedTuple):
     """How a gradient differs."""
 
-    kind: Kind
+    kind: MistakeKind
     says: str
     """The mistake in words that follow "the gradient is "."""
     residual: float
@@ -239,8 +239,8 @@ def guesses_of_part(
     `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds up; `name` is, say, `shard
     0 of data`.
     """
-    missing: Kind = "sum missing" if what == "shard" else "microbatch"
-    doubled: Kind = "sum doubled" if what == "shard" else "microbatch"
+    missing: MistakeKind = "sum missing" if what == "shard" else "microbatch"
+    doubled: MistakeKind = "sum doubled" if what == "shard" else "microbatch"
     return [
         (missing, f"the contribution of {name} alone", value),
         (doubled, f"the reference with {name} counted twice", want + value),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
-from jaxpar.hlo.parse import parse
+from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.tasks import Collective
 
 pytestmark = pytest.mark.quick
@@ -20,7 +20,7 @@ PAIRS = ((0, 1), (2, 3))
 
 def collective(line: str, computations: str = "", devices: int = 4) -> Collective | None:
     """Of one instruction over `%a`, f32[8,4] (128 bytes)."""
-    module = parse(
+    module = parse_module(
         f"HloModule m, num_partitions={devices}\n{computations}\nENTRY %main () -> f32[] {{\n"
         "  %a = f32[8,4]{1,0} parameter(0)\n  %b = bf16[16]{0} parameter(1)\n  ROOT %x = "
         f"{line}\n}}\n"
@@ -151,7 +151,7 @@ def megascale(target: str, transfer: str) -> str:
 def test_traffic_between_tpu_slices(
     target: str, transfer: str, kind: str, groups: tuple[tuple[int, ...], ...], size: int
 ) -> None:
-    module = parse(
+    module = parse_module(
         "HloModule m, num_partitions=2\n\nENTRY %main () -> f32[] {\n"
         f"  %a = f32[8,4]{{1,0}} parameter(0)\n  ROOT %x = {megascale(target, transfer)}\n}}\n"
     )
@@ -162,7 +162,7 @@ def test_traffic_between_tpu_slices(
 
 
 def test_devices_of_slices_that_are_not_one_after_another() -> None:
-    module = parse(
+    module = parse_module(
         "HloModule m, num_partitions=2\n\nENTRY %main () -> f32[] {\n  ROOT %a = f32[] "
         "parameter(0)\n}\n"
     )
@@ -178,7 +178,7 @@ def test_a_real_all_reduce_over_four_slices() -> None:
     """Within a slice a reduce-scatter and an all-gather, between slices an all-reduce of the
     quarter.
     """
-    module = parse((DATA / "tpu_between_slices.txt").read_text())
+    module = parse_module((DATA / "tpu_between_slices.txt").read_text())
     devices = devices_of(module, [place // 4 for place in range(16)])
     entry = module.computations[module.entry]
     found = {i.name: collective_of(module, devices, entry, i) for i in entry.instructions.values()}

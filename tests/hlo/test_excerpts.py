@@ -70,8 +70,8 @@ def test_a_tpu_gather_that_goes_on_during_other_fusions() -> None:
     assert start.collective.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert during.kind == "matmul" and during.collective is None and during.depends == ()
     assert done == Wait("async-collective-done.8", 0)
-    assert start.place.scope == during.place.scope == "block/attention"
-    assert during.place.source == "models/llama.py:66"
+    assert start.origin.scope == during.origin.scope == "block/attention"
+    assert during.origin.source == "models/llama.py:66"
 
 
 def test_prefetches_into_the_chips_memory_are_asynchronous_copies() -> None:
@@ -107,7 +107,7 @@ def test_gathers_that_a_gpu_compiler_made_one() -> None:
     )
     weights = 4 * (2 * 128 * 128 + 2 * 128 * 256 + 3 * 128 * 1024) * 2
     assert start.collective.bytes == weights + 2 * 512 * 4  # and two norms
-    assert start.place.scope == "block"  # all that the parts share
+    assert start.origin.scope == "block"  # all that the parts share
 
 
 def test_a_ring_on_a_gpu() -> None:
@@ -159,7 +159,7 @@ def test_attention_by_cudnn_is_a_kernel_with_flops() -> None:
     forward, backward = excerpt("gpu_attention").nodes
     assert isinstance(forward, Task) and isinstance(backward, Task)
     assert forward.kind == backward.kind == "kernel" and backward.flops == 2.5 * forward.flops > 0
-    assert (forward.place.phase, backward.place.phase) == ("forward", "backward")
+    assert (forward.origin.phase, backward.origin.phase) == ("forward", "backward")
     assert backward.depends == (0,)
 
 

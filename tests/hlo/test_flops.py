@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.hlo.parse import parse
+from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.work import Multiplied, backend_config, work_of
 
 pytestmark = pytest.mark.quick
@@ -19,7 +19,7 @@ DATA = Path(__file__).parent / "data" / "hlo"
 
 
 def work(lines: str, name: str = "", computations: str = "") -> Multiplied:
-    module = parse(f"HloModule m\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
+    module = parse_module(f"HloModule m\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
     entry = module.computations["main"]
     return work_of(module, entry, entry.instructions[name or entry.root])
 
@@ -130,7 +130,7 @@ def test_a_fusion_has_what_is_inside_at_any_depth() -> None:
 
 
 def excerpt(name: str, instruction: str) -> Multiplied:
-    module = parse((DATA / f"{name}.txt").read_text())
+    module = parse_module((DATA / f"{name}.txt").read_text())
     entry = module.computations[module.entry]
     return work_of(module, entry, entry.instructions[instruction])
 
@@ -151,7 +151,9 @@ def test_cudnn_attention_in_a_sliding_window() -> None:
     """A query sees 256 keys, the first ones fewer: 256 x 1024 - 256^2 / 2 pairs of the 1024^2."""
     text = (DATA / "gpu_attention.txt").read_text()
     assert '"sliding_window_length": 0' in text
-    module = parse(text.replace('"sliding_window_length": 0', '"sliding_window_length": 256'))
+    module = parse_module(
+        text.replace('"sliding_window_length": 0', '"sliding_window_length": 256')
+    )
     computation = module.computations[module.entry]
     work = work_of(module, computation, computation.instructions["dot_product_attention_fwd.5"])
     assert work.flops == 4 * 2 * 4 * 64 * (256 * 1024 - 256**2 / 2)
@@ -164,11 +166,11 @@ def test_real_fusions() -> None:
 
 
 def test_a_backend_config_that_is_not_json() -> None:
-    module = parse((DATA / "gpu_cublas.txt").read_text())
+    module = parse_module((DATA / "gpu_cublas.txt").read_text())
     call = module.computations[module.entry].instructions["custom-call.1"]
     assert backend_config(call)["gemm_backend_config"]
     for text in ("", "backend_config={grid_x = 8 : i32}", 'backend_config="plain"'):
-        odd = parse(
+        odd = parse_module(
             "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] custom-call(), "
             f"{text}\n}}\n"
         )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.hlo.collectives import Groups, replica_groups, source_target_pairs
-from jaxpar.hlo.parse import parse
+from jaxpar.hlo.parse import parse_module
 
 pytestmark = pytest.mark.quick
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 def groups(attribute: str, devices: int = 8) -> Groups:
     line = f"  ROOT %x = f32[2]{{0}} all-gather(%a), {attribute}, dimensions={{0}}"
     return replica_groups(
-        parse(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n")
+        parse_module(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n")
         .computations["main"]
         .instructions["x"],
         devices,
@@ -117,11 +117,11 @@ def test_a_form_that_nobody_knows_is_said(text: str) -> None:
 
 def test_source_target_pairs() -> None:
     text = "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[2]{0} collective-permute(%a)"
-    pairs = parse(f"{text}, source_target_pairs={{{{0,1}},{{1,0}},{{2,3}}}}\n}}\n")
+    pairs = parse_module(f"{text}, source_target_pairs={{{{0,1}},{{1,0}},{{2,3}}}}\n}}\n")
     assert source_target_pairs(pairs.computations["main"].instructions["x"]) == (
         (0, 1),
         (1, 0),
         (2, 3),
     )
-    none = parse(f"{text}\n}}\n")
+    none = parse_module(f"{text}\n}}\n")
     assert source_target_pairs(none.computations["main"].instructions["x"]) == ()

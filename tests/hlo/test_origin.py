@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpar.hlo.origin import decode, default_dirs, inherit, place_of, source_line
-from jaxpar.hlo.parse import Frame, parse
+from jaxpar.hlo.origin import decode, default_dirs, inherit, origin_of, source_line
+from jaxpar.hlo.parse import Frame, parse_module
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Node, Place, Task, Wait, walk
+from jaxpar.hlo.tasks import Loop, Node, Origin, Task, Wait, walk
 
 pytestmark = pytest.mark.quick
 
@@ -134,7 +134,7 @@ def test_models_and_the_library_are_found_where_they_are_installed() -> None:
 
 
 def test_a_fusion_without_metadata_is_taken_for_what_it_wraps() -> None:
-    module = parse("""HloModule m
+    module = parse_module("""HloModule m
 
 %fused (a: f32[2]) -> f32[2] {
   %a = f32[2]{0} parameter(0)
@@ -148,81 +148,81 @@ ENTRY %main (a: f32[2]) -> f32[2] {
 }
 """)
     entry = module.computations["main"]
-    assert place_of(module, entry.instructions["f"], DIRS) == Place("head", "", "forward")
-    assert place_of(module, entry.instructions["a"], DIRS) == Place()
+    assert origin_of(module, entry.instructions["f"], DIRS) == Origin("head", "", "forward")
+    assert origin_of(module, entry.instructions["a"], DIRS) == Origin()
 
 
 # Places for what the compiler made: from the nearest neighbour that has one.
 
-MLP = Place("block/mlp", "models/llama.py:77", "forward")
-HEAD = Place("head", "models/llama.py:94", "backward")
-NOWHERE = Place()
+MLP = Origin("block/mlp", "models/llama.py:77", "forward")
+HEAD = Origin("head", "models/llama.py:94", "backward")
+NOWHERE = Origin()
 
 
 def task(
-    place: Place,
+    origin: Origin,
     *depends: int,
     kind: str = "copy",
     flops: float = 0.0,
 ) -> Task:
-    return Task("t", "copy", kind, place, depends, flops)  # pyright: ignore[reportArgumentType]
+    return Task("t", "copy", kind, origin, depends, flops)  # pyright: ignore[reportArgumentType]
 
 
-def places(*nodes: Node, around: Place = NOWHERE) -> list[Place | None]:
+def origins(*nodes: Node, around: Origin = NOWHERE) -> list[Origin | None]:
     found = inherit(list(nodes), around)
-    return [None if isinstance(node, Wait) else node.place for node in found]
+    return [None if isinstance(node, Wait) else node.origin for node in found]
 
 
 def test_a_copy_belongs_to_what_it_feeds() -> None:
-    assert places(task(HEAD), task(NOWHERE, 0), task(MLP, 1))[1] == MLP
+    assert origins(task(HEAD), task(NOWHERE, 0), task(MLP, 1))[1] == MLP
 
 
 def test_through_a_chain_of_copies() -> None:
-    assert places(task(NOWHERE), task(NOWHERE, 0), task(MLP, 1)) == [MLP, MLP, MLP]
+    assert origins(task(NOWHERE), task(NOWHERE, 0), task(MLP, 1)) == [MLP, MLP, MLP]
 
 
 def test_else_to_what_feeds_it() -> None:
-    assert places(task(HEAD), task(NOWHERE, 0)) == [HEAD, HEAD]
+    assert origins(task(HEAD), task(NOWHERE, 0)) == [HEAD, HEAD]
 
 
 def test_a_matmul_belongs_to_the_latest_of_its_operands() -> None:
-    gradient = Place("block/mlp", "models/llama.py:81", "backward")
+    gradient = Origin("block/mlp", "models/llama.py:81", "backward")
     assert (
-        places(task(MLP), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2]
+        origins(task(MLP), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2]
         == gradient
     )
-    assert places(task(NOWHERE, kind="matmul"), task(MLP, 0))[0] == MLP
+    assert origins(task(NOWHERE, kind="matmul"), task(MLP, 0))[0] == MLP
 
 
 def test_a_matmul_belongs_to_the_neighbour_in_the_innermost_scope() -> None:
-    core = Place("block/attention/core", "models/llama.py:74", "forward")
+    core = Origin("block/attention/core", "models/llama.py:74", "forward")
     assert (
-        places(task(HEAD), task(NOWHERE, 0, kind="matmul"), task(MLP, 1), task(core, 1))[1] == core
+        origins(task(HEAD), task(NOWHERE, 0, kind="matmul"), task(MLP, 1), task(core, 1))[1] == core
     )
     assert (
-        places(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
+        origins(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
     )
 
 
 def test_waits_are_passed_over() -> None:
-    assert places(task(NOWHERE), Wait("w", 0), task(MLP, 0)) == [MLP, None, MLP]
+    assert origins(task(NOWHERE), Wait("w", 0), task(MLP, 0)) == [MLP, None, MLP]
 
 
 def test_a_line_of_its_own_is_kept_by_what_the_compiler_made() -> None:
-    copied = Place("", "models/model.py:114")
-    found = places(task(copied), task(MLP, 0), task(HEAD, 0))
-    assert found[0] == Place("block/mlp", "models/model.py:114", "forward")
+    copied = Origin("", "models/model.py:114")
+    found = origins(task(copied), task(MLP, 0), task(HEAD, 0))
+    assert found[0] == Origin("block/mlp", "models/model.py:114", "forward")
 
 
 def test_bookkeeping_gives_nothing_and_a_loop_gives_what_is_left() -> None:
     """The loop that it feeds or rests on, else the one around it."""
-    assert places(task(NOWHERE), task(MLP, 0, kind="control"))[0] == NOWHERE
-    assert places(task(NOWHERE), around=HEAD)[0] == HEAD
-    backward = Place("", "models/model.py:134", "backward")
+    assert origins(task(NOWHERE), task(MLP, 0, kind="control"))[0] == NOWHERE
+    assert origins(task(NOWHERE), around=HEAD)[0] == HEAD
+    backward = Origin("", "models/model.py:134", "backward")
     loop = Loop("while", 2, (task(MLP),), (0,), backward)
-    assert places(task(NOWHERE), loop)[0] == backward
-    assert places(loop, task(NOWHERE, 0))[1] == backward
-    assert places(task(NOWHERE), loop, task(MLP, 0))[0] == MLP
+    assert origins(task(NOWHERE), loop)[0] == backward
+    assert origins(loop, task(NOWHERE, 0))[1] == backward
+    assert origins(task(NOWHERE), loop, task(MLP, 0))[0] == MLP
 
 
 @pytest.mark.parametrize("source", ["loss.py:9", ""], ids=["a line", "no line"])
@@ -232,14 +232,14 @@ def test_what_the_program_places_in_no_scope_takes_no_neighbours(kind: str, sour
     package has no line that is shown, and is the user's all the same.
     """
     for phase in ("backward", "other"):
-        plain = Place("", source, phase, told=True)  # pyright: ignore[reportArgumentType]
+        plain = Origin("", source, phase, told=True)  # pyright: ignore[reportArgumentType]
         given = task(MLP), task(plain, 0, kind=kind), task(HEAD, 1)
-        assert places(*given, around=HEAD) == [MLP, plain, HEAD]
+        assert origins(*given, around=HEAD) == [MLP, plain, HEAD]
 
 
 def test_a_copy_that_feeds_what_is_in_no_scope_is_in_none() -> None:
-    plain = Place("", "loss.py:9", "forward", told=True)
-    assert places(task(MLP), task(NOWHERE, 0), task(plain, 1))[1] == plain
+    plain = Origin("", "loss.py:9", "forward", told=True)
+    assert origins(task(MLP), task(NOWHERE, 0), task(plain, 1))[1] == plain
 
 
 STRANGER = """HloModule jit_step, is_scheduled=true
@@ -260,7 +260,7 @@ ENTRY %main (x: bf16[64,64], w: bf16[64,64]) -> bf16[64,64] {
 
 def test_a_users_mlp_is_not_taken_for_the_attention_beside_it() -> None:
     program = read_program(STRANGER, DIRS)
-    scopes = {one.name: one.place.scope for one, _ in walk(program.nodes)}
+    scopes = {one.name: one.origin.scope for one, _ in walk(program.nodes)}
     assert scopes == {
         "seen": "core/attention_forward",
         "copy.1": "",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.parse import Instruction, Module, Shape, parse, parse_shape, split
+from jaxpar.hlo.parse import Instruction, Module, Shape, parse_module, parse_shape, split
 
 pytestmark = pytest.mark.quick
 
@@ -17,7 +17,9 @@ EXCERPTS = sorted(path.stem for path in DATA.glob("*.txt"))
 
 
 def module_of(body: str, header: str = "is_scheduled=true", tables: str = "") -> Module:
-    return parse(f"HloModule test, {header}\n{tables}\nENTRY %main () -> () {{\n{body}\n}}\n")
+    return parse_module(
+        f"HloModule test, {header}\n{tables}\nENTRY %main () -> () {{\n{body}\n}}\n"
+    )
 
 
 def instruction(line: str) -> Instruction:
@@ -127,7 +129,7 @@ def test_constants_parameters_and_literals_over_several_lines() -> None:
 
 def test_a_brace_at_the_start_of_a_line_need_not_end_the_computation() -> None:
     """A Pallas kernel's own notes are printed over several lines."""
-    module = parse((DATA / "tpu_kernel.txt").read_text())
+    module = parse_module((DATA / "tpu_kernel.txt").read_text())
     entry = module.computations[module.entry]
     kernel = entry.instructions["splash_mha_fwd_residuals.1"]
     assert kernel.target == "tpu_custom_call"
@@ -192,13 +194,13 @@ def test_devices_and_platform() -> None:
 )
 def test_what_is_no_compiled_module(text: str) -> None:
     with pytest.raises(UserError):
-        parse(text)
+        parse_module(text)
 
 
 @pytest.mark.parametrize("name", EXCERPTS)
 def test_excerpts_of_real_programs_are_read_whole(name: str) -> None:
     text = (DATA / f"{name}.txt").read_text()
-    module = parse(text)
+    module = parse_module(text)
     lines = [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
     found = [
         i for computation in module.computations.values() for i in computation.instructions.values()
@@ -217,7 +219,7 @@ def test_two_megabytes_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     copies = 2_000_000 // len(rest)
     many = "\n".join(rest.replace(".clone", f".clone_{n}") for n in range(copies))
     start = time.perf_counter()
-    module = parse(f"{first}\n{many}\nENTRY {entry}")
+    module = parse_module(f"{first}\n{many}\nENTRY {entry}")
     for computation in module.computations.values():
         for each in computation.instructions.values():
             assert each.attributes is not None and each.called is not None

@@ -210,7 +210,7 @@ def expected_flops(config: Config, platform: str = "cpu") -> dict[str, float]:
 def flops_by_phase(program: Program, devices: int) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for task, count in walk(program.nodes):
-        found[task.place.phase] += task.flops * count * devices
+        found[task.origin.phase] += task.flops * count * devices
     return found
 
 
@@ -285,7 +285,9 @@ def test_full_remat_runs_the_blocks_again_but_for_their_last_matmul() -> None:
     found: dict[tuple[str, str], float] = defaultdict(float)
     for task, count in walk(program_of(config).nodes):
         if task.flops:
-            found["/".join(task.place.scope.split("/")[:2]), task.place.phase] += task.flops * count
+            found["/".join(task.origin.scope.split("/")[:2]), task.origin.phase] += (
+                task.flops * count
+            )
     assert found["block/attention", "forward"] == found["block/attention", "recomputed"] > 0
     last = config.model.layers * linear_flops(config)["down"]
     assert found["block/mlp", "forward"] - found["block/mlp", "recomputed"] == last
@@ -307,12 +309,12 @@ def assert_places_are_known(program: Program) -> None:
     """
     total = sum(seconds_of(task) * count for task, count in walk(program.nodes))
     lost = sum(
-        seconds_of(t) * n for t, n in walk(program.nodes) if not (t.place.source or t.place.scope)
+        seconds_of(t) * n for t, n in walk(program.nodes) if not (t.origin.source or t.origin.scope)
     )
     assert lost <= 0.02 * total
     for task, _ in walk(program.nodes):
         assert task.kind != "matmul" or (
-            task.place.source.startswith("models/") and task.place.scope
+            task.origin.source.startswith("models/") and task.origin.scope
         ), task
 
 
@@ -337,21 +339,21 @@ def test_matmuls_are_tied_to_the_lines_that_call_them(name: str) -> None:
     met: Counter[str] = Counter()
     for task, _ in walk(program_of(CONFIGS[name]).nodes):
         if task.kind == "matmul":
-            file, line = task.place.source.removeprefix("models/").split(":")
+            file, line = task.origin.source.removeprefix("models/").split(":")
             text = Path(folder, file).read_text().splitlines()[int(line) - 1]
-            scope = next(scope for scope in calls if task.place.scope.startswith(scope))
+            scope = next(scope for scope in calls if task.origin.scope.startswith(scope))
             assert any(call in text for call in calls[scope]), (task.name, text)
             met[scope] += 1
     assert set(met) == set(calls)
 
 
 def test_the_update_is_told_from_the_gradients() -> None:
-    scopes = {task.place.scope for task, _ in walk(program_of(CONFIGS["gpt2, scan"]).nodes)}
+    scopes = {task.origin.scope for task, _ in walk(program_of(CONFIGS["gpt2, scan"]).nodes)}
     assert {"embed", "block/attention", "block/mlp", "loss", "update"} <= scopes
     phases = {
-        task.place.phase
+        task.origin.phase
         for task, _ in walk(program_of(CONFIGS["gpt2, scan"]).nodes)
-        if task.place.scope == "update"
+        if task.origin.scope == "update"
     }
     assert phases == {"update"}
 

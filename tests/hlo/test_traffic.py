@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.hlo.parse import parse
+from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.work import result_of, traffic
 
 pytestmark = pytest.mark.quick
@@ -19,7 +19,7 @@ SLICE = 64 * 4  # f32[32,64] and one row of it
 
 
 def bytes_of(lines: str, computations: str = "") -> int:
-    module = parse(
+    module = parse_module(
         f"HloModule m, is_scheduled=true\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n"
     )
     entry = module.computations["main"]
@@ -195,7 +195,7 @@ def test_real_fusions_of_a_scan_over_layers() -> None:
     """The stacked f32[3,256,64] weight is read one layer at a time, the saved activations are
     written one layer.
     """
-    module = parse((DATA / "cpu_fusions.txt").read_text())
+    module = parse_module((DATA / "cpu_fusions.txt").read_text())
     entry = module.computations[module.entry]
     layer = 256 * 64 * 4
     saved = 16 * 32 * 64 * 4
@@ -210,7 +210,7 @@ def test_real_fusions_of_a_scan_over_layers() -> None:
 
 
 def test_a_collective_that_goes_on_during_a_fusion_is_not_the_fusions_traffic() -> None:
-    module = parse((DATA / "tpu_async_fusion.txt").read_text())
+    module = parse_module((DATA / "tpu_async_fusion.txt").read_text())
     entry = module.computations[module.entry]
     start = entry.instructions["async-collective-start.8"]
     during = entry.instructions["fusion.551"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.hlo import trips as subject
-from jaxpar.hlo.parse import Computation, Instruction, Module, parse
+from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
 from jaxpar.hlo.trips import evaluate, initial_state, invariant, trip_count
 
 pytestmark = pytest.mark.quick
@@ -31,7 +31,7 @@ def counting(start: int, step: str, direction: str, limit: int) -> Module:
     """A loop over `(counter, x)`; `step` is the counter's update as one HLO instruction of %i
     and %k.
     """
-    return parse(f"""HloModule test, is_scheduled=true
+    return parse_module(f"""HloModule test, is_scheduled=true
 
 %fused_step (a: s32[], b: s32[]) -> s32[] {{
   %a = s32[] parameter(0)
@@ -207,7 +207,7 @@ ENTRY %main () -> (s32[], s32[]) {
 
 
 def test_a_limit_that_an_outer_loop_hands_on() -> None:
-    module = parse(NESTED)
+    module = parse_module(NESTED)
     entry = module.computations["main"]
     body = module.computations["outer_body"]
     outer = entry.instructions["outer"]
@@ -224,14 +224,14 @@ def test_a_limit_that_an_outer_loop_hands_on() -> None:
 @pytest.mark.parametrize("name", ["cpu_loops", "gpu_loops", "tpu_loops"])
 def test_real_loops(name: str) -> None:
     """`fori_loop(3, 21)`, and a while whose end is an argument."""
-    module = parse((DATA / f"{name}.txt").read_text())
+    module = parse_module((DATA / f"{name}.txt").read_text())
     entry = module.computations[module.entry]
     loops = [i for i in entry.instructions.values() if i.opcode == "while"]
     assert sorted(str(count(module, module.entry, loop.name)) for loop in loops) == ["18", "None"]
 
 
 def test_the_compilers_loop_around_a_matmul_counts_by_two() -> None:
-    module = parse((DATA / "tpu_windowed_loop.txt").read_text())
+    module = parse_module((DATA / "tpu_windowed_loop.txt").read_text())
     entry = module.computations[module.entry]
     (loop,) = (i for i in entry.instructions.values() if i.opcode == "while")
     assert "windowed_dot_general_body" in loop.attributes["body"]
@@ -240,7 +240,7 @@ def test_the_compilers_loop_around_a_matmul_counts_by_two() -> None:
 
 
 def value_of(lines: str, state: dict[int, int] | None = None) -> object:
-    module = parse(f"HloModule m\n\nENTRY %main () -> s32[] {{\n{lines}\n}}\n")
+    module = parse_module(f"HloModule m\n\nENTRY %main () -> s32[] {{\n{lines}\n}}\n")
     computation: Computation = module.computations["main"]
     return evaluate(module, computation, computation.root, state or {})
 

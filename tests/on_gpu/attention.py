@@ -19,7 +19,7 @@ from on_gpu.pieces import Say
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
-from jaxpar.bench.measure import Row, alternate
+from jaxpar.bench.measure import BenchRow, alternate
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import (
@@ -61,7 +61,7 @@ def attention_rows(
     heads: int,
     rounds: int,
     say: Say,
-) -> list[Row]:
+) -> list[BenchRow]:
     """A row for each implementation that serves, in bfloat16 with as many kv heads as heads.
 
     Args:

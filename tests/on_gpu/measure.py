@@ -28,8 +28,8 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import CHIPS, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.base.toml import presets
-from jaxpar.bench.measure import Row, bench_step
-from jaxpar.cli.arguments import parse
+from jaxpar.bench.measure import BenchRow, bench_step
+from jaxpar.cli.arguments import parse_words
 from jaxpar.cli.main import fail
 from jaxpar.hlo.tasks import Task
 from jaxpar.kernels.attention import dispatch
@@ -77,7 +77,7 @@ def _kernel_name(kernel: str, mask: str, h: int, dtype: str = "bfloat16") -> str
 
 def _kernel(
     kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: Path, say: Say
-) -> list[Row]:
+) -> list[BenchRow]:
     """The largest errors, each as a part of what is allowed; grouped queries throughout."""
     B, S, H, K = (1, 45, 2, 1) if small else (2, 1024, 8, 2)
     odd = mask_name == "odd lengths"
@@ -196,7 +196,7 @@ def _attention(
     small: bool,
     out: Path,
     say: Say,
-) -> list[Row]:
+) -> list[BenchRow]:
     """In turns, at the sizes of FlashAttention's own figures: 16k tokens, heads that make 2,048
     wide.
     """
@@ -260,7 +260,7 @@ def _step(
     small: bool,
     out: Path,
     say: Say,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Ten steps of GPT-2 124M, then ten of PyTorch's, in turns."""
     config = _config(_GPT2, changes, small)
     (rounds, steps) = (3, 2) if small else (7, 10)
@@ -282,7 +282,7 @@ def _prediction(
     small: bool,
     out: Path,
     say: Say,
-) -> list[Row]:
+) -> list[BenchRow]:
     """The time and memory of a step as a rehearsal for this GPU has them, beside those of a second
     of steps.
     """
@@ -321,7 +321,7 @@ def _target(small: bool) -> Target:
     )
 
 
-def _trace(small: bool, out: Path, say: Say) -> list[Row]:
+def _trace(small: bool, out: Path, say: Say) -> list[BenchRow]:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the
     profile is kept.
     """
@@ -341,7 +341,7 @@ def _trace(small: bool, out: Path, say: Say) -> list[Row]:
     lines: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def line(task: Task) -> list[float]:
-        return lines[task.place.source, task.place.scope, task.place.phase, task.kind]
+        return lines[task.origin.source, task.origin.scope, task.origin.phase, task.kind]
 
     for row in timeline.tasks:
         line(row.task)[1] += row.seconds
@@ -460,7 +460,7 @@ def main(words: list[str]) -> int:
     try:
         console().print(
             measure(
-                parse(main.__doc__, GpuArgs(), words),
+                parse_words(main.__doc__, GpuArgs(), words),
                 console().print,
             )
         )

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.runtime import versions, write_whole
-from jaxpar.bench.measure import Row, table
+from jaxpar.bench.measure import BenchRow, table
 from jaxpar.kernels.attention.call import Unserved
 
 Found = dict[str, Any]
 """JSON: of a case its `status`, and its `rows` for the report and `notes`, or `why` it has none."""
 Say = Callable[[str], None]
-Case = Callable[[bool, Path, Say], list[Row]]
+Case = Callable[[bool, Path, Say], list[BenchRow]]
 """Given whether it is the small form, the folder of the results, and what takes a note."""
 START_SECONDS = 120.0
 
@@ -161,7 +161,7 @@ def work(
                 return
 
 
-def run_case(case: Callable[[Say], list[Row]]) -> Found:
+def run_case(case: Callable[[Say], list[BenchRow]]) -> Found:
     """What a case found, with its `status`: measured; or refused or failed, and `why`."""
     notes: list[str] = []
     try:
@@ -239,7 +239,7 @@ def report(out: Path, names: Iterable[str], most: int = 60) -> str:
     )
     parts = [", ".join(f"{key}: {value}" for key, value in where.items())]
     for name, piece in found.items():
-        rows = list[Row]()
+        rows = list[BenchRow]()
         said = list[str]()
         for case, one in piece["cases"].items():
             rows += [{"case": case, **row} for row in one.get("rows", [])]

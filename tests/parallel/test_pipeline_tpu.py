@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxpar.base.config import load_config, override
-from jaxpar.hlo.parse import Computation, Instruction, Module, parse
+from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.targets import load_target
 
@@ -58,7 +58,7 @@ def rounds(module: Module) -> Iterator[Computation]:
 
 
 def compiled(target: str, stage: dict[str, int]) -> Module:
-    return parse(
+    return parse_module(
         compile_step(
             override(load_config("llama3_8b"), SMALL | stage), load_target(target)
         ).compiled.text

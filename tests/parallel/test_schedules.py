@@ -21,7 +21,7 @@ from jaxpar.parallel.pipeline.schedules import (
     Action,
     Table,
     Times,
-    check,
+    check_table,
     register_schedule,
     schedule,
     simulate_schedule,
@@ -86,7 +86,7 @@ def group(P: int, M: int) -> int:
 def test_every_table_is_valid_in_ticks_of_one_kind(name, P):
     for M, v in sizes(name, P):
         table = schedule(name, P, M, v)
-        check(table)
+        check_table(table)
         kinds = [{action.kind for action in tick if action} for tick in table.ticks]
         assert {len(kind) for kind in kinds} == {1}
         ticks = M * v + P - 1 if M >= P else v * P + M - 1
@@ -347,11 +347,11 @@ FAULTS = [
 @pytest.mark.parametrize(("change", "name", "v", "message"), FAULTS)
 def test_a_fault_is_found_and_named(change, name, v, message):
     table = schedule(name, 4, 5, v)
-    check(changed(table, lambda rows: None))
+    check_table(changed(table, lambda rows: None))
     with pytest.raises(
         UserError, match=f"tick .*{message}" if not message.startswith("tick") else message
     ):
-        check(changed(table, change))
+        check_table(changed(table, change))
     with pytest.raises(UserError):
         simulate_schedule(changed(table, change))
 
@@ -372,7 +372,7 @@ def test_cells_that_no_table_has():
         ),
     ]:
         with pytest.raises(UserError, match=message):
-            check(Table(1, 1, 1, tuple((tick,) for tick in ticks)))
+            check_table(Table(1, 1, 1, tuple((tick,) for tick in ticks)))
 
 
 def test_what_the_executor_could_not_run_is_refused():
@@ -396,12 +396,12 @@ def test_what_the_executor_could_not_run_is_refused():
         UserError,
         match="round 2 has ticks of backward and forward: each is of one kind on all stages",
     ):
-        check(Table(2, 2, 1, tuple((tick,) for tick in mixed)))
+        check_table(Table(2, 2, 1, tuple((tick,) for tick in mixed)))
     rows = schedule("gpipe", 2, 1).ticks
     with pytest.raises(
         UserError, match=r"round 0 has ticks of forward, forward: .* no two of the same"
     ):
-        check(
+        check_table(
             Table(
                 2,
                 1,
@@ -456,7 +456,7 @@ def test_the_checker_finds_what_the_definition_does(name):
 
         other = changed(table, exchange)
         try:
-            check(other)
+            check_table(other)
             found.append(True)
         except UserError:
             found.append(False)

@@ -16,7 +16,7 @@ from traced_steps import config_of
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.hlo.parse import parse
+from jaxpar.hlo.parse import parse_module
 from jaxpar.plan import memory_search as subject
 from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
@@ -323,7 +323,7 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     last = found
     compiled = compile_step(found.experiment, target)
     kept = sum(one.kept_bytes for one in activations(found.experiment) if one.action == "save")
-    stacks = saved_bytes(parse(compiled.compiled.text), base.model.layers)
+    stacks = saved_bytes(parse_module(compiled.compiled.text), base.model.layers)
     # The solver and trying all, given the same room: what the winner's own prediction left.
     room = last.solution.device + budget - last.predicted
     ours = search.costs.seconds(last.solution.host, last.solution.again)

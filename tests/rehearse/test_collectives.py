@@ -15,7 +15,7 @@ from traced_steps import FAST, config_of, staged, traced
 
 from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, CollectiveKind, Place, Task, walk
+from jaxpar.hlo.tasks import Collective, CollectiveKind, Origin, Task, walk
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report import collectives as subject
 from jaxpar.rehearse.report.collectives import (
@@ -54,7 +54,7 @@ def row(found: Collective, scope: str = "block/mlp", count: int = 1) -> TaskTime
         "x",
         found.kind,
         "collective",
-        Place(scope, "models/llama.py:1", "forward"),
+        Origin(scope, "models/llama.py:1", "forward"),
         collective=found,
     )
     return TaskTime(task, Cost(1e-3, ()), count, 0.0)

@@ -3,7 +3,7 @@
 import pytest
 from report_types import problems
 
-from jaxpar.hlo.tasks import Collective, Loop, Place, Program, Task, Wait, walk_paths
+from jaxpar.hlo.tasks import Collective, Loop, Origin, Program, Task, Wait, walk_paths
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report.schema import TimelineColumns
 from jaxpar.rehearse.report.trace import timeline_of
@@ -15,7 +15,7 @@ GATHER = Task(
     "ag",
     "all-gather",
     "collective",
-    Place("block/mlp", "models/llama.py:97", "forward"),
+    Origin("block/mlp", "models/llama.py:97", "forward"),
     bytes=9,
     collective=Collective("all-gather", ((0, 1),), 1024, "bf16"),
     asynchronous=True,
@@ -23,7 +23,7 @@ GATHER = Task(
 
 
 def dot() -> Task:
-    return Task("dot", "dot", "matmul", Place("block", "models/llama.py:9", "forward"), bytes=64)
+    return Task("dot", "dot", "matmul", Origin("block", "models/llama.py:9", "forward"), bytes=64)
 
 
 DOT = dot()
@@ -36,7 +36,7 @@ OUTER = Loop(
         Loop("while.2", 2, (dot(),)),
         Wait("done", 0),
     ),
-    place=Place("layers"),
+    origin=Origin("layers"),
 )
 PROGRAM = Program("step", (DOT, OUTER, dot()))
 
@@ -71,7 +71,7 @@ def test_events_are_in_microseconds_one_for_every_execution():
 def test_a_bar_for_many_trips_says_how_many():
     program = Program(
         "step",
-        (Loop("while.1", 30, (DOT,), place=Place("layers")),),
+        (Loop("while.1", 30, (DOT,), origin=Origin("layers")),),
     )
     found = drawn(program, 2)
     assert found["events"][-1][1:] == [2, 28, 1, 28]

@@ -15,7 +15,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import ShardingRules, placements
-from jaxpar.hlo.tasks import Place, Task
+from jaxpar.hlo.tasks import Origin, Task
 from jaxpar.models import Model
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report import lint
@@ -262,12 +262,12 @@ def test_a_transposed_copy_is_named(plan):
 
 
 def copied(seconds: float, asynchronous: bool = False) -> TaskTime:
-    place = Place("update", "jaxpar/train/step.py:1", "update")
+    origin = Origin("update", "jaxpar/train/step.py:1", "update")
     task = Task(
         "copy.7",
         "copy",
         "copy",
-        place,
+        origin,
         bytes=100,
         shape="bf16[2,128]{1,0}",
         asynchronous=asynchronous,

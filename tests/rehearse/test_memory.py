@@ -17,7 +17,7 @@ from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, Tr
 from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import local_bytes
-from jaxpar.hlo.parse import Module, parse
+from jaxpar.hlo.parse import Module, parse_module
 from jaxpar.models import Model
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.memory import account, saved_bytes
@@ -60,7 +60,7 @@ def compiled(config: Config) -> tuple[Any, Module, Any, Any, Plan]:
     state, batch = step_shapes(model, config, plan)
     lowered = make_train_step(model, config, plan).trace(state, batch).lower()
     step = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
-    return step.memory_analysis(), parse(step.as_text()), state, batch, plan
+    return step.memory_analysis(), parse_module(step.as_text()), state, batch, plan
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ ENTRY %main (a: f32[3,4]) -> f32[3,8] {
 
 
 def loop(path: str) -> Module:
-    return parse(
+    return parse_module(
         TEXT.replace(
             "REST", f'condition=%cond, body=%body, metadata={{op_name="jit(step)/{path}/while"}}'
         )

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from jaxpar.verify.mistakes import Evidence, Kind, diagnose, guesses_of_part
+from jaxpar.verify.mistakes import Evidence, MistakeKind, diagnose, guesses_of_part
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def found(got: np.ndarray, **changes: Any) -> tuple[str, str]:
         got + np.float32(1e-7) * ERROR[..., ::-1], WANT, **{"axis_sizes": SIZES, **changes}
     )
     finding = diagnose(evidence)
-    assert finding.kind in get_args(Kind)
+    assert finding.kind in get_args(MistakeKind)
     assert finding.fits == (finding.kind not in ("unknown", "rounding"))
     return finding.kind, finding.says
 

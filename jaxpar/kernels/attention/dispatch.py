@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.arguments import require_number
-from jaxpar.base.compiled_for import place_of_compilation
+from jaxpar.base.compiled_for import device_of_compilation
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, libraries
 from jaxpar.kernels.attention.call import Arrays, Call, Unserved, reference
@@ -120,7 +120,7 @@ def attention(
     call = Call(scale=scale or 0.0, softcap=softcap)
     dropping = key is not None and dropout_rate > 0
     if not platform:
-        platform, capability, _ = place_of_compilation()
+        platform, capability, _ = device_of_compilation()
     request = AttentionRequest(
         q_BSHh, k_BTKh, mask, call, with_lse, dropping, capability=capability
     )
@@ -222,7 +222,7 @@ def _too_old(capability: str) -> str:
     """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it
     may have them.
     """
-    capability = capability or place_of_compilation().capability
+    capability = capability or device_of_compilation().capability
     old = re.fullmatch(r"[1-7]\.\d", capability)
     if old:
         return f"compute capability {capability} is below 8.0"

@@ -65,7 +65,7 @@ _SUBLANES = 8
 _HEAD_DIM = 256
 _LIST_BYTES = 3 * 2**18  # the lists' share of a core's SMEM, which is 1 MiB
 
-Kind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
+ArrayKind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
 """The kinds of arrays: [B, H, S, h], [B, K, T, h] (or with `_Walk.across` [B, H, h, S], [B, K, h,
 T]), [B, H, Q, 1, q], and ids [B, Q, 1, q] and [B, N, 1, t]."""
 
@@ -99,11 +99,11 @@ def forward(
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
     q = walk.tiles.block_q
     t = walk.tiles.block_k
-    arrays: dict[Kind, list[Array]] = {
+    arrays: dict[ArrayKind, list[Array]] = {
         "queries": [walk.by_head(q_BSHh, q)],
         "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)],
     }
-    outputs: list[tuple[Kind, DTypeLike]] = [
+    outputs: list[tuple[ArrayKind, DTypeLike]] = [
         ("queries", call.out_dtype or q_BSHh.dtype),
         ("per_query", jnp.float32),
     ]
@@ -135,7 +135,7 @@ def backward(
     )
     q = of_queries.tiles.block_q
     t = of_queries.tiles.block_k
-    arrays: dict[Kind, list[Array]] = {
+    arrays: dict[ArrayKind, list[Array]] = {
         "queries": [
             of_queries.by_head(q_BSHh, q),
             of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q),
@@ -533,8 +533,8 @@ def _step(
 def _launch(
     kernel: Callable[..., None],
     walk: _Walk,
-    arrays: dict[Kind, list[Array]],
-    outputs: list[tuple[Kind, DTypeLike]],
+    arrays: dict[ArrayKind, list[Array]],
+    outputs: list[tuple[ArrayKind, DTypeLike]],
     sums: list[tuple[int, int]],
     products: int,
 ) -> list[Array]:
@@ -548,7 +548,7 @@ def _launch(
     tiles = walk.tiles
     h = last[0 if walk.across else 1]
     segments = segments_in(walk.mask)
-    ids: dict[Kind, list[Array]] = {
+    ids: dict[ArrayKind, list[Array]] = {
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
     }
@@ -565,7 +565,9 @@ def _launch(
         others = refs[3 + 2 * n :]
         kernel(_step(walk, H // K, lists, q_ids, kv_ids), *others)
 
-    shapes: dict[Kind, tuple[int, ...]] = {kind: found[0].shape for kind, found in arrays.items()}
+    shapes: dict[ArrayKind, tuple[int, ...]] = {
+        kind: found[0].shape for kind, found in arrays.items()
+    }
     shapes["per_query"] = B, H, tiles.shape[0], 1, tiles.block_q
     moved = sum(x.size * x.dtype.itemsize for x in inputs)
     places = B * H * (walk.stride or len(walk.rows)) * tiles.block_q * tiles.block_k
@@ -593,7 +595,7 @@ def _specs(
     walk: _Walk,
     G: int,
     h: int,
-) -> dict[Kind, pl.BlockSpec]:
+) -> dict[ArrayKind, pl.BlockSpec]:
     """The block of each kind of array that a step takes."""
     q = walk.tiles.block_q
     t = walk.tiles.block_k

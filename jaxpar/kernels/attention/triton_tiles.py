@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpar.base.compiled_for import place_of_compilation
+from jaxpar.base.compiled_for import device_of_compilation
 from jaxpar.base.hardware import CHIPS, AttentionTiles, load_chip
 from jaxpar.base.toml import presets
 
@@ -90,7 +90,7 @@ def tile_sizes_here(h: int, dtype: DTypeLike) -> TileSizes:
     if device:
         kind = device.device_kind
     else:
-        kind = place_of_compilation().kind
+        kind = device_of_compilation().kind
     return tile_sizes_for(h, dtype, kind)
 
 

@@ -44,7 +44,7 @@ from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.pipeline.layers import Layers, layers_of
 from jaxpar.parallel.pipeline.program import Rows, TickProgram, program
-from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
+from jaxpar.parallel.pipeline.schedules import ActionKind, Table, schedule
 from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, read, write
 from jaxpar.parallel.token_order import TOKENS, Places, in_order, places_of_halves
 
@@ -169,12 +169,12 @@ def _run(
 
     def local(
         arrays: _Arrays,
-        ticks: list[dict[Kind, Rows]],
+        ticks: list[dict[ActionKind, Rows]],
     ) -> tuple[LossSums, Any]:
         stage = _Stage(task, arrays, layers)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
-            shares: dict[Kind, _Shares] = {
+            shares: dict[ActionKind, _Shares] = {
                 kind: _Shares(
                     float(np.mean(rows.some_end)),
                     float(np.mean(rows.some_score)),
@@ -410,8 +410,8 @@ class _Stage:
     def round(
         self,
         carry: _Carry,
-        ticks: dict[Kind, Rows],
-        shares: dict[Kind, _Shares],
+        ticks: dict[ActionKind, Rows],
+        shares: dict[ActionKind, _Shares],
     ) -> _Carry:
         """Run the ticks of a round, one after another."""
         ticks = {

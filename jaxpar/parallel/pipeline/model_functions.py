@@ -16,7 +16,7 @@ from jaxpar.base.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
-from jaxpar.parallel.pipeline.schedules import Table, check
+from jaxpar.parallel.pipeline.schedules import Table, check_table
 from jaxpar.parallel.token_order import Places
 
 Params = Mapping[str, PyTree]
@@ -116,7 +116,7 @@ def value_and_grad(
             "a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four"
         )
     if isinstance(schedule, Table):
-        check(schedule)
+        check_table(schedule)
         if schedule.stages != layout.size("stage"):
             raise UserError(
                 f"a table of {schedule.stages} stages on a layout that has {layout.size('stage')}"

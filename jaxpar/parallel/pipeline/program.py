@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.parallel.pipeline.schedules import Kind, Table, Tick
+from jaxpar.parallel.pipeline.schedules import ActionKind, Table, Tick
 
 _Array = Any  # an array of numpy here, and of jax where the program is run
 _Pair = tuple[int, int]  # a microbatch and a virtual stage
@@ -59,7 +59,7 @@ class Segment(NamedTuple):
     """
 
     rounds: int
-    ticks: dict[Kind, Rows]
+    ticks: dict[ActionKind, Rows]
 
 
 class TickProgram(NamedTuple):
@@ -87,7 +87,7 @@ def program(table: Table, backward: bool = True) -> TickProgram:
         count = len(list(equal))
         end = first + count * len(kinds)
         step = len(kinds)
-        ticks: dict[Kind, Rows] = {
+        ticks: dict[ActionKind, Rows] = {
             kind: _rows(fields, slice(first + n, end, step)) for n, kind in enumerate(kinds)
         }
         segments.append(Segment(count, ticks))
@@ -95,11 +95,11 @@ def program(table: Table, backward: bool = True) -> TickProgram:
     return TickProgram(tuple(segments), **depths)
 
 
-def _kinds(part: list[Tick]) -> list[Kind]:
+def _kinds(part: list[Tick]) -> list[ActionKind]:
     return [_kind(tick) for tick in part]
 
 
-def _kind(tick: Tick) -> Kind:
+def _kind(tick: Tick) -> ActionKind:
     return next(action.kind for action in tick if action)
 
 

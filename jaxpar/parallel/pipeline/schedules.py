@@ -22,21 +22,21 @@ import numpy as np
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SCHEDULES, registering
 
-Kind = Literal["forward", "backward"]
+ActionKind = Literal["forward", "backward"]
 """`backward` = gradients of a virtual stage's input and of its weights."""
 
 
 class Action(NamedTuple):
     """What a stage does in a tick, with which microbatch, and with which of its virtual stages."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 
 
 Tick = tuple[Action | None, ...]
 """What each stage does in a tick; None = it is idle."""
-Place = tuple[int, Action]
+StageAction = tuple[int, Action]
 """A stage and its action."""
 
 
@@ -78,7 +78,7 @@ def register_schedule(name: str, *, virtual: bool = False) -> Callable[[Build], 
     `value_and_grad`.
 
     It is put on a function of the numbers of stages P, microbatches M and virtual stages a stage v
-    (`pipeline.virtual`), which returns the table. The table is checked (`check`) wherever it is
+    (`pipeline.virtual`), which returns the table. It is checked (`check_table`) wherever it is
     used.
 
     Args:
@@ -104,7 +104,7 @@ def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Tab
             f"stages, where {(stages, microbatches, virtual)} were asked for"
         )
     try:
-        check(table)
+        check_table(table)
     except UserError as error:
         raise UserError(f"pipeline.schedule {name} made no valid table: {error}") from error
     return table
@@ -175,7 +175,7 @@ def _table(P: int, M: int, v: int, at: dict[tuple[int, int], int], first_back: i
     """The table in which the forward of each microbatch and chunk is in the round `at`, on stage 0,
     and the first backward in the round `first_back`, on the last stage.
     """
-    rounds: list[dict[Kind, list[Action | None]]] = [
+    rounds: list[dict[ActionKind, list[Action | None]]] = [
         {} for _ in range(max(at.values()) + first_back + 2 * P)
     ]
 
@@ -188,7 +188,8 @@ def _table(P: int, M: int, v: int, at: dict[tuple[int, int], int], first_back: i
             put(n + s, s, Action("forward", i, c))
             put(back - s, s, Action("backward", i, c))
     ordered = (
-        tuple(tuple(ticks[kind]) for kind in get_args(Kind) if kind in ticks) for ticks in rounds
+        tuple(tuple(ticks[kind]) for kind in get_args(ActionKind) if kind in ticks)
+        for ticks in rounds
     )
     return Table(P, M, v, tuple(filter(None, ordered)))
 
@@ -230,13 +231,13 @@ def needs(
     stage: int,
     stages: int,
     virtual: int,
-) -> set[Place]:
+) -> set[StageAction]:
     """Return what must be done before an action of a stage, as pairs (stage, action)."""
     kind, i, c = action
     place = c * stages + stage
     last = stages * virtual - 1
 
-    def at(place: int, kind: Kind) -> Place:
+    def at(place: int, kind: ActionKind) -> StageAction:
         return place % stages, Action(kind, i, place // stages)
 
     if kind == "forward":
@@ -252,7 +253,7 @@ class Times(NamedTuple):
     backward: float = 2.0
     transfer: float = 0.0
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         """Return the time of an action of this kind."""
         return getattr(self, kind)
 
@@ -281,7 +282,7 @@ class Simulation(NamedTuple):
     """
 
 
-def check(table: Table) -> None:
+def check_table(table: Table) -> None:
     """Check that a table is valid.
 
     Every microbatch must go through every virtual stage once, forward and backward, and everything
@@ -294,10 +295,10 @@ def check(table: Table) -> None:
     P = table.stages
     M = table.microbatches
     v = table.virtual
-    kinds: tuple[Kind, ...] = get_args(Kind)
+    kinds: tuple[ActionKind, ...] = get_args(ActionKind)
     units = [(s, Action(kind, i, c)) for s, i, c in np.ndindex(P, M, v) for kind in kinds]
     known = set(units)
-    when = dict[Place, int]()
+    when = dict[StageAction, int]()
     for t, tick in enumerate(table.ticks):
         if len(tick) != P:
             raise UserError(f"tick {t} has {len(tick)} stages, not {P}")
@@ -345,11 +346,11 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     `times` are those of one action of one virtual stage.
 
     Raises:
-      UserError: the table is not valid, as `check` says.
+      UserError: the table is not valid, as `check_table` says.
     """
-    check(table)
+    check_table(table)
     P = table.stages
-    ends = dict[Place, float]()
+    ends = dict[StageAction, float]()
     starts = []
     now = 0.0
     busy = 0.0
@@ -374,7 +375,7 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     )
 
 
-def _busy(tick: Tick) -> Iterator[Place]:
+def _busy(tick: Tick) -> Iterator[StageAction]:
     return ((s, action) for s, action in enumerate(tick) if action is not None)
 
 

@@ -57,7 +57,7 @@ class RequestedRows:
         self._sent: defaultdict[tuple[str, str, frozenset[str]], float] = defaultdict(float)
         for row in tasks:
             if collective := row.task.collective:
-                key = row.task.place.scope, collective.kind, frozenset(axes_of(collective, mesh))
+                key = row.task.origin.scope, collective.kind, frozenset(axes_of(collective, mesh))
                 self._sent[key] += collective.sent_bytes * row.count
 
     def objection(self, row: TaskTime) -> str:
@@ -68,7 +68,7 @@ class RequestedRows:
         the plan scatters.
         """
         collective = row.task.collective
-        scope = row.task.place.scope
+        scope = row.task.origin.scope
         assert collective is not None
         kind = collective.kind
         axes = frozenset(axes_of(collective, self._mesh))
@@ -140,12 +140,12 @@ def collective_rows(
     rows: dict[Hashable, CollectiveRow] = {}
     for found in tasks:
         collective = found.task.collective
-        place = found.task.place
+        origin = found.task.origin
         if collective is None:
             continue
         axes = axes_of(collective, mesh)
         objection = asked.objection(found) if asked else None
-        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, objection)
+        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, origin, objection)
         row = rows.setdefault(
             key,
             {
@@ -157,9 +157,9 @@ def collective_rows(
                 "asynchronous": found.task.asynchronous,
                 "seconds": 0.0,
                 "exposed": 0.0,
-                "scope": place.scope,
-                "source": place.source,
-                "phase": place.phase,
+                "scope": origin.scope,
+                "source": origin.source,
+                "phase": origin.phase,
             },
         )
         if objection is not None:
@@ -177,7 +177,7 @@ def collective_rows(
 
 
 def scope_of(planned: Requested) -> str:
-    """The model's scope of a planned collective, written as in `hlo.tasks.Place`:
+    """The model's scope of a planned collective, written as in `hlo.tasks.Origin`:
     `block/attention`.
     """
     return decode(f"{planned.scope}/{planned.kind}")[0]

@@ -14,7 +14,7 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
 from jaxpar.base.registry import Registry, registering
 from jaxpar.base.sharding import Placement
-from jaxpar.hlo.tasks import Place
+from jaxpar.hlo.tasks import Origin
 from jaxpar.rehearse.report.schema import CollectiveRow, KernelRow, LintFinding, Memory
 from jaxpar.rehearse.timeline import TaskTime
 
@@ -220,20 +220,20 @@ def large_copies(step: LintedStep) -> Iterator[Finding]:
     """Find the lines whose synchronous copies and layout changes take more than half a percent of
     the step.
     """
-    lines: defaultdict[Place, list[TaskTime]] = defaultdict(list)
+    lines: defaultdict[Origin, list[TaskTime]] = defaultdict(list)
     for row in step.tasks:
         if row.task.kind == "copy" and not row.task.asynchronous:
-            lines[row.task.place].append(row)
-    for place, rows in lines.items():
+            lines[row.task.origin].append(row)
+    for origin, rows in lines.items():
         seconds = sum(row.seconds for row in rows)
         if seconds < _COPY_SHARE * step.seconds:
             continue
         largest = max(rows, key=lambda row: row.seconds)
         yield Finding(
-            f"copies of the {place.phase} pass take {100 * seconds / step.seconds:.1f} % of the "
+            f"copies of the {origin.phase} pass take {100 * seconds / step.seconds:.1f} % of the "
             f"step, most of it {largest.task.name}, {largest.task.shape}, {largest.count} times",
-            scope=place.scope,
-            source=place.source,
+            scope=origin.scope,
+            source=origin.source,
             bytes=sum(row.task.bytes * row.count for row in rows),
             seconds=seconds,
         )

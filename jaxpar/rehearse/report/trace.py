@@ -52,14 +52,14 @@ def timeline_of(events: Sequence[Event]) -> TimelineColumns:
             ]
         )
     kinds = [_kind_and_bytes(node) for node in nodes.values()]
-    places = [node.place for node in nodes.values()]
+    origins = [node.origin for node in nodes.values()]
     return {
         "lanes": lanes,
         "names": [node.name for node in nodes.values()],
         "kinds": [kind for kind, _ in kinds],
-        "scopes": [place.scope for place in places],
-        "sources": [place.source for place in places],
-        "phases": [place.phase for place in places],
+        "scopes": [origin.scope for origin in origins],
+        "sources": [origin.source for origin in origins],
+        "phases": [origin.phase for origin in origins],
         "bytes": [size for _, size in kinds],
         "events": rows,
     }

@@ -35,7 +35,7 @@ _FEW = 4  # up to this many virtual stages have two layers each; if there are mo
 _VOCAB = 40  # the vocabulary tables have at least this many rows
 _SAID = ("model.", "data.seq_len", "train.accumulation", "overlap.", "pipeline.")
 
-Sizes = Mapping[MeshAxis, int]
+AxisSizes = Mapping[MeshAxis, int]
 """The number of devices along each mesh axis."""
 
 
@@ -152,7 +152,7 @@ def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
     return total_sizes(replace(asked, **filled))
 
 
-def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
+def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: AxisSizes) -> int:
     """Return how many pieces the rules split a logical axis into on a mesh of these sizes."""
     return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
 
@@ -160,7 +160,7 @@ def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
 def _multiples(
     config: Config,
     chunks: int,
-    sizes: Sizes,
+    sizes: AxisSizes,
     least: Least,
 ) -> dict[str, int]:
     """Return what each small dim must be a multiple of, so that the mesh divides it."""
@@ -179,7 +179,7 @@ def _multiples(
     }
 
 
-def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
+def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int]:
     """Return the fewest heads and kv heads with which this mesh does what the config's own does
     with the model's.
 
@@ -210,7 +210,7 @@ def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
     def situation(
         heads: int,
         kv_heads: int,
-        sizes: Sizes,
+        sizes: AxisSizes,
     ) -> tuple[ShardingRules, bool, bool]:
         """Return the fitted rules, whether there are more devices than heads, and whether a head
         has several copies.
@@ -242,7 +242,7 @@ def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
     )
 
 
-def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeline]:
+def _few_layers(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, Pipeline]:
     """Return the fewest layers and microbatches that keep what a pipeline does.
 
     An odd number of layers stays odd, stages with unequal numbers of layers stay unequal, and every
