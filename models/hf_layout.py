@@ -55,9 +55,8 @@ def hf_layout(model: Model) -> list[Tensor]:
     """
     sizes = dim_sizes(model)
     present = dim_letters(model)
-    rows = [
-        row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present
-    ]
+    family = HF_FAMILIES[model_type(model.config)]
+    rows = [row for row in family.tensors.items() if row[1][1] in present]
     tensors = []
     for stacked, group in groupby(rows, key=lambda row: "{layer}" in row[0]):
         group = list(group)

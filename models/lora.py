@@ -47,8 +47,10 @@ class LoraPair(nnx.Module):
         bound = 1 / math.sqrt(math.prod(inputs))
         uniform = partial(jax.random.uniform, minval=-bound, maxval=bound)
         self.scale = lora_scale(lora)
-        self.a = param_of(rngs, uniform, (*inputs, lora.rank), (*axes[:split], "rank"))
-        self.b = param_of(rngs, zeros, (lora.rank, *outputs), ("rank", *axes[split:]))
+        a_axes = (*axes[:split], "rank")
+        b_axes = ("rank", *axes[split:])
+        self.a = param_of(rngs, uniform, (*inputs, lora.rank), a_axes)
+        self.b = param_of(rngs, zeros, (lora.rank, *outputs), b_axes)
 
     def expand(
         self, low_BSr: Float[Array, "B S r"], axes: Axes, ops: Ops, seq: LogicalAxis
@@ -131,11 +133,13 @@ def column_linears(
       An array [B, S, *out] for each matrix.
     """
     pairs = [linear.pair for linear in linears if linear.pair is not None]
-    weights = [linear.weight[...] for linear in linears] + [pair.a[...] for pair in pairs]
+    weights = [linear.weight[...] for linear in linears]
+    narrow = [pair.a[...] for pair in pairs]
     outputs: list[Axes] = [linear.axes[1:] for linear in linears]
     rank: Axes = ("rank",)
     biases = [linear.bias_array for linear in linears] + [None] * len(pairs)
-    found = ops.column_linear(x_BSD, weights, [*outputs, *[rank] * len(pairs)], biases, seq)
+    axes_of_all = [*outputs, *[rank] * len(pairs)]
+    found = ops.column_linear(x_BSD, weights + narrow, axes_of_all, biases, seq)
     low = iter(found[len(linears) :])
     ys = []
     for linear, axes, y in zip(linears, outputs, found, strict=False):
@@ -176,8 +180,9 @@ def merge_lora(params: Params, config: ModelConfig) -> Params:
     """
     blocks = dict(params["blocks"])
     pairs = blocks.pop("lora", {})
+    scale = lora_scale(config.lora)
     for name, pair in pairs.items():
-        blocks[name] = _add_product(blocks[name], pair["a"], pair["b"], lora_scale(config.lora))
+        blocks[name] = _add_product(blocks[name], pair["a"], pair["b"], scale)
     return params | {"blocks": blocks}
 
 

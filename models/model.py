@@ -432,9 +432,11 @@ class Model:
         if not any("vocab" in axes for axes, _ in self._leaves("head")):  # it is tied
             multiplying += config.vocab_size * config.embed
         if config.lora.rank:
-            trained = sum(math.prod(x.shape) for x in jax.tree.leaves(self.trained(self.shapes())))
+            pairs = jax.tree.leaves(self.trained(self.shapes()))
+            trained = sum(math.prod(x.shape) for x in pairs)
             multiplying = (4 * multiplying + 2 * trained) / 6
-        keys = sum(reach(config.masks[i % config.kinds], seq_len) for i in range(config.layers))
+        words = [config.masks[i % config.kinds] for i in range(config.layers)]
+        keys = sum(reach(word, seq_len) for word in words)
         return 6.0 * multiplying + 12.0 * config.heads * config.head_size * keys
 
     def _leaves(self, part: str) -> list[tuple[Axes, tuple[int, ...]]]:

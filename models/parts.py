@@ -146,7 +146,8 @@ class Split:
     def __call__(self, params: Params, first: Array, **others: Any) -> Any:
         """Call the part, made of these parameters, with what it takes of the arguments."""
         module: Any = nnx.merge(self.graph, with_keys_of(self.form, params))
-        return module(first, **{name: x for name, x in others.items() if name in self.takes})
+        taken = {name: x for name, x in others.items() if name in self.takes}
+        return module(first, **taken)
 
 
 def make_part(config: ModelConfig, name: str, maker: Maker, rngs: nnx.Rngs) -> nnx.Module:
@@ -177,7 +178,8 @@ def make_part(config: ModelConfig, name: str, maker: Maker, rngs: nnx.Rngs) -> n
 
 def init_part(config: ModelConfig, name: str, maker: Maker, key: Array) -> Params:
     """Make fresh parameters of a part."""
-    return plain_dict(nnx.state(make_part(config, name, maker, nnx.Rngs(key)), nnx.Param))
+    made = make_part(config, name, maker, nnx.Rngs(key))
+    return plain_dict(nnx.state(made, nnx.Param))
 
 
 def plain_dict(state: nnx.State, of: Callable[[Any], Any] | None = None) -> Params:
@@ -195,7 +197,8 @@ def split_parts(config: ModelConfig, parts: Parts) -> Mapping[str, Split]:
     Raises:
       UserError: one is no such part, or takes nothing of what the config needs: see `BlockPart`.
     """
-    found = {name: _split(config, name, maker) for name, maker in parts._asdict().items()}
+    makers = parts._asdict()
+    found = {name: _split(config, name, maker) for name, maker in makers.items()}
     needs = {"kind": config.kinds > 1, "key": config.dropout > 0}
     whys = {
         "kind": f"model.masks has {config.kinds} masks in turn",
@@ -228,7 +231,8 @@ def _split(config: ModelConfig, name: str, maker: Maker) -> Split:
         )
     form = nnx.to_pure_dict(state, lambda leaf: None)
     axes = axes_of(state, word)
-    return Split(graph, form, axes, tuple(names), _arguments(module, name, word), word)
+    takes = _arguments(module, name, word)
+    return Split(graph, form, axes, tuple(names), takes, word)
 
 
 def axes_of(state: Mapping[Any, Any], name: str) -> Params:
@@ -260,7 +264,8 @@ def _arguments(module: Any, name: str, word: str) -> frozenset[str]:
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return given
     later = parameters[1:]
-    unknown = [one.name for one in later if one.name not in given and one.default is one.empty]
+    required = [one.name for one in later if one.default is one.empty]
+    unknown = [argument for argument in required if argument not in given]
     if not parameters or unknown:
         raise UserError(
             f"{word} is called with an array first, and by name with {', '.join(sorted(given))}: "

@@ -37,7 +37,8 @@ class LayerNorm(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         x = x_BSD.astype(jnp.float32)
         x -= jnp.mean(x, axis=-1, keepdims=True)
-        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        x *= jax.lax.rsqrt(variance + self.eps)
         return (x * self.scale[...] + self.bias[...]).astype(x_BSD.dtype)
 
 
@@ -54,7 +55,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BSD: Float[Array, "B S *D"]) -> Float[Array, "B S *D"]:
         x = x_BSD.astype(jnp.float32)
-        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        x *= jax.lax.rsqrt(variance + self.eps)
         return (x * self.scale[...]).astype(x_BSD.dtype)
 
 
@@ -95,8 +97,10 @@ def rotate(
 ) -> Float[Array, "B S H h"]:
     """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face
     checkpoints), and multiply by `scale` before rounding."""
-    angles_BS1h = (positions_BS[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
-    cos, sin = (jnp.tile(part(angles_BS1h), 2) for part in (jnp.cos, jnp.sin))
+    angles_BSh = positions_BS[..., None].astype(jnp.float32) * frequencies
+    angles_BS1h = angles_BSh[:, :, None, :]
+    cos = jnp.tile(jnp.cos(angles_BS1h), 2)
+    sin = jnp.tile(jnp.sin(angles_BS1h), 2)
     # On a TPU, swapping halves of 128 lanes goes through memory; the matrix unit does it at almost
     # no cost.
     turned = jax.lax.platform_dependent(x_BSHh, tpu=_quarter_turn_by_matmul, default=_quarter_turn)
