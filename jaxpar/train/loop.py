@@ -8,66 +8,40 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from grain import DatasetIterator
 from jax.stages import Compiled
 
-from jaxpar.base.compiler import options_text, step_options
-from jaxpar.base.config import Config, check, require_settled
-from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
+from jaxpar.base.config import Config
+from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
-from jaxpar.base.runtime import (
-    Batches,
-    ask_to_stop,
-    machine_memory,
-    raised_together,
-    run_together,
-    start,
-    stop_signals,
-    told_by_first,
-)
-from jaxpar.base.sharding import local_bytes
-from jaxpar.data.corpus import (
-    Corpus,
-    HostBatch,
-    load_corpus,
-    skipped_records,
-    train_batches,
-    unigram_entropy,
-)
+from jaxpar.base.runtime import Batches, ask_to_stop, raised_together, run_together, stop_signals
+from jaxpar.data.corpus import Corpus, HostBatch, skipped_records, unigram_entropy
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Params
-from jaxpar.parallel.host_memory import require_right_gradients
-from jaxpar.train.evaluate import evaluate, final_batches
+from jaxpar.train.evaluations import FINAL, Evaluations, is_due
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, read_metrics
-from jaxpar.train.optimizer import schedule_note
-from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
-from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
-from jaxpar.train.require_memory import require_memory
-from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
-from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
-from jaxpar.train.run_folder import METRIC, Checkpoints, compare_run, keep_config, replaced_values
-from jaxpar.train.sinks import Sink
-from jaxpar.train.step import (
-    TrainState,
-    batch_rows,
-    compile_eval_step,
-    empty_batch,
-    evaluation_params,
-    init_state,
-    make_train_step,
-    put_batch,
+from jaxpar.train.failures import (
+    STEP,
+    Diverged,
+    OutOfMemory,
+    Running,
+    StepNumbers,
+    divergence_message,
+    memory_errors,
 )
-from jaxpar.train.template_date import with_template_date
-from jaxpar.train.update import largest_parameter
+from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report
+from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
+from jaxpar.train.restore import beside_state, fingerprint, saved_part
+from jaxpar.train.run_data import keep_data
+from jaxpar.train.run_folder import METRIC
+from jaxpar.train.sinks import Sink
+from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
+
+__all__ = ["STEP", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
 
 
 class Result(NamedTuple):
@@ -80,49 +54,6 @@ class Result(NamedTuple):
     val_loss: float | None
     unigram_entropy: float
     interrupted: bool
-
-
-class _Numbers(NamedTuple):
-    """What a step says of itself, before it is read: its loss, gradient norm, and overflows (see
-    `Updated`).
-    """
-
-    step: int
-    loss: Any
-    norm: Any
-    overflows: Any
-
-    @property
-    def finite(self) -> bool:
-        """Whether the step, whose numbers have been read, was made."""
-        return bool(np.isfinite(self.loss) and np.isfinite(self.norm) and self.overflows == 0)
-
-
-STEP = "this step"
-EVALUATION = "this evaluation"
-
-
-class OutOfMemory(UserError):
-    """A device has too little memory for a step or an evaluation, at compilation or when it runs.
-
-    Attributes:
-      experiment: what ran.
-      said: the device's message.
-      where: what had too little: `this step` or `this evaluation`.
-    """
-
-    def __init__(self, experiment: Experiment, said: str, where: str = STEP):
-        tries = "memory.policy=full, a higher train.accumulation, or memory.budget=auto"
-        if where == EVALUATION:  # which keeps nothing for a backward pass
-            tries = "a higher train.accumulation, which is that of an evaluation too, or mesh.fsdp"
-        super().__init__(f"out of memory in {where} ({compiler_message(said)[:200]}): try {tries}")
-        self.experiment = experiment
-        self.said = said
-        self.where = where
-
-
-class Diverged(UserError):
-    """The loss, the gradients or the update of a step are not finite."""
 
 
 Watch = Callable[[Experiment, Compiled], None]
@@ -155,395 +86,162 @@ def run(
         config, or it diverged.
     """
     require_local(folder)
-    folder = Path(folder)
-    given = experiment if isinstance(experiment, Config) else experiment.config
-    config = check(given)
-    require_settled(config)
-    if config.model.lora.rank and not config.train.init:
-        raise UserError(
-            "model.lora trains beside frozen weights, and there are none: name their folder in "
-            "train.init"
-        )
-    if isinstance(experiment, Config):
-        experiment = make_experiment(config, start(config.mesh))
-    made = experiment
     say = console().print if jax.process_index() == 0 else lambda line: None
-    run_together(lambda: require_memory(made, machine_memory()))
-    config = with_template_date(config, folder)
-    corpus = corpus or experiment.corpus
-    if corpus is None:
-        data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
-        corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
-    experiment = replace(experiment, config=config, corpus=corpus)
-    for note in (*plan_notes(experiment), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
-        say(note)
-    if offload_asked(experiment.plan):
-        run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
-    main = jax.process_index() == 0
-    compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
-    before = compare_run(folder, config, compared.known)
-    # From now on it is a run folder; that of a run is written once nothing can be refused. Only
-    # process 0 knows which.
-    if told_by_first(before is None):
-        keep_config(folder, config)
-    if before is not None and (note := replaced_values(before, config)):
-        say(note)
-    if compared.note:
-        say(compared.note)
-    tokenizer = corpus.tokenizer
-    if tokenizer is not None:
-        run_together(
-            lambda: keep_tokenizer(tokenizer, folder) if jax.process_index() == 0 else None
-        )
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    trained = checkpoints.latest() or 0
-    if (
-        before is not None
-        and trained
-        and (note := schedule_note(before.train, config.train, trained))
-    ):
-        say(note)
+    opened = open_run(experiment, Path(folder), corpus, say)
     try:
-        result = _Run(experiment, folder, corpus, checkpoints, compared, watch, report).go()
+        result = _train(opened, watch, report)
     except BaseException:
         try:
-            checkpoints.close()
+            opened.checkpoints.close()
         except Exception as error:  # the first error is the one to tell
             say(f"warning: {error}")
         raise
-    checkpoints.remove_old()
-    checkpoints.close()
+    opened.checkpoints.remove_old()
+    opened.checkpoints.close()
     return result
 
 
-class _Run:
-    """One call of `run`; it has what the loop needs, and the steps whose numbers have not been read
-    yet.
+def _train(opened: OpenRun, watch: Watch, report: Report | None) -> Result:
+    """Run the steps that are left."""
+    config = opened.experiment.config
+    main = jax.process_index() == 0
+    show = ProgressLine(config.train.steps, opened.first, main)
+    entropy = unigram_entropy(opened.corpus.train.sample)
+    running = Running()
+    evaluations = Evaluations(opened, show.say, running)
+    missed = evaluations.missed()
+    if opened.first >= opened.last and not missed:
+        show.say(_done_already(opened))
+        return Result(opened.first, None, None, entropy, False)
+    # Only the first process traces: its devices do what all do.
+    steps = config.metrics.profiled if main and opened.first < opened.last else range(0)
+    advice = _profile_advice(opened, evaluations)
+    profile = run_together(lambda: Profile(steps, opened.folder, opened.first, advice))
+    # One other thread compiles the step while this one makes or reads the state; while the first
+    # steps run, it compiles the evaluation and draws the memory.
+    with (
+        closing(profile),
+        _open_log(opened, report, show.say) as log,
+        memory_errors(opened.experiment, running),
+        _one_thread() as beside,
+    ):
+        parts = _Parts(opened, evaluations, log, show, beside, profile, watch)
+        if opened.first >= opened.last:
+            _make_up(parts, missed, entropy)
+            show.say(_done_already(opened))
+            return Result(opened.first, None, evaluations.last_loss, entropy, False)
+        compiling = beside.submit(_compile, opened.experiment)
+        start = first_step(opened, show.say)
+        for line in banner_lines(opened, start.state, entropy):
+            show.say(line)
+        program, said = compiling.result()
+        show.say(said)
+        keep_run(opened)
+        loop = _Loop(parts, start, program)
+        with show, stop_signals() as stop_after:
+            step = loop.run(missed, stop_after)
+        loop.finish()
+    if main:
+        show.say(_ended(opened, step, evaluations.last_loss, loop.meter.trained, entropy))
+    return Result(step, loop.loss, evaluations.last_loss, entropy, step < opened.last)
+
+
+class _Parts(NamedTuple):
+    """What the loop works with.
+
+    Attributes:
+      run: the run folder and what is trained in it.
+      evaluations: those of the run.
+      log: where rows are written.
+      show: the progress line.
+      beside: the other thread.
+      profile: the trace of some steps.
+      watch: the caller's function.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        corpus: Corpus,
-        checkpoints: Checkpoints,
-        compared: Compared,
-        watch: Watch,
-        report: Report | None,
-    ):
+    run: OpenRun
+    evaluations: Evaluations
+    log: MetricsLog
+    show: ProgressLine
+    beside: ThreadPoolExecutor
+    profile: Profile
+    watch: Watch
+
+
+class _Loop:
+    """The steps of one call of `run`, and those whose numbers have not been read yet."""
+
+    def __init__(self, parts: _Parts, start: FirstStep, program: Compiled):
+        experiment = parts.run.experiment
         config = experiment.config
+        devices = experiment.devices
+        flops = experiment.model.flops_per_token(config.data.seq_len)
+        self.parts = parts
+        self.run_folder = parts.run
         self.experiment = experiment
         self.config = config
-        self.model = experiment.model
-        self.plan = experiment.plan
-        self.folder = folder
-        self.corpus = corpus
-        self.compared = compared
+        self.program = program
+        self.state = start.state
+        self.data = start.data
+        self.frozen = fingerprint(experiment.model, start.state.params)
+        absent = empty_batch(config, experiment.plan, absent=True)
+        self.batches = Batches(start.data, absent, ask_to_stop)
+        self.positions: dict[int, Any] = {}
+        """The state of the data's iterator, by step."""
         self.broken = ""
-        self.checkpoints = checkpoints
-        self.watch = watch
-        self.report = report
-        self.first = checkpoints.latest() or 0
-        self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
-        self.entropy = unigram_entropy(corpus.train.sample)
-        self.main = jax.process_index() == 0
-        self.show = ProgressLine(config.train.steps, self.first, self.main)
-        self.skipped = skipped_records(corpus.train)
-        self.told = dict[int, int]()  # how many of each were said
-        self.running = STEP
-        """What an error of the device is one of."""
+        """What an error of the data said."""
+        self.meter = Meter(parts.run.first, flops, devices, experiment.plan.compute)
         self.loss: float | None = None
-        self.val_loss: float | None = None
+        self.skipped = _Skipped(parts.run.corpus, parts.show.say)
+        self.unread: list[StepNumbers] = []
+        self.watching: Future[None] | None = None
         self.lines: Future[None] | None = None
-        self.eval_step: Future[Compiled] | None = None
-        self._unread: list[_Numbers] = []
 
-    def go(self) -> Result:
-        self.missed = self._missed_evaluations()
-        if self.first >= self.last:
-            if self.missed:
-                self._finish()
-            steps = self.config.train.steps
-            if self.last < steps:
-                more = f"stop-at 0 goes on to step {steps}"
-            else:
-                more = "steps extends it"
-            done = (
-                f"step {self.first} of {self.last} is done already: nothing to train "
-                f"(--train.{more})"
-            )
-            self.show.say(f"{done}; see {self.folder}")
-            return Result(self.first, None, self.val_loss, self.entropy, False)
-        # Only the first process traces: its devices do what all do.
-        if self.main:
-            steps = self.config.metrics.profiled
-        else:
-            steps = range(0)
-        self.profile = run_together(
-            lambda: Profile(steps, self.folder, self.first, self._profile_advice())
-        )
-        # One other thread compiles the step while this one makes or reads the state; while the
-        # first steps run, it compiles the evaluation and draws the memory.
-        with (
-            closing(self.profile),
-            self._metrics() as self.log,
-            self._out_of_memory(),
-            _one_thread() as self.beside,
-        ):
-            compiling = self.beside.submit(self._compile)
-            state, data = self._start()
-            step_fn, said = compiling.result()
-            self.show.say(said)
-            self._keep()
-            with self.show, stop_signals() as stop_after:
-                step = self._loop(step_fn, state, data, stop_after)
-            self.watching.result()
-            if self.lines is not None:
-                self.lines.result()
-                self.show.say(
-                    f"wrote {self.profile.file.parent}: `jaxpar watch {self.folder} --profile` "
-                    "shows it"
-                )
-        if self.main:
-            self._say_result(step)
-        return Result(step, self.loss, self.val_loss, self.entropy, step < self.last)
-
-    def _profile_advice(self) -> str:
-        """Steps of `metrics.profile` that this call could trace, as they are written."""
-        # the first step after a start is slower than the others
-        first = min(self.first + 2, self.last)
-        last = min(first + 4, self.last)
-        train = self.config.train
-        due = [
-            step
-            for step in range(first, last)
-            if self.corpus.val and _is_due(step, train.eval_every)
-        ]
-        return f"{first}:{min([last, *due])}"
-
-    def _keep(self) -> None:
-        """Write what the run goes on with, once nothing of it can be refused: a refused call leaves
-        a run as it was.
-        """
-        keep_config(self.folder, self.config)
-        run_together(lambda: keep_data(self.folder, self.compared.pieces) if self.main else None)
-
-    def _missed_evaluations(self) -> set[str]:
-        """The metrics that the step to go on after should have and has not, because an error ended
-        its evaluation.
-        """
-        train = self.config.train
-        step = self.first
-        if not step or self.corpus.val is None:
-            return set()
-        due = dict[str, bool]()
-        due[METRIC] = step == self.last or _is_due(step, train.eval_every)
-        due[_FINAL + METRIC] = step == train.steps and final_batches(train) != train.eval_batches
-        rows = read_metrics(self.folder) if self.main else []
-        known = {key for row in rows if row["step"] == step for key in row}
-        return {key for key, is_due in due.items() if told_by_first(is_due and key not in known)}
-
-    def _evaluate_missed(self) -> None:
-        if not self.missed:
-            return
-        self._compile_evaluation()
-        train = self.config.train
-        if METRIC in self.missed:
-            self.val_loss = self._evaluate(self.first, train.eval_batches)
-            self.checkpoints.record(self.first, self.val_loss)
-        if _FINAL + METRIC in self.missed:
-            self.val_loss = self._evaluate(self.first, final_batches(train), _FINAL)
-
-    def _finish(self) -> None:
-        """Make up for the evaluation of the last step, after which there is nothing to train."""
-        with self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
-            self.state, self.data = self._start()
-            with self.show:
-                self._evaluate_missed()
-
-    def _compile_evaluation(self) -> None:
-        """Have the other thread compile the evaluation, unless it has."""
-        if self.eval_step is None and self.corpus.val is not None:
-            compile_it = partial(compile_eval_step, self.model, self.config, self.plan)
-            self.eval_step = self.beside.submit(compile_it)
-
-    def _metrics(self) -> MetricsLog:
-        """Open the log and the sinks, before anything is compiled: where one is refused, no process
-        waits for it.
-        """
-        names = self.config.metrics.sinks if self.main else ()
-        place = self.config, self.folder, self.first, self.show.say
-        sinks = run_together(lambda: [Sink(name, *place) for name in names])
-        return MetricsLog(
-            self.folder,
-            self.first,
-            self.main,
-            sinks,
-            self.report,
-            self.show.say,
-        )
-
-    @contextmanager
-    def _out_of_memory(self) -> Iterator[None]:
-        """Raise `OutOfMemory` where a device has too little memory, at compilation or when the
-        program runs.
+    def run(self, missed: set[str], stop_after: Callable[[int], bool]) -> int:
+        """Run the steps, and return the last one that finished. What is good is saved before an
+        error leaves, where all processes leave by it.
         """
         try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            # a kernel's limit, not the device's memory
-            if said := kernel_memory_message(str(error)):
-                raise UserError(f"the compiler refuses {self.running}: {said}") from error
-            raise OutOfMemory(self.experiment, str(error), self.running) from error
-
-    def _start(self) -> tuple[TrainState[jax.Array], DatasetIterator[HostBatch]]:
-        """Return the state and the data iterator at the first step, and print the start-up
-        lines.
-        """
-        config = self.config
-        model = self.model
-        plan = self.plan
-        text = self.corpus.train
-        rows = batch_rows(config.train.batch, plan)
-        data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
-        if self.checkpoints.latest() is None:
-            if config.train.init:
-                params = load_params(Path(config.train.init), self.experiment)
-            else:
-                params = None
-            state = init_state(model, config, plan, params, self.experiment.optimizer)
-        else:
-            state, beside = restore_state(self.checkpoints, self.first, self.experiment)
-            run_together(lambda: self._require_as_much(beside["training_tokens"]))
-            changed = told_by_first(self.compared.changed)
-            if beside["iterator"] is not None:
-                try:
-                    data.set_state(beside["iterator"])
-                # whatever an iterator says that finds other data than it was in
-                except Exception as error:
-                    if not changed:
-                        raise
-                    self.show.say(
-                        "warning: these data have no such place, they are read from their "
-                        f"start: {error}"
-                    )
-                    data = train_batches(
-                        text, config.data, config.train.batch, rows, config.model.vocab_size
-                    )
-        self.frozen = fingerprint(model, state.params)
-        val = self.corpus.val
-        if val:
-            held_out = val.amount
-        else:
-            held_out = "nothing, as there is no data.val_path,"
-        facts = {
-            "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
-            f"{bytes_text(local_bytes(state))} of state per device",
-            "data": f"{text.origin}: {text.amount} to train on, {held_out} for validation, "
-            f"unigram entropy {self.entropy:.3f} nats a token",
-            "run": f"{self.folder}" + (f", resumed after step {self.first}" if self.first else ""),
-        }
-        if config.train.init and not self.first:
-            facts["weights"] = config.train.init
-        if options := step_options(plan.mesh, config.compiler.options):
-            facts["compiler"] = options_text(options)
-        for line in banner(plan, facts):
-            self.show.say(line)
-        return state, data
-
-    def _require_as_much(self, before: int | None) -> None:
-        """Raise a UserError where a run that does not say which data it has was trained on more or
-        fewer.
-        """
-        text = self.corpus.train
-        if self.main and not self.compared.known and before not in (None, text.size):
-            raise UserError(
-                f"the run was trained on {before:,} tokens, documents or examples and "
-                f"{text.origin} now has "
-                f"{text.amount}: bring the old text back (the stdlib corpus changes with "
-                "Python), or start a new --run"
-            )
-
-    def _compile(self) -> tuple[Compiled, str]:
-        """Compile the step ahead, so that the first is timed like the others; return it and a line
-        to say about it.
-        """
-        began = time.perf_counter()
-        step_fn = make_train_step(self.model, self.config, self.plan, self.experiment.optimizer)
-        compiled = step_fn.lower(self.experiment.state, self.experiment.batch).compile()
-        require_order(compiled, self.plan.mesh.devices.flat)
-        memory = compiled.memory_analysis()
-        if memory:
-            used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device"
-        else:
-            used = ""
-        return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
-
-    def _loop(
-        self,
-        step_fn: Compiled,
-        state: TrainState[jax.Array],
-        data: DatasetIterator[HostBatch],
-        stop_after: Callable[[int], bool],
-    ) -> int:
-        """Run the steps after `first`, and return the last one that finished. What is good is saved
-        before an error leaves, where all processes leave by it."""
-        self.state = state
-        self.data = data
-        self.positions: dict[int, Any] = {}  # the state of the data's iterator, by step
-        self.batches = Batches(
-            data,
-            empty_batch(self.config, self.plan, absent=True),
-            ask_to_stop,
-        )
-        try:
-            self._evaluate_missed()
-            return self._steps(step_fn, stop_after)
+            evaluate_missed(self.parts, missed, self.evaluation_params)
+            return self._steps(stop_after)
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged):
                 self._save_good()
-            if self.broken and self.main:
-                keep_data(self.folder, self.compared.pieces, self.broken)
+            if self.broken and jax.process_index() == 0:
+                keep_data(self.run_folder.folder, self.run_folder.compared.pieces, self.broken)
             raise
 
-    def _steps(self, step_fn: Compiled, stop_after: Callable[[int], bool]) -> int:
+    def finish(self) -> None:
+        """Wait for what runs beside the steps."""
+        if self.watching is not None:
+            self.watching.result()
+        if self.lines is not None:
+            self.lines.result()
+            folder = self.run_folder.folder
+            where = self.parts.profile.file.parent
+            self.parts.show.say(f"wrote {where}: `jaxpar watch {folder} --profile` shows it")
+
+    def _steps(self, stop_after: Callable[[int], bool]) -> int:
         config = self.config
-        train = self.config.train
-        flops = self.model.flops_per_token(config.data.seq_len)
-        devices = list(self.plan.mesh.devices.ravel())
-        self.meter = Meter(self.first, flops, devices, self.plan.compute)
-        step = logged = self.first
+        evaluations = self.parts.evaluations
+        first = self.run_folder.first
+        last = self.run_folder.last
+        step = logged = first
         metrics: dict[str, jax.Array] = {}
-        for step in range(self.first + 1, self.last + 1):
+        for step in range(first + 1, last + 1):
             before = metrics
-            if step == self.profile.first:
-                self._aside(metrics, self.profile.start)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                with self.meter.timed("waiting"):
-                    batch = put_batch(self._next_rows(step), self.plan)
-                self.state, metrics = step_fn(self.state, batch)
-            if step == self.profile.last:
-                self._aside(metrics, self.profile.close)
-                self.lines = self.beside.submit(self.profile.write_lines, step_fn, devices)
-            self._unread.append(
-                _Numbers(step, metrics["loss"], metrics["grad_norm"], metrics["overflows"])
-            )
-            if step == self.first + 1:
-                self._compile_evaluation()
-                watch = self.watch if self.main else lambda *_: None
-                self.watching = self.beside.submit(watch, self.experiment, step_fn)
+            metrics = self._step(step, before)
+            if step == first + 1:
+                evaluations.compile_beside(self.parts.beside)
+                self._watch()
             # The host stays one step ahead: it awaits the step before, and fetches its metrics,
             # while this one runs.
             jax.block_until_ready(before)
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
-            stop = stop_after(step) or step == self.last
-            saving = stop or _is_due(step, config.checkpoint.every)
-            evaluating = self.corpus.val is not None and (
-                step == self.last or _is_due(step, train.eval_every)
-            )
+            stop = stop_after(step) or step == last
+            saving = stop or is_due(step, config.checkpoint.every)
+            evaluating = evaluations.is_due(step)
             if not (evaluating or saving):
                 continue
             jax.block_until_ready(metrics)  # a step that is still running counts as training time
@@ -557,14 +255,36 @@ class _Run:
                 if saving:
                     self._save(step)
                 if evaluating:
-                    self.val_loss = self._evaluate(step, train.eval_batches)
-                    self.checkpoints.record(step, self.val_loss)
+                    loss = self._evaluate(step)
+                    self.run_folder.checkpoints.record(step, loss)
             if stop:
                 break
-        final = final_batches(train)
-        if step == train.steps and self.corpus.val is not None and final != train.eval_batches:
-            self.val_loss = self._evaluate(step, final, _FINAL)
+        if evaluations.is_final(step):
+            self._evaluate(step, final=True)
         return step
+
+    def _step(self, step: int, before: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Start a step, and return its metrics; `before` are those of the one before it."""
+        profile = self.parts.profile
+        if step == profile.first:
+            self._aside(before, profile.start)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            with self.meter.timed("waiting"):
+                batch = put_batch(self._next_rows(step), self.experiment.plan)
+            self.state, metrics = self.program(self.state, batch)
+        if step == profile.last:
+            self._aside(metrics, profile.close)
+            devices = self.experiment.devices
+            self.lines = self.parts.beside.submit(profile.write_lines, self.program, devices)
+        told = (metrics["loss"], metrics["grad_norm"], metrics["overflows"])
+        self.unread.append(StepNumbers(step, *told))
+        return metrics
+
+    def _watch(self) -> None:
+        """Call the caller's function in the other thread; only the first process does."""
+        if jax.process_index() == 0:
+            watch = self.parts.watch
+            self.watching = self.parts.beside.submit(watch, self.experiment, self.program)
 
     def _next_rows(self, step: int) -> HostBatch:
         """Read this process's rows of a step's batch, and keep the position after it for a
@@ -592,35 +312,32 @@ class _Run:
             raise
 
     def _save(self, step: int) -> None:
-        size = self.corpus.train.size
+        run = self.run_folder
         position = self.positions[step]
-        beside = beside_state(self.experiment, position, size, self.frozen)
-        self.checkpoints.save(step, saved_part(self.state, self.model), beside)
+        beside = beside_state(self.experiment, position, run.corpus.train.size, self.frozen)
+        run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
 
     def _save_good(self) -> None:
         """Save what was trained until now, and say so, unless the last step failed or diverged."""
+        say = self.parts.show.say
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
             return  # the step that failed had taken the state
         try:
             step = int(jax.device_get(self.state.step))
-            trained = jax.device_get([row for row in self._unread if row.step <= step])
-            if step == self.first or not all(row.finite for row in trained):
+            trained = jax.device_get([row for row in self.unread if row.step <= step])
+            if step == self.run_folder.first or not all(row.finite for row in trained):
                 return
             self._save(step)
-            self.checkpoints.wait()
+            self.run_folder.checkpoints.wait()
         except Exception as error:  # the first error is the one to tell
-            self.show.say(f"warning: the steps since the last checkpoint are lost: {error}")
+            say(f"warning: the steps since the last checkpoint are lost: {error}")
             return
-        self.show.say(
+        say(
             f"an error ends this run after step {step}, which is saved: the same command goes "
             "on from there"
         )
 
-    def _aside(
-        self,
-        metrics: dict[str, jax.Array],
-        do: Callable[[], None],
-    ) -> None:
+    def _aside(self, metrics: dict[str, jax.Array], do: Callable[[], None]) -> None:
         """Wait for the steps until now, and do something that is no part of them."""
         jax.block_until_ready(metrics)
         with self.meter.timed("aside"):
@@ -633,31 +350,15 @@ class _Run:
             self._require_rows()  # which is why, where a process had no rows
         del numbers["overflows"]
         numbers["labels"] = numbers.pop("tokens")
-        speed = self.meter.read(
-            step,
-            self.config.train.batch * self.config.data.seq_len,
-        )
+        speed = self.meter.read(step, self.experiment.tokens)
         self.loss = numbers["loss"]
-        if skipped := sum(count.count for count in self.skipped):
+        if skipped := self.skipped.in_training:
             numbers["records_skipped"] = float(skipped)
-        self._say_skipped()
-        left = (self.last - step) * (speed["step_seconds"] or 0.0)
-        self.show.step(step, numbers | speed, left)
-        self.log.write(step, **numbers, **speed)
+        self.skipped.say_more()
+        left = (self.run_folder.last - step) * (speed["step_seconds"] or 0.0)
+        self.parts.show.step(step, numbers | speed, left)
+        self.parts.log.write(step, **numbers, **speed)
         self._require_finite(step)
-
-    def _say_skipped(self) -> None:
-        """Say how many records were left out, whenever there are more; of the validation data,
-        which are read again at each evaluation, once."""
-        if self.corpus.val is None:
-            validation = []
-        else:
-            validation = skipped_records(self.corpus.val)
-        for number, count in enumerate([*self.skipped, *validation]):
-            told = self.told.get(number, 0)
-            if count.count > told and not (told and count in validation):
-                self.told[number] = count.count
-                self.show.say(f"warning: {count.text}")
 
     def _require_finite(self, last: int) -> None:
         """Stop if a step up to `last`, which has run, diverged; such a step left its state as it
@@ -666,107 +367,135 @@ class _Run:
         Steps between log lines are also read here, all at once, so that no step waits for its
         numbers to arrive.
         """
-        read = [row for row in self._unread if row.step <= last]
-        del self._unread[: len(read)]
+        read = [row for row in self.unread if row.step <= last]
+        del self.unread[: len(read)]
         for row in jax.device_get(read):
             if not row.finite:
                 self._require_rows()
-                raise Diverged(self._divergence(row))
+                trained = self.experiment.model.trained(self.state.params)
+                saved = self.run_folder.checkpoints.latest()
+                raise Diverged(divergence_message(row, trained, saved, self.run_folder.folder))
 
-    def _divergence(self, row: _Numbers) -> str:
-        """What to say of a step that was not finite, with advice that the next command takes."""
-        found = f"loss {row.loss} and gradient norm {row.norm} at step {row.step}"
-        if np.isfinite(row.loss) and np.isfinite(row.norm):
-            name, size = largest_parameter(self.model.trained(self.state.params))
-            found = (
-                f"step {row.step} would make {row.overflows} entries of the parameters not "
-                "finite (the largest is now "
-                f"{size:.2g}, in {name})"
-            )
-        saved = self.checkpoints.latest()
-        advice = (
-            "try a lower train.learning_rate or a longer train.warmup_steps in another --run folder"
-        )
-        if saved is None:
-            return f"{found}: the run diverged; {advice}; no checkpoint was saved before"
-        return (
-            f"{found}: the run diverged; {advice}, from the start or with "
-            f"train.init={self.folder}; the checkpoint of "
-            f"step {saved} is kept"
-        )
-
-    def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
-        assert self.corpus.val is not None and self.eval_step is not None
-        began = told = time.perf_counter()
-        done = 0
-        self.running = EVALUATION
-
-        def tick(count: int) -> None:
-            nonlocal told, done
-            done = count
-            now = time.perf_counter()
-            if now - told > _PATIENCE:
-                told = now
-                of = f" of {limit}" if limit else ""
-                self.show.say(
-                    f"evaluating: {done}{of} batches in {duration_text(now - began)}; {key} "
-                    "takes fewer"
-                )
-
-        if prefix:
-            key = "train.final_eval_batches"
-        else:
-            key = "train.eval_batches"
-        eval_step = run_together(self.eval_step.result)
+    def _evaluate(self, step: int, final: bool = False) -> float:
         with self._reading_data():
-            loss = evaluate(
-                eval_step,
-                self._evaluation_params(),
-                self.corpus.val,
-                self.config,
-                self.plan,
-                limit,
-                tick,
-            )
-        self.running = STEP
-        self.log.write(step, **{prefix + METRIC: loss})
-        if done == limit:
-            over = f"{done} batches"
-        else:
-            over = "the whole set"
-        if prefix and done == limit != self.config.train.final_eval_batches:
-            over += f", as many as there were steps; `jaxpar eval {self.folder}` takes more"
-        self.show.say(
-            f"step {step}  validation loss {loss:.4f}  ({over}, "
-            f"{time.perf_counter() - began:.1f} s)"
-        )
-        return loss
+            params = self.evaluation_params()
+            return self.parts.evaluations.evaluate(step, params, self.parts.log, final)
 
-    def _evaluation_params(self) -> Params:
+    def evaluation_params(self) -> Params:
         """The parameters as they are evaluated: the average of an optimizer that has one."""
-        return evaluation_params(self.model, self.state, self.experiment.optimizer)
-
-    def _say_result(self, step: int) -> None:
-        if step < self.last:
-            self.show.say(f"stopped after step {step}, saved; the same command goes on from there")
-            return
-        if self.val_loss is None:
-            val = ""
-        else:
-            val = f", validation loss {self.val_loss:.4f} nats a token"
-        took = duration_text(self.meter.trained)
-        self.show.say(
-            f"step {step} done in {took} of training{val} (unigram entropy {self.entropy:.3f})"
-        )
+        return evaluation_params(self.experiment.model, self.state, self.experiment.optimizer)
 
 
-_FINAL = "final_"
-"""What stands before the metrics of the evaluation after the last step."""
-_PATIENCE = 20.0  # seconds of an evaluation after which it says how far it is
+class _Skipped:
+    """The records that were left out, and how many of each kind were told."""
+
+    def __init__(self, corpus: Corpus, say: Callable[[str], None]):
+        self._corpus = corpus
+        self._say = say
+        self._training = skipped_records(corpus.train)
+        self._told = dict[int, int]()
+
+    @property
+    def in_training(self) -> int:
+        """How many records of the training data were left out."""
+        return sum(count.count for count in self._training)
+
+    def say_more(self) -> None:
+        """Say how many records were left out, whenever there are more; of the validation data,
+        which are read again at each evaluation, once.
+        """
+        validation = []
+        if self._corpus.val is not None:
+            validation = skipped_records(self._corpus.val)
+        for number, count in enumerate([*self._training, *validation]):
+            told = self._told.get(number, 0)
+            if count.count > told and not (told and count in validation):
+                self._told[number] = count.count
+                self._say(f"warning: {count.text}")
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def evaluate_missed(parts: _Parts, missed: set[str], params: Callable[[], Params]) -> None:
+    """Make up for evaluations of the step to go on after."""
+    if not missed:
+        return
+    evaluations = parts.evaluations
+    first = parts.run.first
+    evaluations.compile_beside(parts.beside)
+    if METRIC in missed:
+        loss = evaluations.evaluate(first, params(), parts.log)
+        parts.run.checkpoints.record(first, loss)
+    if FINAL + METRIC in missed:
+        evaluations.evaluate(first, params(), parts.log, final=True)
+
+
+def _make_up(parts: _Parts, missed: set[str], entropy: float) -> None:
+    """Make up for the evaluation of the last step, after which there is nothing to train."""
+    start = first_step(parts.run, parts.show.say)
+    for line in banner_lines(parts.run, start.state, entropy):
+        parts.show.say(line)
+    experiment = parts.run.experiment
+    params = evaluation_params(experiment.model, start.state, experiment.optimizer)
+    with parts.show:
+        evaluate_missed(parts, missed, lambda: params)
+
+
+def _compile(experiment: Experiment) -> tuple[Compiled, str]:
+    """Compile the step ahead, so that the first is timed like the others; return it and a line to
+    say about it.
+    """
+    began = time.perf_counter()
+    model = experiment.model
+    step = make_train_step(model, experiment.config, experiment.plan, experiment.optimizer)
+    compiled = step.lower(experiment.state, experiment.batch).compile()
+    require_order(compiled, experiment.devices)
+    used = ""
+    if memory := compiled.memory_analysis():
+        used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device"
+    return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
+
+
+def _open_log(opened: OpenRun, report: Report | None, say: Callable[[str], None]) -> MetricsLog:
+    """Open the log and the sinks, before anything is compiled: where one is refused, no process
+    waits for it.
+    """
+    main = jax.process_index() == 0
+    config = opened.experiment.config
+    names = config.metrics.sinks if main else ()
+    place = (config, opened.folder, opened.first, say)
+    sinks = run_together(lambda: [Sink(name, *place) for name in names])
+    return MetricsLog(opened.folder, opened.first, main, sinks, report, say)
+
+
+def _profile_advice(opened: OpenRun, evaluations: Evaluations) -> str:
+    """Steps of `metrics.profile` that this call could trace, as they are written."""
+    # the first step after a start is slower than the others
+    first = min(opened.first + 2, opened.last)
+    last = min(first + 4, opened.last)
+    due = [step for step in range(first, last) if evaluations.is_due(step)]
+    return f"{first}:{min([last, *due])}"
+
+
+def _done_already(opened: OpenRun) -> str:
+    """What to say where there is nothing to train."""
+    steps = opened.experiment.config.train.steps
+    more = "steps extends it"
+    if opened.last < steps:
+        more = f"stop-at 0 goes on to step {steps}"
+    done = f"step {opened.first} of {opened.last} is done already: nothing to train"
+    return f"{done} (--train.{more}); see {opened.folder}"
+
+
+def _ended(
+    opened: OpenRun, step: int, val_loss: float | None, seconds: float, entropy: float
+) -> str:
+    """What to say of a run that ended."""
+    if step < opened.last:
+        return f"stopped after step {step}, saved; the same command goes on from there"
+    val = ""
+    if val_loss is not None:
+        val = f", validation loss {val_loss:.4f} nats a token"
+    took = duration_text(seconds)
+    return f"step {step} done in {took} of training{val} (unigram entropy {entropy:.3f})"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from jaxpar.models import Model
 from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
-from jaxpar.train import loop as train_module
+from jaxpar.train import open_run
 from jaxpar.train.plans import make_plan
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.step import make_train_step, step_shapes
@@ -181,6 +181,6 @@ def test_a_step_that_runs_out_of_memory_is_no_traceback(
     def exhausted(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
-    monkeypatch.setattr(train_module, "init_state", exhausted)
+    monkeypatch.setattr(open_run, "init_state", exhausted)
     with pytest.raises(UserError, match=match):
         train(ALONE, tmp_path / "run")

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxpar.train.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
@@ -217,7 +218,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
 ) -> None:
     folder = tmp_path / "interrupted"
     real_put = train_module.put_batch
-    real_eval = train_module.compile_eval_step
+    real_eval = evaluations_module.compile_eval_step
     calls = list[int]()
     evaluations = list[int]()
 
@@ -232,7 +233,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
         return real_eval(*args)
 
     monkeypatch.setattr(train_module, "put_batch", put_and_interrupt)
-    monkeypatch.setattr(train_module, "compile_eval_step", note_and_make)
+    monkeypatch.setattr(evaluations_module, "compile_eval_step", note_and_make)
     result = train(config, folder)
     assert result.interrupted and result.step == 3
     assert len(evaluations) == 1 and evaluations[0] >= 1  # its compilation kept no step waiting

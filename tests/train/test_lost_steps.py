@@ -5,6 +5,7 @@ a row.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxpar.base.config import CheckpointConfig, Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.models import Model
+from jaxpar.train import evaluations, open_run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
 from jaxpar.train.run_folder import Checkpoints
@@ -112,11 +114,11 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = None
-    real = loop.train_batches
+    real = open_run.train_batches
     if what == "data":
-        monkeypatch.setattr(loop, "train_batches", lambda *args: Breaking(real(*args)))
+        monkeypatch.setattr(open_run, "train_batches", lambda *args: Breaking(real(*args)))
     elif what == "evaluation":
-        monkeypatch.setattr(loop, "evaluate", evaluate_nothing)
+        monkeypatch.setattr(evaluations, "evaluate", evaluate_nothing)
     else:
         report = stop_at_row_two
     with pytest.raises((UserError, ValueError, KeyError), match=r"gone|today|reads"):
@@ -139,7 +141,7 @@ def test_an_evaluation_that_failed_is_made_up_for(
 ) -> None:
     """After the last step, where nothing is left to train, and in the middle."""
     run = tmp_path / "run"
-    monkeypatch.setattr(loop, "evaluate", evaluate_nothing)
+    monkeypatch.setattr(evaluations, "evaluate", evaluate_nothing)
     config = override(config, {"train.eval_every": every, "train.final_eval_batches": 3})
     with pytest.raises(ValueError, match="today"):
         loop.run(config, run)
@@ -188,7 +190,7 @@ def test_a_step_is_saved_before_it_is_evaluated_and_the_best_is_still_known(
         )
         return float(next(rising))
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(evaluations, "evaluate", evaluate)
     changes = {"train.eval_every": 2, "checkpoint.every": 2, "checkpoint.keep": 1}
     loop.run(override(config, changes), tmp_path / "run")
     assert [steps[-1] for steps in there] == [2, 4, 6], (
@@ -247,7 +249,7 @@ def test_a_short_try_does_not_evaluate_for_longer_than_it_trains(asked, between,
         "train.eval_batches": between,
         "train.steps": steps,
     }
-    assert loop.final_batches(override(Config(), changes).train) == taken
+    assert evaluations.final_batches(override(Config(), changes).train) == taken
 
 
 def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
@@ -256,7 +258,8 @@ def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(loop, "_PATIENCE", 0.0)
+    impatient = partial(evaluations.Evaluations, patience=0.0)
+    monkeypatch.setattr(loop, "Evaluations", impatient)
     loop.run(
         override(
             config, {"train.steps": 2, "train.eval_batches": 2, "train.final_eval_batches": 9}

@@ -13,14 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.config import Config, override
+from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.toml import to_toml
-from jaxpar.train.loop import OutOfMemory, _Run
+from jaxpar.train.evaluations import Evaluations
+from jaxpar.train.failures import OutOfMemory, Running, memory_errors
+from jaxpar.train.loop import _Loop
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.own_tokenizer import carry_tokenizer
+from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_folder import keep_config, read_run_config
 
 pytestmark = pytest.mark.quick
@@ -180,19 +183,15 @@ def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
 
 def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     """On chat data few labels count, and the devices compute all tokens of a batch."""
-    config = override(Config(), {"train.batch": 8, "data.seq_len": 16, "model.max_seq_len": 16})
-    run = MagicMock(
-        config=config,
+    loop = MagicMock(
+        experiment=SimpleNamespace(tokens=8 * 16),
         meter=Meter(0, 1e9, jax.devices(), "float32"),
-        skipped=[],
+        skipped=SimpleNamespace(in_training=0, say_more=lambda: None),
+        run_folder=SimpleNamespace(last=2),
     )
     metrics = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
-    _Run._log(
-        run,
-        1,
-        {name: jnp.float32(value) for name, value in metrics.items()},
-    )
-    row = run.log.write.call_args.kwargs
+    _Loop._log(loop, 1, {name: jnp.float32(value) for name, value in metrics.items()})
+    row = loop.parts.log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row
 
@@ -203,10 +202,13 @@ def test_an_evaluation_that_runs_out_of_memory_says_so():
     def exhausted():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
-    run = MagicMock(eval_step=SimpleNamespace(result=exhausted))
+    running = Running()
+    run = MagicMock(experiment=make_experiment(Config(), jax.devices()[:1]))
+    evaluations = Evaluations(run, print, running)
+    evaluations.compile_beside(MagicMock(submit=lambda _: SimpleNamespace(result=exhausted)))
     said = r"out of memory in this evaluation \(.*no room.*: try a higher train.accumulation"
-    with pytest.raises(OutOfMemory, match=said), _Run._out_of_memory(run):
-        _Run._evaluate(run, 1, 1)
+    with pytest.raises(OutOfMemory, match=said), memory_errors(run.experiment, running):
+        evaluations.evaluate(1, {}, MagicMock())
 
 
 def test_device_memory_is_the_largest_peak_of_this_process():

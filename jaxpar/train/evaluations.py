@@ -1,0 +1,164 @@
+"""The evaluations of a run: when they are due, which one an error has cost, and how they are made
+and told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+
+import jax
+from jax.stages import Compiled
+
+from jaxpar.base.console import duration_text
+from jaxpar.base.runtime import run_together, told_by_first
+from jaxpar.models import Params
+from jaxpar.train.evaluate import evaluate, final_batches
+from jaxpar.train.failures import EVALUATION, STEP, Running
+from jaxpar.train.metrics import MetricsLog, read_metrics
+from jaxpar.train.open_run import OpenRun
+from jaxpar.train.run_folder import METRIC
+from jaxpar.train.step import compile_eval_step
+
+FINAL = "final_"
+"""What stands before the metrics of the evaluation after the last step."""
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what happens every so many steps (0 = never) happens after this one."""
+    return every > 0 and step % every == 0
+
+
+class Evaluations:
+    """The evaluations of a run, whose program another thread compiles.
+
+    Attributes:
+      last_loss: that of the last one, in nats a token; None = none was made.
+    """
+
+    def __init__(
+        self,
+        run: OpenRun,
+        say: Callable[[str], None],
+        running: Running,
+        patience: float = 20.0,
+    ):
+        """Take a run.
+
+        Args:
+          run: the run.
+          say: prints a line.
+          running: is told when an evaluation runs.
+          patience: the seconds after which an evaluation says how far it is.
+        """
+        self.last_loss: float | None = None
+        self._run = run
+        self._say = say
+        self._running = running
+        self._patience = patience
+        self._program: Future[Compiled] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is an evaluation after a step."""
+        every = self._run.experiment.config.train.eval_every
+        at_end = step == self._run.last
+        return self._run.corpus.val is not None and (at_end or is_due(step, every))
+
+    def is_final(self, step: int) -> bool:
+        """Whether the evaluation after the last step of all takes other batches than the rest."""
+        train = self._run.experiment.config.train
+        other = final_batches(train) != train.eval_batches
+        return self._run.corpus.val is not None and step == train.steps and other
+
+    def missed(self) -> set[str]:
+        """The metrics that the step to go on after should have and has not, because an error ended
+        its evaluation.
+        """
+        step = self._run.first
+        if not step:
+            return set()
+        due = {METRIC: self.is_due(step), FINAL + METRIC: self.is_final(step)}
+        rows = read_metrics(self._run.folder) if jax.process_index() == 0 else []
+        known = {key for row in rows if row["step"] == step for key in row}
+        return {key for key, due_now in due.items() if told_by_first(due_now and key not in known)}
+
+    def compile_beside(self, beside: Executor) -> None:
+        """Have another thread compile the evaluation, unless it has."""
+        experiment = self._run.experiment
+        if self._program is None and self._run.corpus.val is not None:
+            parts = (experiment.model, experiment.config, experiment.plan)
+            self._program = beside.submit(partial(compile_eval_step, *parts))
+
+    def evaluate(self, step: int, params: Params, log: MetricsLog, final: bool = False) -> float:
+        """Evaluate a step, and print and write its loss.
+
+        Args:
+          step: the step.
+          params: its parameters.
+          log: where the loss is written.
+          final: whether it is the evaluation after the last step of all.
+
+        Returns:
+          The loss in nats a token.
+
+        Raises:
+          UserError: a process could not read its rows.
+        """
+        corpus = self._run.corpus
+        experiment = self._run.experiment
+        train = experiment.config.train
+        assert corpus.val is not None and self._program is not None
+        limit = final_batches(train) if final else train.eval_batches
+        progress = _Progress(self._say, limit, final, self._patience)
+        self._running.program = EVALUATION
+        program = run_together(self._program.result)
+        loss = evaluate(
+            program,
+            params,
+            corpus.val,
+            experiment.config,
+            experiment.plan,
+            limit,
+            progress.tick,
+        )
+        self._running.program = STEP
+        prefix = FINAL if final else ""
+        log.write(step, **{prefix + METRIC: loss})
+        over = "the whole set"
+        if progress.done == limit:
+            over = f"{progress.done} batches"
+            if final and limit != train.final_eval_batches:
+                more = f"`jaxpar eval {self._run.folder}` takes more"
+                over += f", as many as there were steps; {more}"
+        self._say(f"step {step}  validation loss {loss:.4f}  ({over}, {progress.seconds:.1f} s)")
+        self.last_loss = loss
+        return loss
+
+
+class _Progress:
+    """How far an evaluation is, which is said where it takes long."""
+
+    def __init__(self, say: Callable[[str], None], limit: int, final: bool, patience: float):
+        self.done = 0
+        self._say = say
+        self._of = f" of {limit}" if limit else ""
+        self._key = "train.final_eval_batches" if final else "train.eval_batches"
+        self._patience = patience
+        self._began = time.perf_counter()
+        self._told = self._began
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.perf_counter() - self._began
+
+    def tick(self, count: int) -> None:
+        """Note that so many batches are done."""
+        self.done = count
+        now = time.perf_counter()
+        if now - self._told > self._patience:
+            self._told = now
+            took = duration_text(now - self._began)
+            self._say(f"evaluating: {count}{self._of} batches in {took}; {self._key} takes fewer")

@@ -1,0 +1,222 @@
+"""Opens a run folder: what a run needs is loaded and held against what the folder has, and the
+state and the data of its first step are made or read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from grain import DatasetIterator
+
+from jaxpar.base.compiler import options_text, step_options
+from jaxpar.base.config import Config, check, require_settled
+from jaxpar.base.console import banner, bytes_text, count_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.runtime import machine_memory, run_together, start, told_by_first
+from jaxpar.base.sharding import local_bytes
+from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, train_batches
+from jaxpar.parallel.host_memory import require_right_gradients
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer import schedule_note
+from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
+from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
+from jaxpar.train.require_memory import require_memory
+from jaxpar.train.restore import load_params, restore_state
+from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
+from jaxpar.train.run_folder import Checkpoints, compare_run, keep_config, replaced_values
+from jaxpar.train.step import TrainState, batch_rows, init_state
+from jaxpar.train.template_date import with_template_date
+
+Say = Callable[[str], None]
+
+
+class OpenRun(NamedTuple):
+    """A run folder and what is trained in it.
+
+    Attributes:
+      folder: the run folder.
+      experiment: what is trained.
+      corpus: its data.
+      checkpoints: those of the folder.
+      compared: what is known of the data that the run had before.
+      first: the step to go on after; 0 = a new run.
+    """
+
+    folder: Path
+    experiment: Experiment
+    corpus: Corpus
+    checkpoints: Checkpoints
+    compared: Compared
+    first: int
+
+    @property
+    def last(self) -> int:
+        """The step to stop after."""
+        train = self.experiment.config.train
+        return min(train.stop_at or train.steps, train.steps)
+
+
+class FirstStep(NamedTuple):
+    """The state before the first step, and the data at its place."""
+
+    state: TrainState[jax.Array]
+    data: DatasetIterator[HostBatch]
+
+
+def open_run(
+    experiment: Config | Experiment, folder: Path, corpus: Corpus | None, say: Say
+) -> OpenRun:
+    """Open a run folder, which is made if it is absent.
+
+    Args:
+      experiment: the experiment, or the config of one, settled.
+      folder: the run folder.
+      corpus: the data, if they are already loaded and are not the experiment's.
+      say: gets a line for each thing that is otherwise than the user may think.
+
+    Raises:
+      UserError: config, devices or data are bad, or the folder is of another run.
+    """
+    experiment = _checked(experiment)
+    run_together(lambda: require_memory(experiment, machine_memory()))
+    config = with_template_date(experiment.config, folder)
+    corpus = corpus or experiment.corpus or _load(config, folder, say)
+    experiment = replace(experiment, config=config, corpus=corpus)
+    for note in (*plan_notes(experiment), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
+        say(note)
+    if offload_asked(experiment.plan):
+        run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
+    main = jax.process_index() == 0
+    compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
+    before = compare_run(folder, config, compared.known)
+    # From now on it is a run folder; that of a run is written once nothing can be refused. Only
+    # process 0 knows which.
+    if told_by_first(before is None):
+        keep_config(folder, config)
+    tokenizer = corpus.tokenizer
+    if tokenizer is not None:
+        run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    first = checkpoints.latest() or 0
+    notes = [compared.note]
+    if before is not None:
+        notes.insert(0, replaced_values(before, config))
+        if first:
+            notes.append(schedule_note(before.train, config.train, first))
+    for note in filter(None, notes):
+        say(note)
+    return OpenRun(folder, experiment, corpus, checkpoints, compared, first)
+
+
+def _checked(experiment: Config | Experiment) -> Experiment:
+    """The experiment, held against what a training needs."""
+    given = experiment if isinstance(experiment, Config) else experiment.config
+    config = check(given)
+    require_settled(config)
+    if config.model.lora.rank and not config.train.init:
+        raise UserError(
+            "model.lora trains beside frozen weights, and there are none: name their folder in "
+            "train.init"
+        )
+    if isinstance(experiment, Config):
+        return make_experiment(config, start(config.mesh))
+    return experiment
+
+
+def _load(config: Config, folder: Path, say: Say) -> Corpus:
+    """The data of a config."""
+    data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
+    return run_together(lambda: load_corpus(data, config.model.vocab_size))
+
+
+def keep_run(run: OpenRun) -> None:
+    """Write what a run goes on with, once nothing of it can be refused: a refused call leaves a run
+    as it was.
+    """
+    main = jax.process_index() == 0
+    keep_config(run.folder, run.experiment.config)
+    run_together(lambda: keep_data(run.folder, run.compared.pieces) if main else None)
+
+
+def first_step(run: OpenRun, say: Say) -> FirstStep:
+    """Make the state of a new run, or read that of its last checkpoint, with the place in the data.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or its run was trained on other data.
+    """
+    experiment = run.experiment
+    config = experiment.config
+    data = _batches(run)
+    if not run.first:
+        params = None
+        if config.train.init:
+            params = load_params(Path(config.train.init), experiment)
+        model = experiment.model
+        state = init_state(model, config, experiment.plan, params, experiment.optimizer)
+        return FirstStep(state, data)
+    state, beside = restore_state(run.checkpoints, run.first, experiment)
+    run_together(lambda: _require_as_much(run, beside["training_tokens"]))
+    changed = told_by_first(run.compared.changed)
+    if beside["iterator"] is not None:
+        try:
+            data.set_state(beside["iterator"])
+        except Exception as error:  # whatever an iterator says that finds other data
+            if not changed:
+                raise
+            say(f"warning: these data have no such place, they are read from their start: {error}")
+            data = _batches(run)
+    return FirstStep(state, data)
+
+
+def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:
+    """This process's rows of the training batches, from the start."""
+    config = run.experiment.config
+    batch = config.train.batch
+    rows = batch_rows(batch, run.experiment.plan)
+    return train_batches(run.corpus.train, config.data, batch, rows, config.model.vocab_size)
+
+
+def _require_as_much(run: OpenRun, before: int | None) -> None:
+    """Raise a UserError where a run that does not say which data it has was trained on more or
+    fewer.
+    """
+    text = run.corpus.train
+    main = jax.process_index() == 0
+    if main and not run.compared.known and before not in (None, text.size):
+        raise UserError(
+            f"the run was trained on {before:,} tokens, documents or examples and {text.origin} "
+            f"now has {text.amount}: bring the old text back (the stdlib corpus changes with "
+            "Python), or start a new --run"
+        )
+
+
+def banner_lines(run: OpenRun, state: TrainState[jax.Array], entropy: float) -> list[str]:
+    """Return the lines at the start of a run: versions, devices, model, data, folder.
+
+    Args:
+      run: the run.
+      state: its state, whose bytes are counted.
+      entropy: that of the text's unigrams, in nats a token.
+    """
+    config = run.experiment.config
+    text = run.corpus.train
+    held_out = "nothing, as there is no data.val_path,"
+    if run.corpus.val:
+        held_out = run.corpus.val.amount
+    parameters = count_text(run.experiment.model.parameter_count())
+    facts = {
+        "model": f"{config.model.family}, {parameters} parameters, "
+        f"{bytes_text(local_bytes(state))} of state per device",
+        "data": f"{text.origin}: {text.amount} to train on, {held_out} for validation, "
+        f"unigram entropy {entropy:.3f} nats a token",
+        "run": f"{run.folder}" + (f", resumed after step {run.first}" if run.first else ""),
+    }
+    if config.train.init and not run.first:
+        facts["weights"] = config.train.init
+    if options := step_options(run.experiment.plan.mesh, config.compiler.options):
+        facts["compiler"] = options_text(options)
+    return list(banner(run.experiment.plan, facts))
