@@ -58,6 +58,18 @@ class Mutation(NamedTuple):
 
 # fmt: off
 MUTATIONS = [
+    # Rules on any mesh.
+    Mutation("absent_axis", "a rule that was written for an axis that the mesh lacks splits nothing, unsaid",
+             "jaxpar/base/rules.py", "if isinstance(axes, DefaultRule):\n        return DefaultRule(",
+             "if isinstance(axes, tuple):\n        return DefaultRule(", "tests/base/test_rules.py"),
+    Mutation("kv_rule", "kv heads without a rule are whole where heads are split", "jaxpar/base/rules.py",
+             "and default and not fitted[name]:", "and not default and not fitted[name]:",
+             "tests/base/test_rules.py"),
+    Mutation("own_axis", "a logical axis that no rule names is whole, unsaid", "jaxpar/base/rules.py",
+             "    known = rules.logical_axes\n    raise UserError(", "    known = rules.logical_axes\n    return ()\n    raise UserError(",
+             "tests/base/test_rules.py"),
+    Mutation("open_word", "a word of model.masks may show what comes after a token", "models/masks.py",
+             "if not looks_back(mask):", "if looks_back(mask) is None:", "tests/models/test_masks.py"),
     # Masks and kernels.
     Mutation("window", "a mask off by one", "jaxpar/kernels/masks.py",
              "i - j <= self.left", "i - j < self.left", "tests/models/test_masks.py -k shows_what"),
