@@ -490,6 +490,10 @@ def _masks(
 ) -> list[str]:
     """Return the words of the layers, of one period."""
     window = hf.get("sliding_window", local.absent)
+    if window is not None and (type(window) is not int or window < 1):
+        raise UserError(
+            f"{file}: sliding_window={window!r} is no number of tokens: download it again"
+        )
     types = hf.get("layer_types") if local.where else None
     if types is None:
         types = [

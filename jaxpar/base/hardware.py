@@ -255,8 +255,14 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
     Raises:
       UserError: there is no such preset, chip or file, or the file is malformed.
     """
-    preset = from_toml(_MeshPreset, *find_toml(name_or_path, "jaxpar.meshes"))
-    return preset.mesh, load_chip(preset.chip).hardware if preset.chip else Hardware()
+    text, origin = find_toml(name_or_path, "jaxpar.meshes")
+    preset = from_toml(_MeshPreset, text, origin)
+    if not preset.chip:
+        return preset.mesh, Hardware()
+    try:
+        return preset.mesh, load_chip(preset.chip).hardware
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from error
 
 
 def chip_of(device_kind: str) -> Chip | None:

@@ -129,7 +129,7 @@ def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
         if isinstance(given, str):
             given = {"default": given}
         elif isinstance(given, list):
-            given = {item.get("name"): item.get("template") for item in given}
+            given = {str(item.get("name")): item.get("template") for item in given}
         if isinstance(given, dict):
             texts = {str(name): text for name, text in given.items() if isinstance(text, str)}
             if texts:

@@ -227,7 +227,7 @@ def test_a_file_may_leave_the_hardware_out(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('chip = "v5pp"\n', "no chip 'v5pp'.*did you mean 'v5p'.*there are a100"),
+        ('chip = "v5pp"\n', "mine.toml: no chip 'v5pp'.*did you mean 'v5p'.*there are a100"),
         ("chip = 5\n", "chip is a string"),
         ('chip = "v5p"\n[mehs]\ndata = 5\n', "unknown key mehs .*did you mean 'mesh'"),
         ("[mesh\n", "not valid TOML"),

@@ -206,6 +206,7 @@ def test_the_template_for_tools_and_others_by_name_are_taken(tmp_path):
     tokenizer = tmp_path / "tokenizer.json"
     by_name = {"default": "plain", "tool_use": "tools", "rag": "{{ documents }}"}
     listed = [{"name": name, "template": text} for name, text in by_name.items()]
+    listed.append({"name": ["no", "name"], "template": "never"})
     for given in (by_name, listed):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
         assert render(TALK, load_template(tokenizer)) == "plain"

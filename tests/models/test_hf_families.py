@@ -220,6 +220,9 @@ def test_forms_of_windows(tmp_path):
     assert changed(MIXTRAL, tmp_path, sliding_window=...) == MIXTRAL
     older = changed(QWEN3, tmp_path, **absent, use_sliding_window=True, max_window_layers=1)
     assert older == QWEN3
+    for window in ("", 0, [4]):
+        with pytest.raises(UserError, match=r"config.json: sliding_window=.* no number of tokens"):
+            changed(GEMMA3, tmp_path, sliding_window=window)
     off = changed(QWEN3, tmp_path, **absent, use_sliding_window=False)
     assert off == dataclasses.replace(QWEN3, masks=("causal",))
 
