@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -209,16 +209,9 @@ def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
     )
 
 
-@contextlib.contextmanager
-def torch_steps(config: Config) -> Iterator[Callable[[int], BenchRow]]:
+def torch_steps(config: Config) -> contextlib.AbstractContextManager[Callable[[int], BenchRow]]:
     """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their
-    memory.
-
-    They have a process of their own, since the CUDA libraries that PyTorch brings are not those of
-    jax.
-
-    Raises:
-      ChildProcessError: from `run`, where torch or transformers is missing or fails.
+    memory: see `torch_process`.
     """
     vocab = config.model.vocab_size
     multiple = config.model.vocab_multiple
@@ -226,23 +219,36 @@ def torch_steps(config: Config) -> Iterator[Callable[[int], BenchRow]]:
         "model": hf_config(config.model) | {"vocab_size": -(-vocab // multiple) * multiple},
         "vocab_size": vocab,
         "dropout": config.model.dropout,
-        "train": vars(config.train) | vars(config.optimizer.adamw),
+        "train": vars(config.train),
+        "adamw": vars(config.optimizer.adamw),
         "seq_len": config.data.seq_len,
         "compute": config.precision.compute,
         "platform": jax.default_backend(),
     }
-    words = [
-        sys.executable,
-        "-P",
-        str(Path(__file__).with_name("torch_step.py")),
-        json.dumps(asked),
-    ]
+    return torch_process("torch_step.py", asked)
+
+
+@contextlib.contextmanager
+def torch_process(script: str, asked: Mapping[str, Any]) -> Iterator[Callable[[int], BenchRow]]:
+    """Run a script of this folder beside, and yield a function that sends it a number and returns
+    its answer.
+
+    It has a process of its own, since the CUDA libraries that PyTorch brings are not those of jax.
+
+    Args:
+      script: the file, which answers each line of input by a line of JSON.
+      asked: what it is told first, as JSON on its command line.
+
+    Raises:
+      ChildProcessError: from the function, where torch or transformers is missing or fails.
+    """
+    words = [sys.executable, "-P", str(Path(__file__).with_name(script)), json.dumps(asked)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
 
-    def run(steps: int) -> BenchRow:
+    def run(number: int) -> BenchRow:
         with contextlib.suppress(BrokenPipeError):
-            print(steps, file=process.stdin, flush=True)
+            print(number, file=process.stdin, flush=True)
         said = json.loads(process.stdout.readline() or '{"missing": "its process ended"}')  # pyright: ignore[reportOptionalMemberAccess]
         if "missing" in said:
             raise ChildProcessError(said["missing"])

@@ -63,10 +63,11 @@ def training(
         device
     )
     forward = torch.compile(model) if cuda else model
-    betas = (train["beta1"], train["beta2"])
-    decay = train["weight_decay"]
+    chosen = asked["adamw"]
+    betas = (chosen["beta1"], chosen["beta2"])
+    decay = chosen["weight_decay"]
     adamw = torch.optim.AdamW(
-        model.parameters(), train["learning_rate"], betas, train["eps"], decay, fused=cuda
+        model.parameters(), train["learning_rate"], betas, chosen["eps"], decay, fused=cuda
     )
     size = train["batch"], asked["seq_len"] + 1
     ids = (

@@ -115,6 +115,23 @@ class BenchArgs:
 
 
 @dataclass(frozen=True)
+class BenchGenerateArgs:
+    """Prefill and decoding against those of `transformers` in PyTorch, in turns, with random
+    weights.
+    """
+
+    config: Overrides
+    batch: Annotated[int, Range(1, 1_000_000)] = 1
+    """Prompts at once."""
+    prompt_tokens: Annotated[int, Range(1, 1_000_000)] = 128
+    """Tokens of each."""
+    new_tokens: Annotated[int, Range(2, 1_000_000)] = 64
+    """New tokens of each; the first of them is the prefill's."""
+    rounds: Annotated[int, Range(1, 1_000_000)] = 9
+    """Alternations; the ratio's quartiles are over these."""
+
+
+@dataclass(frozen=True)
 class ConvertArgs:
     """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
 
@@ -334,7 +351,11 @@ def tokenize_command(words: list[str]) -> int:
 
 
 def bench_command(words: list[str]) -> int:
-    """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
+    """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...], or
+    jaxpar bench generate CONFIG [--batch N] [--prompt-tokens N] [--new-tokens N] [--rounds N] ...
+    """
+    if words[:1] == ["generate"]:
+        return bench_generate_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.require_memory import require_memory
@@ -345,6 +366,25 @@ def bench_command(words: list[str]) -> int:
     experiment = make_experiment(config, start(config.mesh))
     require_memory(experiment, machine_memory())
     say(table(bench_step(experiment, args.rounds, args.calls, say=say)))
+    return 0
+
+
+def bench_generate_command(words: list[str]) -> int:
+    """jaxpar bench generate CONFIG [--batch N] [--prompt-tokens N] [--new-tokens N] [--rounds N]
+    [--section.key value ...]
+    """
+    from jaxpar.bench.generate import bench_generate
+    from jaxpar.bench.measure import table
+    from jaxpar.train.plans import make_experiment
+
+    _, args = config_args(bench_generate_command.__doc__, BenchGenerateArgs, words)
+    config = check(args.config)
+    say = console().print
+    experiment = make_experiment(config, start(config.mesh))
+    rows = bench_generate(
+        experiment, args.batch, args.prompt_tokens, args.new_tokens, args.rounds, say
+    )
+    say(table(rows))
     return 0
 
 

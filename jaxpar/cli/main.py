@@ -51,7 +51,7 @@ COMMANDS = {
         "launch",
     ),
     "sweep": Command("run every combination of some settings, under Ray Tune", "launch"),
-    "bench": Command("the training step beside PyTorch, in turns"),
+    "bench": Command("the training step, or generation, beside PyTorch, in turns"),
     "doctor": Command("versions, devices, known-bad combinations"),
 }
 _HELP = ("-h", "--help", "help")
