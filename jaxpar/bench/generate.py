@@ -15,7 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.bench.measure import Row, torch_process
 from jaxpar.models.hf_families import hf_config
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.generation import Generator, Spent
+from jaxpar.train.generation import GenerationTimes, Generator
 
 
 class Parts(NamedTuple):
@@ -109,9 +109,9 @@ def generation_seconds(
     prompts = list(np.random.default_rng(0).integers(0, vocab, (batch, prompt_tokens)))
 
     def run(n: int) -> Parts:
-        generator.spent = Spent()
+        generator.times = GenerationTimes()
         generator.generate(prompts, n, rows=batch)
-        return Parts(generator.spent.prefill_seconds, generator.spent.decode_seconds)
+        return Parts(generator.times.prefill_seconds, generator.times.decode_seconds)
 
     return run
 

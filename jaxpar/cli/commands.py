@@ -105,7 +105,9 @@ class ShowArgs(ConfigArgs):
 
 @dataclass(frozen=True)
 class BenchArgs:
-    """The training step against that of `transformers` in PyTorch, in turns."""
+    """The training step against that of `transformers` in PyTorch, in turns; `jaxpar bench generate
+    CONFIG` is for generation.
+    """
 
     config: Overrides
     rounds: Annotated[int, Range(1, 1_000_000)] = 15
@@ -351,9 +353,7 @@ def tokenize_command(words: list[str]) -> int:
 
 
 def bench_command(words: list[str]) -> int:
-    """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...], or
-    jaxpar bench generate CONFIG [--batch N] [--prompt-tokens N] [--new-tokens N] [--rounds N] ...
-    """
+    """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     if words[:1] == ["generate"]:
         return bench_generate_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
