@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.bench.measure import Row, torch_process
+from jaxpar.bench.measure import BenchRow, torch_process
 from jaxpar.models.hf_families import hf_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import GenerationTimes, Generator
@@ -32,7 +32,7 @@ def bench_generate(
     new_tokens: int,
     rounds: int,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Time prefill and decoding of random prompts by a model of random weights.
 
     Both sides take the likeliest token, and have the same shapes and dtype; `transformers` runs as
@@ -127,7 +127,7 @@ def _asked_of_torch(experiment: Experiment, batch: int, prompt_tokens: int) -> M
     }
 
 
-def _parts_of(row: Row) -> Parts:
+def _parts_of(row: BenchRow) -> Parts:
     return Parts(float(row["prefill"] or 0), float(row["decode"] or 0))
 
 

@@ -69,7 +69,8 @@ def place_arguments(
         mesh = Mesh(np.array([device]), ("data",))
         shapes = _lay(shapes, NamedSharding(mesh, P()))
         note = _one_chip_note(target)
-    return Placed(*shapes, mesh, note)
+    placed, by_name = shapes
+    return Placed(placed, by_name, mesh, note)
 
 
 def argument_bytes(named: Mapping[str, PyTree], compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -44,7 +44,7 @@ def test_a_row_for_each_side_and_the_ratios_are_said(monkeypatch: pytest.MonkeyP
 
 
 def test_without_pytorch_ours_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(_: int) -> bench.Row:
+    def absent(_: int) -> bench.BenchRow:
         raise ChildProcessError("no torch")
 
     monkeypatch.setattr(bench, "torch_process", lambda *_: contextlib.nullcontext(absent))

@@ -284,7 +284,7 @@ def _matched(
         for line, old_line in zip(sorted(after), sorted(before), strict=True):
             yield line, before[old_line], after[line]
         return
-    nothing = dict.fromkeys(_PLACES, 0.0)
+    nothing: dict[str, float] = dict.fromkeys(_PLACES, 0.0)
     for line in sorted({*before, *after}):
         yield line, before.get(line, nothing), after.get(line, nothing)
 
