@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpar.base.errors import UserError
 from jaxpar.bench.measure import BenchRow, torch_process
+from jaxpar.models import in_parts
 from jaxpar.models.hf_families import hf_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import GenerationTimes, Generator
@@ -51,8 +52,8 @@ def bench_generate(
       A row for each side, with the medians of tokens a second.
 
     Raises:
-      UserError: the prompts with their new tokens are longer than the model takes, or a number is
-        too small.
+      UserError: the prompts with their new tokens are longer than the model takes, a number is too
+        small, or the model is a whole one of a program's own.
     """
     if new_tokens < 2:
         raise UserError(
@@ -100,7 +101,7 @@ def generation_seconds(
     """`run(n)` continues the same random prompts by n tokens, and returns the seconds of both
     parts.
     """
-    model = experiment.model
+    model = in_parts(experiment.model, "bench generate")
     plan = experiment.plan
     shardings = plan.sharding(model.axes, model.shapes())
     params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))

@@ -17,6 +17,7 @@ from jaxpar.base.activation_names import NAMES, Action
 from jaxpar.base.console import bytes_text
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Placement, output_axis, placements
+from jaxpar.models import in_parts
 from jaxpar.show.figures import draw_array
 from jaxpar.train.activations import Activation, activations
 from jaxpar.train.experiment import Experiment
@@ -49,7 +50,11 @@ def layer_figure(experiment: Experiment, title: str) -> Figure:
     Args:
       experiment: an experiment whose devices are here, or simulated.
       title: the title of the picture.
+
+    Raises:
+      UserError: the model is a whole one of a program's own, which has no layers that are known.
     """
+    in_parts(experiment.model, "the picture of a layer")
     plan = experiment.plan
     matrices = _matrices(experiment)
     made, local = _activations(activations(experiment), plan)
