@@ -45,13 +45,14 @@ from jaxpar.kernels.attention.call import (
     DEFAULT,
     MASKED,
     Call,
+    Index,
     Ref,
     Unserved,
     cap_scores,
     pad_to,
     through_cap,
 )
-from jaxpar.kernels.attention.visits import block_units, in_tile, most_steps, visits
+from jaxpar.kernels.attention.visits import Visits, block_units, in_tile, most_steps, visits
 from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Mask, Tiles, numpy_for, segments_in
 
 TILE = 512
@@ -94,7 +95,18 @@ def refusal(
 def forward(
     q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call = DEFAULT, tile: int = 0
 ) -> tuple[Array, Array]:
-    """Return (out, lse); `tile` is the most queries, and the most keys, of a tile; 0 = as fits."""
+    """Return (out, lse), as in `jaxpar.kernels.attention.call`.
+
+    Args:
+      q_BSHh: the queries.
+      k_BTKh, v_BTKh: the keys and values.
+      mask: what a query sees.
+      call: the options of the call.
+      tile: the most queries, and the most keys, of a tile; 0 = as fits.
+
+    Raises:
+      Unserved: what `refusal` says.
+    """
     B, S, H, h = q_BSHh.shape
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
     q = walk.tiles.block_q
@@ -109,11 +121,8 @@ def forward(
     ]
     sums = [(1, q), (1, q), (h, q)]
     out, lse_BHQ1q = _launch(_forward_kernel, walk, arrays, outputs, sums, products=2)
-    return walk.by_place(out, S), lse_BHQ1q.reshape(B, H, -1)[
-        :,
-        :,
-        :S,
-    ]
+    lse_BHS = lse_BHQ1q.reshape(B, H, -1)[:, :, :S]
+    return walk.by_place(out, S), lse_BHS
 
 
 def backward(
@@ -127,12 +136,16 @@ def backward(
     call: Call = DEFAULT,
     tile: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv); `tile` is as in the forward."""
-    (S, h) = q_BSHh.shape[1::2]
+    """Return (dq, dk, dv), as in `jaxpar.kernels.attention.call`; the arguments are the forward's,
+    and what its gradient needs.
+
+    Raises:
+      Unserved: what `refusal` says.
+    """
+    _, S, _, h = q_BSHh.shape
     T = k_BTKh.shape[1]
-    of_queries, of_keys = (
-        _walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True)
-    )
+    of_queries = _walk(q_BSHh, k_BTKh, mask, call, tile)
+    of_keys = _walk(q_BSHh, k_BTKh, mask, call, tile, of_keys=True)
     q = of_queries.tiles.block_q
     t = of_queries.tiles.block_k
     arrays: dict[ArrayKind, list[Array]] = {
@@ -141,53 +154,21 @@ def backward(
             of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q),
         ],
         "keys": [of_keys.by_head(k_BTKh, t), of_keys.by_head(v_BTKh, t)],
-        "per_query": [
-            _by_tile(jnp.maximum(lse_BHS, BLIND), q),
-            _by_tile(delta_BHS, q),
-        ],
+        "per_query": [_by_tile(jnp.maximum(lse_BHS, BLIND), q), _by_tile(delta_BHS, q)],
     }
     of_q, of_k, of_v = (call.out_dtype or x.dtype for x in (q_BSHh, k_BTKh, v_BTKh))
-    (dq,) = _launch(
-        _dq_kernel,
-        of_queries,
-        arrays,
-        [("queries", of_q)],
-        sums=[(h, q)],
-        products=3,
-    )
-    dk, dv = _launch(
-        _dkv_kernel,
-        of_keys,
-        arrays,
-        [("keys", of_k), ("keys", of_v)],
-        sums=[(t, h), (t, h)],
-        products=4,
-    )
-    return (
-        of_queries.by_place(dq, S),
-        of_keys.by_place(dk, T),
-        of_keys.by_place(
-            dv,
-            T,
-        ),
-    )
+    of_dq: list[tuple[ArrayKind, DTypeLike]] = [("queries", of_q)]
+    of_dkv: list[tuple[ArrayKind, DTypeLike]] = [("keys", of_k), ("keys", of_v)]
+    (dq,) = _launch(_dq_kernel, of_queries, arrays, of_dq, sums=[(h, q)], products=3)
+    dk, dv = _launch(_dkv_kernel, of_keys, arrays, of_dkv, sums=[(t, h), (t, h)], products=4)
+    return of_queries.by_place(dq, S), of_keys.by_place(dk, T), of_keys.by_place(dv, T)
 
 
 # The kernels. Each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums.
 # `rows` gives an array as [places, h] and `columns` gives it as [h, places], whichever way it lies.
 
 
-def _forward_kernel(
-    step: _Step,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    most,
-    total,
-    weighted,
-) -> None:
+def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> None:
     @pl.when(step.first)
     def _() -> None:
         most[...] = jnp.full_like(most, BLIND)
@@ -198,22 +179,13 @@ def _forward_kernel(
     def _(shown: _Shown) -> None:
         scores = shown(step.scores(q, k), MASKED)
         before = most[...]
-        now = jnp.maximum(
-            most[...],
-            jnp.max(scores, axis=0, keepdims=True),
-        )
+        now = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
         weights = jnp.exp(scores - now)
         kept = jnp.exp(before - now)
         most[...] = now
-        total[...] = total[...] * kept + jnp.sum(
-            weights,
-            axis=0,
-            keepdims=True,
-        )
-        weighted[...] = weighted[...] * kept + _product(
-            step.columns(v),
-            weights.astype(v.dtype),
-        )
+        total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
+        added = _product(step.columns(v), weights.astype(v.dtype))
+        weighted[...] = weighted[...] * kept + added
 
     @pl.when(step.last)
     def _() -> None:
@@ -222,17 +194,7 @@ def _forward_kernel(
         lse[...] = most[...] + jnp.log(divisor)
 
 
-def _dq_kernel(
-    step: _Step,
-    q,
-    dout,
-    k,
-    v,
-    lse,
-    delta,
-    dq,
-    dq_sum,
-) -> None:
+def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
     @pl.when(step.first)
     def _() -> None:
         dq_sum[...] = jnp.zeros_like(dq_sum)
@@ -247,19 +209,7 @@ def _dq_kernel(
         dq[...] = step.columns(dq_sum[...] * step.scale).astype(dq.dtype)
 
 
-def _dkv_kernel(
-    step: _Step,
-    q,
-    dout,
-    k,
-    v,
-    lse,
-    delta,
-    dk,
-    dv,
-    dk_sum,
-    dv_sum,
-) -> None:
+def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) -> None:
     @pl.when(step.first)
     def _() -> None:
         dk_sum[...] = jnp.zeros_like(dk_sum)
@@ -323,10 +273,8 @@ class _Step(NamedTuple):
         return x[...] if self.across else x[...].T
 
     def scores(self, q: Ref, k: Ref) -> Array:
-        return cap_scores(
-            _product(self.rows(k), self.columns(q)) * self.scale,
-            self.call.softcap,
-        )
+        scores = _product(self.rows(k), self.columns(q)) * self.scale
+        return cap_scores(scores, self.call.softcap)
 
     def gradients(
         self, shown: _Shown, q: Ref, dout: Ref, k: Ref, v: Ref, lse: Ref, delta: Ref
@@ -371,8 +319,9 @@ class _Walk(NamedTuple):
         """Turn [B, S, H, h] into [B, H, S, h], or across into [B, H, h, S], with zeros up to whole
         tiles.
         """
-        x = x_BSHh.transpose((0, 2, 3, 1) if self.across else (0, 2, 1, 3))
-        return pad_to(x, 3 if self.across else 2, block)
+        if self.across:
+            return pad_to(x_BSHh.transpose(0, 2, 3, 1), 3, block)
+        return pad_to(x_BSHh.transpose(0, 2, 1, 3), 2, block)
 
     def by_place(self, x: Array, S: int) -> Array:
         """The inverse of `by_head`."""
@@ -380,13 +329,7 @@ class _Walk(NamedTuple):
             return x[..., :S].transpose(0, 3, 1, 2)
         return x[:, :, :S].swapaxes(1, 2)
 
-    def at(
-        self,
-        b: int | Array,
-        n: int | Array,
-        rows: Ref,
-        codes: Ref,
-    ) -> tuple[Array, Array]:
+    def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
         """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
         row = rows[self.stride * b + n]
         tile = codes[self.stride * b + n] >> 2
@@ -396,49 +339,92 @@ class _Walk(NamedTuple):
 def _walk(
     q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_keys: bool = False
 ) -> _Walk:
-    tiles = _tiles(
-        q_BSHh.shape,
-        k_BTKh.shape[1],
-        q_BSHh.dtype,
-        mask,
-        call,
-        tile,
-    )
-    entries_BRW, full_BR, some_BR = visits(mask, tiles, of_keys)
-    (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
-    xp = numpy_for(entries_BRW)
-    # a row without visits also has a step, which writes its zeros
-    ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)
-    count = xp.max(ends_BR[:, -1])
-    L = R * W if traced else int(count)
-    _check_list(B * L)
-    # A sequence with fewer steps than another stays at its last step, and visits nothing more.
-    n_BL = xp.minimum(np.arange(L), ends_BR[:, -1:] - 1)
-    rows_BL = xp.sum(
-        ends_BR[:, None] <= n_BL[:, :, None],
-        axis=2,
-    )
-    w_BL = n_BL - xp.take_along_axis(
-        ends_BR - xp.maximum(some_BR, 1),
-        rows_BL,
-        axis=1,
-    )
-    entries_BL = xp.take_along_axis(
-        entries_BRW.reshape(B, R * W),
-        rows_BL * W + w_BL,
-        axis=1,
-    )
-    full_BL, some_BL = (xp.take_along_axis(x, rows_BL, axis=1) for x in (full_BR, some_BR))
-    visited = (w_BL < some_BL) & (np.arange(L) < ends_BR[:, -1:])
-    states_BL = xp.where(visited, xp.where(w_BL < full_BL, FULL, PARTIAL), EMPTY)
-    rows, codes = (x.astype(np.int32).reshape(-1) for x in (rows_BL, entries_BL << 2 | states_BL))
-    stride = L if B > 1 else 0
-    across = q_BSHh.shape[3] % LANES != 0 and tiles.block_q % LANES == tiles.block_k % LANES == 0
-    if not traced:
-        count = L
+    """List the steps of a grid.
+
+    Args:
+      q_BSHh, k_BTKh: the queries and keys; only their shapes and dtype are looked at.
+      mask: what a query sees.
+      call: the options of the call.
+      tile: the most queries, and the most keys, of a tile; 0 = as fits.
+      of_keys: whether rows are tiles of keys.
+
+    Raises:
+      Unserved: no tile divides the mask's blocks, or the list is longer than SMEM holds.
+    """
+    tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
+    steps = _flatten_visits(visits(mask, tiles, of_keys))
+    B, L = steps.rows_BL.shape
+    in_whole_lanes = tiles.block_q % LANES == 0 and tiles.block_k % LANES == 0
+    codes_BL = steps.entries_BL << 2 | steps.states_BL
     return _Walk(
-        mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, across
+        mask=mask,
+        call=call,
+        scale=call.scale_of(q_BSHh),
+        tiles=tiles,
+        of_keys=of_keys,
+        rows=steps.rows_BL.astype(np.int32).reshape(-1),
+        codes=codes_BL.astype(np.int32).reshape(-1),
+        count=steps.count,
+        stride=L if B > 1 else 0,
+        across=in_whole_lanes and q_BSHh.shape[3] % LANES != 0,
     )
+
+
+class _Steps(NamedTuple):
+    """The visits of all rows, one after another in a list for each sequence; numpy, or jax where
+    the visits are.
+    """
+
+    rows_BL: Array | np.ndarray
+    """The row of each step."""
+    entries_BL: Array | np.ndarray
+    """The entry of `Visits` that it visits."""
+    states_BL: Array | np.ndarray
+    """Whether that tile is EMPTY, PARTIAL or FULL."""
+    count: int | Array
+    """The steps of the longest sequence."""
+
+
+def _flatten_visits(visited: Visits) -> _Steps:
+    """Put the rows of `visits` behind one another.
+
+    A row without visits also has a step, which writes its zeros. A sequence with fewer steps than
+    another stays at its last one, and visits nothing more.
+
+    Raises:
+      Unserved: there are more steps than SMEM holds.
+    """
+    entries_BRW, full_BR, some_BR = visited
+    traced = isinstance(entries_BRW, jax.Array)
+    xp = numpy_for(entries_BRW)
+    B, R, W = entries_BRW.shape
+
+    lengths_BR = xp.maximum(some_BR, 1)
+    ends_BR = xp.cumsum(lengths_BR, axis=1)
+    begins_BR = ends_BR - lengths_BR
+    totals_B1 = ends_BR[:, -1:]
+    longest = xp.max(totals_B1)
+    if traced:
+        L = R * W  # the most there can be
+        count = longest
+    else:
+        L = int(longest)
+        count = L
+    _check_list(B * L)
+
+    steps_L = np.arange(L)
+    steps_BL = xp.minimum(steps_L, totals_B1 - 1)
+    rows_BL = xp.sum(ends_BR[:, None] <= steps_BL[:, :, None], axis=2)
+
+    def of_row(x_BR: Array | np.ndarray) -> Array | np.ndarray:
+        return xp.take_along_axis(x_BR, rows_BL, axis=1)
+
+    visits_BL = steps_BL - of_row(begins_BR)  # the number of a step's visit in its row
+    is_visit_BL = (visits_BL < of_row(some_BR)) & (steps_L < totals_B1)
+    is_full_BL = visits_BL < of_row(full_BR)
+    states_BL = xp.where(is_visit_BL, xp.where(is_full_BL, FULL, PARTIAL), EMPTY)
+    entries_BL = xp.take_along_axis(entries_BRW.reshape(B, R * W), rows_BL * W + visits_BL, axis=1)
+    return _Steps(rows_BL, entries_BL, states_BL, count)
 
 
 def _check_list(steps: int) -> None:
@@ -483,9 +469,14 @@ def _step(
     walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_ids: Sequence[Ref]
 ) -> _Step:
     """The step that a kernel is at; the refs are those of its lists and of its tile's ids."""
-    (rows, codes, starts) = lists
-    (_, T, block_q, block_k, *_) = walk.tiles
-    of_n, of_g = (2, 3) if walk.of_keys else (3, 2)
+    rows, codes, starts = lists
+    T = walk.tiles.T
+    block_q = walk.tiles.block_q
+    block_k = walk.tiles.block_k
+    if walk.of_keys:
+        of_n, of_g = 2, 3
+    else:
+        of_n, of_g = 3, 2
     b = pl.program_id(0)
     g = pl.program_id(of_g)
     n = pl.program_id(of_n)
@@ -500,31 +491,18 @@ def _step(
     code = codes[at]
 
     def seen() -> Array:
-        i = (
-            starts[0]
-            + query_tile * block_q
-            + jax.lax.broadcasted_iota(
-                jnp.int32,
-                (1, block_q),
-                1,
-            )
-        )
+        row = query_tile * block_q + jax.lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
         column = key_tile * block_k + jax.lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
         ids = [
             (of_keys[0], of_queries[0]) for of_keys, of_queries in zip(kv_ids, q_ids, strict=True)
         ]
-        seen = in_tile(walk.mask, i, starts[1] + column, ids)
-        return seen & (column < T) if T % block_k else seen
+        seen = in_tile(walk.mask, starts[0] + row, starts[1] + column, ids)
+        if T % block_k:
+            return seen & (column < T)
+        return seen
 
-    return _Step(
-        walk.call,
-        walk.scale,
-        first,
-        last,
-        code & 3,
-        seen,
-        walk.across,
-    )
+    state = code & 3
+    return _Step(walk.call, walk.scale, first, last, state, seen, walk.across)
 
 
 # Launching.
@@ -543,18 +521,16 @@ def _launch(
 
     It makes `products` matrix products for a tile, which is for XLA's estimate of its time.
     """
-    (B, H, *last) = arrays["queries"][0].shape
+    B, H, *last = arrays["queries"][0].shape
     K = arrays["keys"][0].shape[1]
     tiles = walk.tiles
-    h = last[0 if walk.across else 1]
+    h = last[0] if walk.across else last[1]
     segments = segments_in(walk.mask)
     ids: dict[ArrayKind, list[Array]] = {
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
     }
-    kinds, inputs = zip(
-        *((kind, x) for kind, found in (ids | arrays).items() for x in found), strict=True
-    )
+    given = [(kind, x) for kind, of_kind in (ids | arrays).items() for x in of_kind]
     specs = _specs(walk, H // K, h)
 
     def body(*refs: Ref) -> None:
@@ -569,16 +545,23 @@ def _launch(
         kind: found[0].shape for kind, found in arrays.items()
     }
     shapes["per_query"] = B, H, tiles.shape[0], 1, tiles.block_q
-    moved = sum(x.size * x.dtype.itemsize for x in inputs)
-    places = B * H * (walk.stride or len(walk.rows)) * tiles.block_q * tiles.block_k
-    semantics = ("parallel", "parallel", "arbitrary" if walk.of_keys else "parallel", "arbitrary")
+    moved = sum(x.size * x.dtype.itemsize for _, x in given)
+    steps = walk.stride or len(walk.rows)
+    places = B * H * steps * tiles.block_q * tiles.block_k
+    # sums of dk and dv go on over the query heads of a kv head, which are then the innermost dim
+    if walk.of_keys:
+        grid = (B, K, walk.count, H // K)
+        semantics = ("parallel", "parallel", "arbitrary", "arbitrary")
+    else:
+        grid = (B, K, H // K, walk.count)
+        semantics = ("parallel", "parallel", "parallel", "arbitrary")
     return pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(B, K, walk.count, H // K) if walk.of_keys else (B, K, H // K, walk.count),
-            in_specs=[specs[kind] for kind in kinds],
+            grid=grid,
+            in_specs=[specs[kind] for kind, _ in given],
             out_specs=[specs[kind] for kind, _ in outputs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
         ),
@@ -588,7 +571,7 @@ def _launch(
         ),
         interpret=walk.call.interpret,
         name=f"attention{kernel.__name__.removesuffix('_kernel')}",
-    )(walk.rows, walk.codes, walk.call.starts(), *inputs)
+    )(walk.rows, walk.codes, walk.call.starts(), *(x for _, x in given))
 
 
 def _specs(
@@ -600,60 +583,39 @@ def _specs(
     q = walk.tiles.block_q
     t = walk.tiles.block_k
 
-    def spec(
-        shape: tuple[int | None, ...], index: Callable[..., tuple[int | Array, ...]]
-    ) -> pl.BlockSpec:
+    def spec(shape: Sequence[int | None], index: Callable[..., tuple[Index, ...]]) -> pl.BlockSpec:
         """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a
         tile of keys.
         """
 
         def of_step(
-            b: int | Array,
-            kv_head: int | Array,
-            outer: int | Array,
-            inner: int | Array,
-            rows: Ref,
-            codes: Ref,
-            _: Ref,
-        ) -> tuple[int | Array, ...]:
-            n, g = (outer, inner) if walk.of_keys else (inner, outer)
-            return index(
-                b,
-                kv_head,
-                kv_head * G + g,
-                *walk.at(b, n, rows, codes),
-            )
+            b: Index, kv_head: Index, outer: Index, inner: Index, rows: Ref, codes: Ref, _: Ref
+        ) -> tuple[Index, ...]:
+            if walk.of_keys:
+                n, g = outer, inner
+            else:
+                n, g = inner, outer
+            Q, N = walk.at(b, n, rows, codes)
+            return index(b, kv_head, kv_head * G + g, Q, N)
 
         return pl.BlockSpec(shape, of_step)
 
-    def lying(block: int) -> tuple[int | None, ...]:
-        if walk.across:
-            return (None, None, h, block)
-        return (None, None, block, h)
+    if walk.across:
+        block_of_q = (None, None, h, q)
+        block_of_k = (None, None, h, t)
+    else:
+        block_of_q = (None, None, q, h)
+        block_of_k = (None, None, t, h)
 
-    def place(tile: int | Array) -> tuple[int | Array, int | Array]:
+    def place(tile: Index) -> tuple[Index, Index]:
         return (0, tile) if walk.across else (tile, 0)
 
     return {
-        "queries": spec(
-            lying(q),
-            lambda b, kv_head, head, Q, N: (b, head, *place(Q)),
-        ),
-        "keys": spec(
-            lying(t),
-            lambda b, kv_head, head, Q, N: (b, kv_head, *place(N)),
-        ),
-        "per_query": spec(
-            (None, None, None, 1, q), lambda b, kv_head, head, Q, N: (b, head, Q, 0, 0)
-        ),
-        "q_ids": spec(
-            (None, None, 1, q),
-            lambda b, kv_head, head, Q, N: (b, Q, 0, 0),
-        ),
-        "kv_ids": spec(
-            (None, None, 1, t),
-            lambda b, kv_head, head, Q, N: (b, N, 0, 0),
-        ),
+        "queries": spec(block_of_q, lambda b, kv_head, head, Q, N: (b, head, *place(Q))),
+        "keys": spec(block_of_k, lambda b, kv_head, head, Q, N: (b, kv_head, *place(N))),
+        "per_query": spec((None, None, None, 1, q), lambda b, kv, head, Q, N: (b, head, Q, 0, 0)),
+        "q_ids": spec((None, None, 1, q), lambda b, kv_head, head, Q, N: (b, Q, 0, 0)),
+        "kv_ids": spec((None, None, 1, t), lambda b, kv_head, head, Q, N: (b, N, 0, 0)),
     }
 
 
@@ -661,9 +623,4 @@ def _by_tile(x: Array, block: int) -> Array:
     """Turn [..., S] into [..., Q, 1, q], zeros up to whole tiles; a block has the last two dims
     whole for any q.
     """
-    return pad_to(x, -1, block).reshape(
-        *x.shape[:-1],
-        -1,
-        1,
-        block,
-    )
+    return pad_to(x, -1, block).reshape(*x.shape[:-1], -1, 1, block)

@@ -72,8 +72,17 @@ def forward(
     call: Call = DEFAULT,
     sizes: TileSizes | None = None,
 ) -> tuple[Array, Array]:
-    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the
-    chip.
+    """Return (out, lse), as in `jaxpar.kernels.attention.call`.
+
+    Args:
+      q_BSHh: the queries.
+      k_BTKh, v_BTKh: the keys and values.
+      mask: what a query sees.
+      call: the options of the call.
+      sizes: those of the tiles; None = as suits the chip.
+
+    Raises:
+      Unserved: no tile divides the mask's blocks.
     """
     B, S, H, h = q_BSHh.shape
     tile = (sizes or tile_sizes_here(h, q_BSHh.dtype)).forward
@@ -96,23 +105,17 @@ def backward(
     call: Call = DEFAULT,
     sizes: TileSizes | None = None,
 ) -> tuple[Array, Array, Array]:
-    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the
-    chip.
+    """Return (dq, dk, dv), as in `jaxpar.kernels.attention.call`; the arguments are the forward's,
+    and what its gradient needs.
+
+    Raises:
+      Unserved: no tile divides the mask's blocks.
     """
     _, dq_tile, dkv_tile = sizes or tile_sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])
     (dq_BSHh,) = _run(attention_dq, 3, dq_tile, arrays, [dq], mask, call)
-    dk_BTKh, dv_BTKh = _run(
-        attention_dkv,
-        4,
-        dkv_tile,
-        arrays,
-        [dk, dv],
-        mask,
-        call,
-        of_keys=True,
-    )
+    dk_BTKh, dv_BTKh = _run(attention_dkv, 4, dkv_tile, arrays, [dk, dv], mask, call, of_keys=True)
     return dq_BSHh, dk_BTKh, dv_BTKh
 
 
@@ -145,40 +148,36 @@ def _run(
     """Run a program for each tile of queries of each head; with `of_keys`, for each tile of keys of
     each kv head.
 
-    A visited tile takes `products` matrix products. The program states their FLOPs, which with ids
-    are an upper bound.
+    Args:
+      kernel: one of the kernels below.
+      products: the matrix products that a visited tile takes. The program states their FLOPs, which
+        with ids are an upper bound.
+      tile: its size, before it is fitted to the sequence.
+      arrays: the queries, the keys, and what else the kernel reads.
+      outs: what it writes.
+      mask: what a query sees.
+      call: the options of the call.
+      of_keys: see above.
     """
-    (B, S, H, h) = arrays[0].shape
-    (T, K) = arrays[1].shape[1:3]
+    B, S, H, h = arrays[0].shape
+    T, K = arrays[1].shape[1:3]
     tile = _fit_tile(tile, S, T, mask, call)
-    tiles = Tiles(
-        S,
-        T,
-        tile.block_q,
-        tile.block_k,
-        call.q_start,
-        call.k_start,
-        call.multiple,
-    )
+    tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
     lists = visits(mask, tiles, of_keys)
     ids = [(leaf.q_ids, leaf.kv_ids) for leaf in segments_in(mask)]
     heads = K if of_keys else H
-    given = (
-        [jnp.asarray(x) for x in lists],
-        call.starts(),
-        ids,
-        list(
-            arrays,
-        ),
-    )
+    given = ([jnp.asarray(x) for x in lists], call.starts(), ids, list(arrays))
     plan = _Plan(mask, tiles, h, call.scale_of(arrays[0]), call.softcap)
-    entries, _, some = lists
-    visited = (entries.size if isinstance(some, jax.Array) else int(some.sum())) * B // len(some)
+    if isinstance(lists.some, jax.Array):
+        most_visits = lists.entries.size
+    else:
+        most_visits = int(lists.some.sum())
+    visited = most_visits * B // len(lists.some)
     flops = 2 * products * H * h * visited * tile.block_q * tile.block_k
     moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *outs))
     return pl.pallas_call(
         partial(kernel, plan),
-        grid=(lists[0].shape[1], heads, B),
+        grid=(lists.entries.shape[1], heads, B),
         in_specs=(
             [_of_sequence(x) for x in lists],
             pl.BlockSpec((2,), lambda *_: (0,)),
@@ -194,13 +193,7 @@ def _run(
     )(*given)
 
 
-def _fit_tile(
-    tile: Tile,
-    S: int,
-    T: int,
-    mask: Mask,
-    call: Call,
-) -> Tile:
+def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
     """The tile, made smaller where the sequence is short or where it would cut a block mask's
     blocks.
 
@@ -208,14 +201,10 @@ def _fit_tile(
       Unserved: no tile divides the blocks.
     """
     unit_q, unit_k = block_units(mask, call)
-    block_q = math.gcd(
-        min(tile.block_q, pl.next_power_of_2(max(S, LEAST))),
-        unit_q,
-    )
-    block_k = math.gcd(
-        min(tile.block_k, pl.next_power_of_2(max(T, LEAST))),
-        unit_k,
-    )
+    enough_q = pl.next_power_of_2(max(S, LEAST))
+    enough_k = pl.next_power_of_2(max(T, LEAST))
+    block_q = math.gcd(min(tile.block_q, enough_q), unit_q)
+    block_k = math.gcd(min(tile.block_k, enough_k), unit_k)
     if min(block_q, block_k) < LEAST:
         raise Unserved(f"tiles of less than {LEAST} places: {block_q} x {block_k} of {mask}")
     # eight would do the same work twice in a small tile
@@ -227,13 +216,12 @@ def _of_sequence(x: Arrays) -> pl.BlockSpec:
     """A sequence's part of an array [B, ...], or of an array [1, ...] that all sequences share."""
     shared = x.shape[0] == 1
     rest = x.shape[1:]
-    return pl.BlockSpec(
-        (None, *rest),
-        lambda _, n, b: (
-            0 if shared else b,
-            *[0] * len(rest),
-        ),
-    )
+
+    def index(_: Index, n: Index, b: Index) -> tuple[Index, ...]:
+        sequence = 0 if shared else b
+        return (sequence, *[0] * len(rest))
+
+    return pl.BlockSpec((None, *rest), index)
 
 
 def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
@@ -244,15 +232,9 @@ def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
     own = max(H // programs, 1)
     sharing = max(programs // H, 1)
     if x.ndim == 3:
-        return pl.BlockSpec(
-            (None, own, x.shape[2]),
-            lambda _, n, b: (b, n // sharing, 0),
-        )
-    shape = None, x.shape[1], own, pl.next_power_of_2(x.shape[3])
-    return pl.BlockSpec(
-        shape,
-        lambda _, n, b: (b, 0, n // sharing, 0),
-    )
+        return pl.BlockSpec((None, own, x.shape[2]), lambda _, n, b: (b, n // sharing, 0))
+    shape = (None, x.shape[1], own, pl.next_power_of_2(x.shape[3]))
+    return pl.BlockSpec(shape, lambda _, n, b: (b, 0, n // sharing, 0))
 
 
 # The kernels. They are given a plan, the lists of visits, where queries and keys start, the ids,
@@ -279,58 +261,37 @@ def attention_forward(
         keys = _keys(plan, entry, masked)
         scores_qk = _scores(plan, q_qh, keys.load(k_ref, ONLY))
         if masked:
-            scores_qk = jnp.where(
-                _visible(plan, starts, ids, queries, keys),
-                scores_qk,
-                -jnp.inf,
-            )
+            seen_qk = _visible(plan, starts, ids, queries, keys)
+            scores_qk = jnp.where(seen_qk, scores_qk, -jnp.inf)
         next_q = jnp.maximum(most_q, jnp.max(scores_qk, axis=1) * plan.unit)
         weights_qk = jnp.exp2(scores_qk * plan.unit - next_q[:, None])
         before_q = jnp.exp2(most_q - next_q)
         v_kh = keys.load(v_ref, ONLY)
-        out_qh = out_qh * before_q[:, None] + _product(
-            weights_qk.astype(v_kh.dtype),
-            v_kh,
-            1,
-            0,
-        )
+        added_qh = _product(weights_qk.astype(v_kh.dtype), v_kh, 1, 0)
+        out_qh = out_qh * before_q[:, None] + added_qh
         return out_qh, next_q, total_q * before_q + jnp.sum(weights_qk, axis=1)
 
     # The maximum is finite even where nothing is seen, so that hidden scores, minus infinity, get
     # weight 0 and not NaN.
-    begin = (
-        _zeros(q_qh.shape),
-        jnp.full(q_qh.shape[:1], BLIND, jnp.float32),
-        _zeros(
-            q_qh.shape[:1],
-        ),
-    )
+    block = q_qh.shape[:1]
+    begin = (_zeros(q_qh.shape), jnp.full(block, BLIND, jnp.float32), _zeros(block))
     out_qh, most_q, total_q = _walk(lists, row, visit, begin)
     blind_q = total_q == 0
     total_q = jnp.where(blind_q, 1, total_q)
     queries.store(out_ref, ONLY, out_qh / total_q[:, None])
-    queries.store_row(
-        lse_ref,
-        ONLY,
-        jnp.where(blind_q, MASKED, most_q / LOG2_E + jnp.log(total_q)),
-    )
+    lse_q = most_q / LOG2_E + jnp.log(total_q)
+    queries.store_row(lse_ref, ONLY, jnp.where(blind_q, MASKED, lse_q))
 
 
-def attention_dq(
-    plan: _Plan,
-    lists: Ref,
-    starts: Ref,
-    ids: Ref,
-    arrays: Ref,
-    dq_ref: Ref,
-) -> None:
+def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq_ref: Ref) -> None:
     """Compute the gradient of a tile of queries (algorithm 2, by rows)."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
     queries = _queries(plan, row)
     q_qh = queries.load(q_ref, ONLY)
     dout_qh = queries.load(dout_ref, ONLY)
-    lse_q1, delta_q1 = (queries.load_row(ref, ONLY)[:, None] for ref in (lse_ref, delta_ref))
+    lse_q1 = queries.load_row(lse_ref, ONLY)[:, None]
+    delta_q1 = queries.load_row(delta_ref, ONLY)[:, None]
 
     def visit(entry: Array, masked: bool, dq_qh: Array) -> Array:
         keys = _keys(plan, entry, masked)
@@ -345,11 +306,8 @@ def attention_dq(
         dscores_qk = _dscores(plan, scores_qk, weights_qk, dweights_qk, delta_q1)
         return dq_qh + _product(dscores_qk.astype(k_kh.dtype), k_kh, 1, 0)
 
-    queries.store(
-        dq_ref,
-        ONLY,
-        _walk(lists, row, visit, _zeros(q_qh.shape)) * plan.scale,
-    )
+    dq_qh = _walk(lists, row, visit, _zeros(q_qh.shape))
+    queries.store(dq_ref, ONLY, dq_qh * plan.scale)
 
 
 def attention_dkv(
@@ -365,16 +323,13 @@ def attention_dkv(
     v_kh = keys.load(v_ref, ONLY)
 
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        def visit(
-            entry: Array,
-            masked: bool,
-            carry: tuple[Array, Array],
-        ) -> tuple[Array, Array]:
+        def visit(entry: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk_kh, dv_kh = carry
             queries = _queries(plan, entry)
             q_qh = queries.load(q_ref, head)
             dout_qh = queries.load(dout_ref, head)
-            lse_1q, delta_1q = (queries.load_row(ref, head)[None] for ref in (lse_ref, delta_ref))
+            lse_1q = queries.load_row(lse_ref, head)[None]
+            delta_1q = queries.load_row(delta_ref, head)[None]
             if masked:
                 seen_kq = _visible(plan, starts, ids, queries, keys, transposed=True)
             else:
@@ -382,23 +337,15 @@ def attention_dkv(
             scores_kq = _scores(plan, k_kh, q_qh)
             weights_kq = _weights(plan, scores_kq, seen_kq, lse_1q)
             dv_kh += _product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
-            dscores_kq = _dscores(
-                plan, scores_kq, weights_kq, _product(v_kh, dout_qh, 1, 1), delta_1q
-            )
+            dweights_kq = _product(v_kh, dout_qh, 1, 1)
+            dscores_kq = _dscores(plan, scores_kq, weights_kq, dweights_kq, delta_1q)
             dk_kh += _product(dscores_kq.astype(q_qh.dtype), q_qh, 1, 0)
             return dk_kh, dv_kh
 
         return _walk(lists, row, visit, carry)
 
-    dk_kh, dv_kh = lax.fori_loop(
-        0,
-        q_ref.shape[1],
-        of_head,
-        (
-            _zeros(k_kh.shape),
-            _zeros(k_kh.shape),
-        ),
-    )
+    begin = (_zeros(k_kh.shape), _zeros(k_kh.shape))
+    dk_kh, dv_kh = lax.fori_loop(0, q_ref.shape[1], of_head, begin)
     keys.store(dk_ref, ONLY, dk_kh * plan.scale)
     keys.store(dv_ref, ONLY, dv_kh)
 
@@ -434,25 +381,18 @@ class _Part(NamedTuple):
         nothing.
         """
         mask = self._entries(ref.shape[-1])
-        return plt.load(
-            ref.at[self._slice, head],
-            mask=mask,
-            other=None if mask is None else 0.0,
-        )
+        other = None if mask is None else 0.0
+        return plt.load(ref.at[self._slice, head], mask=mask, other=other)
 
     def store(self, ref: Ref, head: Index, value: Array) -> None:
-        plt.store(
-            ref.at[self._slice, head], value.astype(ref.dtype), mask=self._entries(ref.shape[-1])
-        )
+        mask = self._entries(ref.shape[-1])
+        plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=mask)
 
     def load_row(self, ref: Ref, *head: Index) -> Array:
         """Load [size] from [heads, T] or from [T], with zeros where there is nothing."""
         mask = self._rows
-        return plt.load(
-            ref.at[*head, self._slice],
-            mask=mask,
-            other=None if mask is None else 0,
-        )
+        other = None if mask is None else 0
+        return plt.load(ref.at[*head, self._slice], mask=mask, other=other)
 
     def store_row(self, ref: Ref, head: Index, value: Array) -> None:
         plt.store(ref.at[head, self._slice], value, mask=self._rows)
@@ -472,11 +412,10 @@ class _Part(NamedTuple):
         """Which entries exist [size, width]; None = all."""
         rows = self._rows
         if width == self.h:
-            columns = None
-        else:
-            columns = (jnp.arange(width) < self.h)[None]
-        if rows is None or columns is None:
-            return columns if rows is None else rows[:, None]
+            return None if rows is None else rows[:, None]
+        columns = (jnp.arange(width) < self.h)[None]
+        if rows is None:
+            return columns
         return rows[:, None] & columns
 
 
@@ -538,13 +477,7 @@ def _weights(plan: _Plan, scores: Array, seen: Array | None, lse: Array) -> Arra
     return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)
 
 
-def _dscores(
-    plan: _Plan,
-    scores: Array,
-    weights: Array,
-    dweights: Array,
-    delta: Array,
-) -> Array:
+def _dscores(plan: _Plan, scores: Array, weights: Array, dweights: Array, delta: Array) -> Array:
     """The gradient with respect to the products, without the factor `plan.scale`."""
     dscores = weights * (dweights - delta)
     if plan.softcap:

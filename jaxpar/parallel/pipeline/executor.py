@@ -442,7 +442,7 @@ class _Stage:
             carry = carry._replace(inbox=inbox, entering=None, leaving=leaving)
         return carry
 
-    def _set_turn(self, carry: _Carry, *made: str) -> _Carry:
+    def _order_after(self, carry: _Carry, *made: str) -> _Carry:
         """Return the carry such that its next op with a collective runs after those that made these
         parts of it.
         """
@@ -490,12 +490,12 @@ class _Stage:
         )
         if routed is not None:
             carry = carry._replace(sums=self._add_routed(carry.sums, routed, row.on))
-        carry = self._set_turn(carry._replace(entering=self._send(y_BSD, 1)), "entering")
+        carry = self._order_after(carry._replace(entering=self._send(y_BSD, 1)), "entering")
         row = ready_after(row, carry.order_token)
         carry = _if_some(
             shares.last, row.some_score, lambda carry: self._score(carry, y_BSD, row), carry
         )
-        return self._set_turn(carry, "sums", "cotangents")
+        return self._order_after(carry, "sums", "cotangents")
 
     def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
         """Add the routers' part of the loss for this stage's layers, as a share of the mean over
@@ -567,7 +567,7 @@ class _Stage:
 
         ends = _if_some(shares.first, row.some_end, embedded, carry.ends)
         carry = carry._replace(blocks=blocks, leaving=dx_BSD, ends=ends)
-        return self._set_turn(carry, "leaving", "ends")
+        return self._order_after(carry, "leaving", "ends")
 
 
 def _if_some(
