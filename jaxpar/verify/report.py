@@ -80,6 +80,7 @@ class Verdict:
         is passed back to the others.
       on_one_device: whether the library's ops differ as much on one device, so that the mesh is not
         the cause.
+      of_update: whether it compares how an optimizer moves the parameters, and not gradients.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Verdict:
     tokens_agree: bool = True
     origin: str = ""
     on_one_device: bool = False
+    of_update: bool = False
 
     @property
     def loss_ok(self) -> bool:
@@ -114,6 +116,12 @@ class Verdict:
             loss = []
         if not self.wrong:
             return "".join(loss)
+        if self.of_update:
+            first = max(self.wrong, key=lambda row: row.error)
+            return (
+                f"{len(self.wrong)} of {len(self.rows)} parameters move otherwise; most of all "
+                f"{first.name} [{_sizes(first)}], off by {first.error:.1e} of its way"
+            )
         kinds = Counter(row.finding.kind for row in self.wrong if row.finding)
         listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())
         first = self.wrong[0]
@@ -189,7 +197,8 @@ def table(verdicts: Sequence[Verdict]) -> Table:
             kind = f": {wrong[0].finding.kind}"
         else:
             kind = ""
-        if all(row.too_small for row in rows):
+        told = zip(verdicts, rows, strict=True)
+        if all(row.too_small for verdict, row in told if not verdict.of_update):
             right = "ok, too small to tell"
         else:
             right = "ok"

@@ -125,7 +125,7 @@ COVERING = [
 def test_a_layout_gives_the_gradients_of_one_device(mesh: tuple[int, int, int], kind: Any) -> None:
     found = verify.verify(config_of(mesh, *kind), jax.devices())
     assert found.equal, str(found)
-    assert [check.name for check in found.checks] == ["float32"]
+    assert [check.name for check in found.checks] == ["float32", "update: adamw"]
     assert total_sizes(found.setup.config.mesh) == total_sizes(
         MeshSpec(data=mesh[0], fsdp=mesh[1], tensor=mesh[2])
     )
@@ -293,7 +293,7 @@ def test_bfloat16_is_as_far_from_float32_as_on_one_device() -> None:
     )
     found = verify.verify(config, jax.devices())
     assert found.equal, str(found)
-    float32, bfloat16 = found.checks
+    float32, bfloat16, _ = found.checks
     assert bfloat16.name == "bfloat16"
     for exact, rounded in zip(float32.rows, bfloat16.rows, strict=True):
         assert 1e-3 < rounded.error < rounded.tolerance < 0.1

@@ -36,6 +36,7 @@ from jaxpar.verify.of_config.losses_and_gradients import (
     under_plan,
 )
 from jaxpar.verify.of_config.setup import Setup, prepare
+from jaxpar.verify.of_config.updates import compare_updates
 from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.report import GradientRow, Verdict
 
@@ -206,6 +207,8 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
         yield check
         if not check.equal:
             return
+    say("update: two steps of the optimizer")
+    yield compare_updates(case, want)
 
 
 def compare_answers(

@@ -30,6 +30,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
+from jaxpar.train.optimizer import AnyOptimizer
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.step import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
@@ -58,18 +59,27 @@ class Case:
     params: Params
     batch: Rows
     gradients: Gradients
+    optimizer: AnyOptimizer = None
 
     @classmethod
     def draw(cls, setup: Setup, gradients: Gradients = step.gradients) -> Case:
         """Draw random parameters and a random batch for what was set up."""
         params = random_params(setup.model)
         batch = random_batch(setup.config)
-        return cls(setup.config, setup.model, setup.devices, params, batch, gradients)
+        return cls(
+            setup.config,
+            setup.model,
+            setup.devices,
+            params,
+            batch,
+            gradients,
+            setup.optimizer,
+        )
 
     def plan(self, precision: str) -> Plan:
         """Return the plan under test, in this precision."""
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
-        return make_experiment(config, self.devices, self.model).plan
+        return make_experiment(config, self.devices, self.model, self.optimizer).plan
 
 
 def one_device(
@@ -113,7 +123,7 @@ def one_device(
         return sums.loss + weights.balance_loss * balance + weights.router_z_loss * z, sums.tokens
 
     value_and_grad = jax.jit(
-        jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices)
+        jax.value_and_grad(loss, has_aux=True), compiler_options=fast_compile(case.devices)
     )
 
     def run(params: Params, batch: Rows) -> Answer:
@@ -171,7 +181,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         run,
         in_shardings=(stored, batch_sharding),
         out_shardings=(replicated_sharding(plan), shardings),
-        compiler_options=_fast_compile(case.devices)
+        compiler_options=fast_compile(case.devices)
         | step_options(plan.mesh, case.config.compiler.options),
     )
     layers = case.model.config.layers
@@ -205,7 +215,7 @@ def is_stacked(name: str) -> bool:
     return name.startswith("blocks.")
 
 
-def _fast_compile(devices: list[jax.Device]) -> dict[str, int]:
+def fast_compile(devices: list[jax.Device]) -> dict[str, int]:
     """Return options that halve compile time on CPU: the collectives stay the same, machine code is
     not tuned.
     """

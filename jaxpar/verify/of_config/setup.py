@@ -26,6 +26,7 @@ from jaxpar.parallel import choose_attention
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer import AnyOptimizer
 from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, few_rows, shrink
 
@@ -44,6 +45,7 @@ class Setup(NamedTuple):
     model: AnyModel
     devices: list[jax.Device]
     notes: tuple[str, ...]
+    optimizer: AnyOptimizer = None
 
 
 def prepare(
@@ -59,16 +61,19 @@ def prepare(
     if isinstance(experiment, Config):
         config = check(experiment)
         model = Model(config.model)
+        optimizer = None
     else:
         config = experiment.config
         model = experiment.model
+        optimizer = experiment.own_optimizer
     mesh, used, notes = _place_mesh(config.mesh, devices)
     if not model.has_blocks:
         few = few_rows(config, mesh)
-        return Setup(few, model, used, (*notes, f"{model.config.family} at its own size"))
+        said = (*notes, f"{model.config.family} at its own size")
+        return Setup(few, model, used, said, optimizer)
     _check_sizes(config, model, mesh)
     small, more = _shrink_alike(config, mesh, used)
-    return Setup(small, model.with_config(small.model), used, (*notes, *more))
+    return Setup(small, model.with_config(small.model), used, (*notes, *more), optimizer)
 
 
 def _place_mesh(
