@@ -282,7 +282,7 @@ def _muon(
         is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers),
     )
 
-    def dimensions_of(params: Params) -> Params:
+    def dimensions_of(params: PyTree) -> PyTree:
         # `optax.tree_map_params` asks with a tree that has no leaves.
         return dimensions if jax.tree.leaves(params) else params
 
@@ -293,7 +293,7 @@ def _muon(
         eps=chosen.eps,
         weight_decay=chosen.weight_decay,
         nesterov=chosen.nesterov,
-        muon_weight_dimension_numbers=dimensions_of,
+        muon_weight_dimension_numbers=dimensions_of,  # pyright: ignore[reportArgumentType]
         consistent_rms=chosen.rms or None,
     )
     return optax.partition({"muon": hidden, "adamw": _adamw(chosen, rate, axes)}, labels)

@@ -28,6 +28,7 @@ from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
 from jaxpar.train.activations import check_names, policy_notes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import AnyOptimizer, require_runnable
+from jaxpar.train.state_layout import replicated_note
 from jaxpar.train.step import gradient_axes, param_shapes
 
 
@@ -246,6 +247,8 @@ def plan_notes(experiment: Experiment) -> list[str]:
         *offload,
         *kernel_notes(experiment),
     ]
+    if replicated := replicated_note(experiment.state.opt_state):
+        notes.append(replicated)
     return notes + options
 
 

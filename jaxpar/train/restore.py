@@ -164,7 +164,9 @@ def restore_state(
     averages = experiment.optimizer.averages(experiment.state.opt_state)
     if not whole and not averages:
         _require_no_average(checkpoints, step)
-    state = _restore_trained(checkpoints, step, experiment, data, whole or averages)
+    state: TrainState[Any] = _restore_trained(
+        checkpoints, step, experiment, data, whole or averages
+    )
     if config.model.lora.rank:
         state = state._replace(params=_with_frozen(experiment, state.params, data))
     if averages and not whole:

@@ -24,6 +24,7 @@ from jaxpar.base.sharding import PyTree, path_name
 Shape = jax.ShapeDtypeStruct
 LARGE = 2**20
 """Bytes of an array of the state that lies whole on every device, above which it is said."""
+MOST_NAMED = 3
 
 
 class View(NamedTuple):
@@ -267,20 +268,22 @@ def owner(path: tuple[Any, ...], parameters: Any) -> tuple[Any, ...] | None:
 
 
 def replicated_note(state: PyTree) -> str:
-    """Say which large arrays of a state, given as `StateArray`s, lie whole on every device, because
-    they belong to no dim of a parameter; empty = none does.
+    """Say which large arrays of a state, given as ShapeDtypeStructs with shardings on several
+    devices, lie whole on every device; empty = none does.
     """
-    rows = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_state_array)
     whole = [
         path_name(path)
-        for path, array in rows
-        if all(dim is None for dim in array.dims) and _bytes(array.value) > LARGE
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if leaf.sharding.num_devices > 1
+        and leaf.sharding.is_fully_replicated
+        and _bytes(leaf) > LARGE
     ]
     if not whole:
         return ""
-    return (
-        f"the optimizer's {', '.join(whole)} lie whole on every device: no parameter has the form"
-    )
+    named = ", ".join(whole[:MOST_NAMED])
+    if more := len(whole) - MOST_NAMED:
+        named += f" and {more} others" if more > 0 else ""
+    return f"the optimizer's {named} lie whole on every device"
 
 
 def _bytes(value: Shape) -> int:

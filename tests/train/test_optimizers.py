@@ -21,7 +21,7 @@ from jaxpar.base.sharding import local_bytes, path_name
 from jaxpar.models import Model
 from jaxpar.train.optimizer import config_optimizer
 from jaxpar.train.per_matrix import matrix_dims, muon_dimensions
-from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints
 from jaxpar.train.state_memory import state_bytes
@@ -427,3 +427,15 @@ def test_keys_of_adamw_of_an_earlier_version_are_taken() -> None:
         parse("[train]\nbeta2 = 0.99\n[optimizer.adamw]\nbeta2 = 0.9")
     with pytest.raises(UserError, match="say the same thing: keep optimizer"):
         override(Config(), {"train.beta2": 0.99, "optimizer.adamw.beta2": 0.9})
+
+
+def test_a_large_array_that_lies_whole_everywhere_is_said() -> None:
+    """It belongs to no parameter, so that there is no dim to split it by."""
+    large = optax.GradientTransformation(
+        lambda params: (jnp.zeros((1024, 512)), jnp.zeros(())),
+        lambda updates, state, params=None: (updates, state),
+    )
+    eight = config(GIVEN, data=2, fsdp=2, tensor=2)
+    for optimizer, said in ((large, True), (mine(), False)):
+        notes = plan_notes(make_experiment(eight, jax.devices(), optimizer=optimizer))
+        assert any("the optimizer's 0 lie whole on every device" in note for note in notes) == said
