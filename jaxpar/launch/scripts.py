@@ -70,77 +70,139 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
             f"{'h100x64' if kind == 'slurm' else 'v5p-64'}"
         )
     target = load_target(where.target)
-    gpu = target.platform == "cuda"
-    hosts = target.hosts
-    chips = math.prod(target.host_shape)
-    cloud = load_chip(target.chip).cloud
-    _require_place(kind, where, target, cloud)
-    mesh = replace(config.mesh, platform="gpu" if gpu else "tpu", distributed=hosts > 1)
+    _require_place(kind, where, target, load_chip(target.chip).cloud)
+    platform = "gpu" if target.platform == "cuda" else "tpu"
+    mesh = replace(config.mesh, platform=platform, distributed=target.hosts > 1)
     config = check(replace(config, mesh=mesh))
     check_mesh(mesh, target)
+    run = _run_of(kind, source, config, where, target)
+    values = _common_values(run)
+    if kind == "skypilot":
+        values |= _skypilot_values(run)
+    if kind == "gke":
+        values |= _kubernetes_values(run, values["name"])
+    template = "rayjob.yaml" if where.ray else TEMPLATES[kind]
+    text = resources.files("jaxpar.launch").joinpath("templates", template).read_text("utf-8")
+    return _fill(text, values)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every template is filled from."""
+
+    source: str
+    """The config's name or path, as given."""
+    where: Placement
+    target: Target
+    file: str
+    """The config's file here; empty = it is a preset."""
+    there: str
+    """Where the hosts find the config: a file's path there, or a preset's name."""
+    folder: str
+    """The run folder."""
+    command: list[str]
+    """What each host runs."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.target.platform == "cuda"
+
+    @property
+    def cloud(self) -> Cloud:
+        return load_chip(self.target.chip).cloud
+
+    @property
+    def chips(self) -> int:
+        """The chips of one host."""
+        return math.prod(self.target.host_shape)
+
+
+def _run_of(kind: str, source: str, config: Config, where: Placement, target: Target) -> _Run:
+    stem = Path(source).stem
     file = "" if source in presets("jaxpar.configs") else source
     if file and Path(file).is_dir():
         file = str(Path(file) / "config.toml")
-    stem = Path(source).stem
-    run = where.run or (f"runs/{stem}" if kind == "slurm" else f"/mnt/jaxpar/{stem}")
-    # Where the hosts find a config that is no preset.
-    if file:
-        there = {"slurm": file, "gke": "/etc/jaxpar/config.toml"}.get(kind, f"{_VENV}.toml")
-    else:
+    if not file:
         there = source
-    command = ["jaxpar" if kind in ("slurm", "gke") else f"{_VENV}/bin/jaxpar", "train", there]
+    elif kind == "slurm":
+        there = file
+    elif kind == "gke":
+        there = "/etc/jaxpar/config.toml"
+    else:
+        there = f"{_VENV}.toml"
+    if where.run:
+        folder = where.run
+    elif kind == "slurm":
+        folder = f"runs/{stem}"
+    else:
+        folder = f"/mnt/jaxpar/{stem}"
     if where.ray:
-        command[1:] = [
-            "launch",
-            "ray",
-            there,
-            f"--target={target.name}",
-            f"--max-failures={where.max_failures}",
-        ]
-    command += [f"--run={run}", *_settings(load_config(source), config)]
-    values = {
-        "config": source,
-        "target": target.name,
-        "slice": target.vendor_name,
-        "runtime": cloud.runtime,
-        "name": re.sub(r"[^a-z0-9]+", "-", f"jaxpar-{stem}".lower())[:40].strip("-"),
-        "hosts": hosts,
-        "chips": chips,
-        "devices": ",".join(map(str, range(chips))),
-        "storage": Path(run).parent,
-        "max_failures": where.max_failures,
-        "spot": "--spot" if where.spot else "",
-        "command": shlex.join(command),
-        "quoted_command": shlex.quote(shlex.join(command)),
-        "command_list": json.dumps(command),
-        "entrypoint": json.dumps(shlex.join(command)),
-        "copy_config": f"send_to_hosts {shlex.quote(file)} {there}" if file else "",
-        "setup": "python3 -m pip install --quiet uv && python3 -m uv venv --quiet --clear "
-        f"--python 3.12 {_VENV} && "
+        failures = f"--max-failures={where.max_failures}"
+        command = ["jaxpar", "launch", "ray", there, f"--target={target.name}", failures]
+    elif kind in ("slurm", "gke"):
+        command = ["jaxpar", "train", there]
+    else:
+        command = [f"{_VENV}/bin/jaxpar", "train", there]
+    command += [f"--run={folder}", *_settings(load_config(source), config)]
+    return _Run(source, where, target, file, there, folder, command)
+
+
+def _common_values(run: _Run) -> dict[str, Any]:
+    """What templates of several kinds name."""
+    stem = Path(run.source).stem
+    words = shlex.join(run.command)
+    extra = "cuda" if run.on_gpu else "tpu"
+    setup = [
+        "python3 -m pip install --quiet uv",
+        f"python3 -m uv venv --quiet --clear --python 3.12 {_VENV}",
         f"python3 -m uv pip install --quiet --python {_VENV} "
-        f"'jaxpar[{'cuda' if gpu else 'tpu'}] @ git+https://github.com/jaxpar/jaxpar'",
+        f"'jaxpar[{extra}] @ git+https://github.com/jaxpar/jaxpar'",
+    ]
+    copy_config = f"send_to_hosts {shlex.quote(run.file)} {run.there}"
+    return {
+        "config": run.source,
+        "target": run.target.name,
+        "slice": run.target.vendor_name,
+        "runtime": run.cloud.runtime,
+        "name": re.sub(r"[^a-z0-9]+", "-", f"jaxpar-{stem}".lower())[:40].strip("-"),
+        "hosts": run.target.hosts,
+        "chips": run.chips,
+        "devices": ",".join(map(str, range(run.chips))),
+        "storage": Path(run.folder).parent,
+        "max_failures": run.where.max_failures,
+        "spot": "--spot" if run.where.spot else "",
+        "command": words,
+        "quoted_command": shlex.quote(words),
+        "command_list": json.dumps(run.command),
+        "entrypoint": json.dumps(words),
+        "copy_config": copy_config if run.file else "",
+        "setup": " && ".join(setup),
     }
-    if kind == "skypilot":
-        values |= {
-            # SkyPilot takes a slice for one node, and runs on all its hosts
-            "nodes": hosts if gpu else 1,
-            "accelerators": f"{cloud.skypilot}:{chips}" if gpu else f"tpu-{target.vendor_name}",
-            "accelerator_args": ""
-            if gpu
-            else f"accelerator_args: {{runtime_version: {cloud.runtime}}}",
-            "spot": "use_spot: true" if where.spot else "",
-            "mount_config": f"{there}: {file}" if file else "",
-            "join": """export JAX_COORDINATOR_ADDRESS="${SKYPILOT_NODE_IPS%%$'\\n'*}:8476"
+
+
+_JOIN_SKYPILOT = """export JAX_COORDINATOR_ADDRESS="${SKYPILOT_NODE_IPS%%$'\\n'*}:8476"
 export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES" JAX_PROCESS_ID="$SKYPILOT_NODE_RANK\""""
-            if gpu and hosts > 1
-            else "",
+
+
+def _skypilot_values(run: _Run) -> dict[str, Any]:
+    """What SkyPilot's task names. It takes a TPU slice for one node, and runs on all its hosts."""
+    runtime = f"accelerator_args: {{runtime_version: {run.cloud.runtime}}}"
+    values = {
+        "nodes": 1,
+        "accelerators": f"tpu-{run.target.vendor_name}",
+        "accelerator_args": runtime,
+        "spot": "use_spot: true" if run.where.spot else "",
+        "mount_config": f"{run.there}: {run.file}" if run.file else "",
+        "join": "",
+    }
+    if run.on_gpu:
+        values |= {
+            "nodes": run.target.hosts,
+            "accelerators": f"{run.cloud.skypilot}:{run.chips}",
+            "accelerator_args": "",
+            "join": _JOIN_SKYPILOT if run.target.hosts > 1 else "",
         }
-    if kind == "gke":
-        values |= _kubernetes(where, target, cloud, file, values)
-    template = "rayjob.yaml" if where.ray else TEMPLATES[kind]
-    return _fill(
-        resources.files("jaxpar.launch").joinpath("templates", template).read_text("utf-8"), values
-    )
+    return values
 
 
 def _require_place(kind: str, where: Placement, target: Target, cloud: Cloud) -> None:
@@ -185,59 +247,64 @@ def _settings(base: Config, config: Config) -> list[str]:
     return words
 
 
-def _kubernetes(
-    where: Placement, target: Target, cloud: Cloud, file: str, values: dict[str, Any]
-) -> dict[str, Any]:
+def _kubernetes_values(run: _Run, name: str) -> dict[str, Any]:
     """What the manifests name: a job for each slice, and a pod for each host."""
-    name = values["name"]
-    gpu = target.platform == "cuda"
-    if not gpu:
-        jobs = target.slices
-    elif where.ray:
-        jobs = target.hosts
-    else:
-        jobs = 1
-    volumes = {"runs": (values["storage"], f"persistentVolumeClaim: {{claimName: {where.claim}}}")}
-    if file:
-        volumes["config"] = ("/etc/jaxpar", f"configMap: {{name: {name}}}")
-    if gpu:
-        volumes["shm"] = ("/dev/shm", "emptyDir: {medium: Memory}")
-    if file:
-        text = textwrap.indent(find_toml(file, "jaxpar.configs")[0].strip(), "    ")
-    else:
-        text = ""
-    key = "cloud.google.com/gke-tpu"
-    tpu = f"{key}-accelerator: {cloud.gke}\n{key}-topology: {target.topology}"
-    if gpu:
-        node = f"cloud.google.com/gke-accelerator: {cloud.gke}"
-    else:
-        node = tpu
-    spot = '[{key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule}]'
-    return {
-        "image": where.image,
-        "jobs": jobs,
-        "pods": target.hosts // jobs,
-        "grace": 25 if where.spot else 120,
-        "resource": "nvidia.com/gpu" if gpu else "google.com/tpu",
-        "node": node + ('\ncloud.google.com/gke-spot: "true"' if where.spot else ""),
-        "tolerations": f"tolerations: {spot}" if where.spot else "",
-        "annotations": ""
-        if gpu
-        else (
-            "annotations: {alpha.jobset.sigs.k8s.io/exclusive-topology: "
-            "cloud.google.com/gke-nodepool}"
-        ),
-        "env": _cluster_env(name, target) if gpu and target.hosts > 1 else "",
-        "mounts": "\n".join(
-            f"- {{name: {key}, mountPath: {path}}}" for key, (path, _) in volumes.items()
-        ),
-        "volumes": "\n".join(f"- {{name: {key}, {what}}}" for key, (_, what) in volumes.items()),
-        "config_map": f"apiVersion: v1\nkind: ConfigMap\nmetadata: {{name: {name}}}\ndata:\n  "
-        f"config.toml: |\n{text}"
-        "\n---"
-        if file
-        else "",
+    target = run.target
+    values = {
+        "image": run.where.image,
+        "grace": 25 if run.where.spot else 120,
+        "env": "",
+        "tolerations": "",
+        "config_map": _config_map(run.file, name) if run.file else "",
+        **_volumes(run, name),
     }
+    if run.on_gpu:
+        # Ray has a worker group for each host; a job set one job
+        jobs = target.hosts if run.where.ray else 1
+        node = f"cloud.google.com/gke-accelerator: {run.cloud.gke}"
+        values |= {"resource": "nvidia.com/gpu", "annotations": ""}
+        if target.hosts > 1:
+            values["env"] = _cluster_env(name, target)
+    else:
+        jobs = target.slices
+        key = "cloud.google.com/gke-tpu"
+        node = f"{key}-accelerator: {run.cloud.gke}\n{key}-topology: {target.topology}"
+        one_slice = "alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool"
+        values |= {"resource": "google.com/tpu", "annotations": f"annotations: {{{one_slice}}}"}
+    if run.where.spot:
+        node += '\ncloud.google.com/gke-spot: "true"'
+        spot = 'key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule'
+        values["tolerations"] = f"tolerations: [{{{spot}}}]"
+    return values | {"jobs": jobs, "pods": target.hosts // jobs, "node": node}
+
+
+def _volumes(run: _Run, name: str) -> dict[str, str]:
+    """The volumes of a pod: the run folder's, the config's, and on GPUs shared memory."""
+    storage = Path(run.folder).parent
+    volumes = [("runs", storage, f"persistentVolumeClaim: {{claimName: {run.where.claim}}}")]
+    if run.file:
+        volumes.append(("config", Path("/etc/jaxpar"), f"configMap: {{name: {name}}}"))
+    if run.on_gpu:
+        volumes.append(("shm", Path("/dev/shm"), "emptyDir: {medium: Memory}"))
+    return {
+        "mounts": "\n".join(f"- {{name: {key}, mountPath: {path}}}" for key, path, _ in volumes),
+        "volumes": "\n".join(f"- {{name: {key}, {what}}}" for key, _, what in volumes),
+    }
+
+
+def _config_map(file: str, name: str) -> str:
+    """A manifest with the text of a config, which is mounted as a file."""
+    text, _ = find_toml(file, "jaxpar.configs")
+    lines = [
+        "apiVersion: v1",
+        "kind: ConfigMap",
+        f"metadata: {{name: {name}}}",
+        "data:",
+        "  config.toml: |",
+        textwrap.indent(text.strip(), "    "),
+        "---",
+    ]
+    return "\n".join(lines)
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
