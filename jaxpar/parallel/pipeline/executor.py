@@ -157,28 +157,15 @@ def _run(
         per_token = counts.labels_per_token
     else:
         per_token = None
-    arrays = _Arrays(
-        params["blocks"],
-        ends,
-        rows,
-        key,
-        jnp.asarray(layers.order),
-        per_token,
-    )
+    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(layers.order), per_token)
     ticks = [segment.ticks for segment in task.steps.segments]
 
-    def local(
-        arrays: _Arrays,
-        ticks: list[dict[ActionKind, Rows]],
-    ) -> tuple[LossSums, Any]:
+    def local(arrays: _Arrays, ticks: list[dict[ActionKind, Rows]]) -> tuple[LossSums, Any]:
         stage = _Stage(task, arrays, layers)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
             shares: dict[ActionKind, _Shares] = {
-                kind: _Shares(
-                    float(np.mean(rows.some_end)),
-                    float(np.mean(rows.some_score)),
-                )
+                kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
                 for kind, rows in segment.ticks.items()
             }
             body = partial(stage.round, shares=shares)
@@ -191,17 +178,12 @@ def _run(
     of_ticks = [
         jax.tree.map(lambda x: P(None, axes) if x.ndim == 2 else P(), tick) for tick in ticks
     ]
+    of_gradients = {"blocks": by_stage, "ends": P()} if task.backward else P()
     run = jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(
-            _Arrays(by_stage, P(), P(), P(), by_stage, P()),
-            of_ticks,
-        ),
-        out_specs=(
-            P(),
-            {"blocks": by_stage, "ends": P()} if task.backward else P(),
-        ),
+        in_specs=(_Arrays(by_stage, P(), P(), P(), by_stage, P()), of_ticks),
+        out_specs=(P(), of_gradients),
         axis_names=set(axes),
         check_vma=False,
     )
@@ -299,12 +281,7 @@ class _Stage:
         """
         if self.arrays.key is None:
             return None, None
-        embed, blocks = jax.random.split(
-            jax.random.fold_in(
-                self.arrays.key,
-                i,
-            )
-        )
+        embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
         return embed, jax.random.split(blocks, self.model.config.layers)
 
     def _context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
@@ -313,7 +290,7 @@ class _Stage:
             Places(row["positions"], row.get("segments"), row.get("text")), self.plan
         )
         layer = self.arrays.order[chunk * self.places + j]
-        keys = self._keys(i)[1]
+        _, keys = self._keys(i)
         if keys is None:
             key = None
         else:
@@ -325,13 +302,8 @@ class _Stage:
 
     def _embed(self, ends: Params, i: ArrayLike) -> Array:
         row = self._row(i)
-        x_BSD = self.model.embed(
-            ends,
-            row["tokens"],
-            row["positions"],
-            self.plan,
-            self._keys(i)[0],
-        )
+        key, _ = self._keys(i)
+        x_BSD = self.model.embed(ends, row["tokens"], row["positions"], self.plan, key)
         return self.plan.constrain(x_BSD, STORED)
 
     # Buffers.
@@ -347,14 +319,10 @@ class _Stage:
         x = jax.eval_shape(lambda: self._embed(self.ends, 0))
 
         def messages(slots: int) -> Array:
-            return plan.constrain(
-                jnp.zeros((slots, *x.shape), x.dtype),
-                (None, *STORED),
-            )
+            return plan.constrain(jnp.zeros((slots, *x.shape), x.dtype), (None, *STORED))
 
-        carry = _Carry(
-            messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), first_order_token(plan)
-        )
+        sums = LossSums(*jnp.zeros(3), routed=routed)
+        carry = _Carry(messages(steps.inbox), sums, first_order_token(plan))
         if not self.backward:
             return carry
         self.layers.prepare(x)
@@ -379,26 +347,22 @@ class _Stage:
 
     def _zeros(self, weight: Array, axes: Axes) -> Array:
         """Return a zero gradient to add to, laid out as gradients are."""
-        return self.plan.constrain(
-            jnp.zeros(weight.shape, gradient_dtype(axes, self.plan)), state_axes(axes)
-        )
+        zeros = jnp.zeros(weight.shape, gradient_dtype(axes, self.plan))
+        return self.plan.constrain(zeros, state_axes(axes))
 
     def finish(self, carry: _Carry) -> tuple[LossSums, Any]:
         """Return the sums, this stage's gradients of its layers, and the gradients of the ends
         summed over stages.
         """
         with jax.named_scope("sum"):
-            sums = jax.tree.map(
-                lambda x: jax.lax.psum(x, self.axes),
-                ready_after(carry.sums, carry.order_token),
-            )
+            own = ready_after(carry.sums, carry.order_token)
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), own)
             if not self.backward:
                 return sums, None
             stored = self.layouts["ends"]
             summed = partial(jax.tree.map, self._total)
-            ends = manual(summed, self.plan, (stored,), stored)(
-                ready_after(carry.ends, carry.order_token)
-            )
+            own_ends = ready_after(carry.ends, carry.order_token)
+            ends = manual(summed, self.plan, (stored,), stored)(own_ends)
             return sums, {"blocks": carry.blocks, "ends": ends}
 
     def _total(self, grad: Array) -> Array:
@@ -423,19 +387,15 @@ class _Stage:
             # sent before the forward tick, taken after it: it travels meanwhile
             with jax.named_scope("backward"):
                 arriving = self._send(ready_after(carry.leaving, carry.order_token), -1)
-                carry = carry._replace(
-                    order_token=order_token_after(carry.order_token, arriving, STORED, self.plan)
-                )
+                token = order_token_after(carry.order_token, arriving, STORED, self.plan)
+                carry = carry._replace(order_token=token)
         for kind in shares:  # in the round's order, which a pytree does not keep
             if kind == "backward":
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
                 carry = carry._replace(cotangents=write(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
-                carry = run[kind](
-                    carry,
-                    ready_after(ticks[kind], carry.order_token),
-                    shares[kind],
-                )
+                tick = ready_after(ticks[kind], carry.order_token)
+                carry = run[kind](carry, tick, shares[kind])
         if "forward" in shares:  # taken after the other ticks
             arrived, leaving = jax.lax.optimization_barrier((carry.entering, carry.leaving))
             inbox = write(carry.inbox, arrived, ticks["forward"].arrives)
@@ -446,17 +406,17 @@ class _Stage:
         """Return the carry such that its next op with a collective runs after those that made these
         parts of it.
         """
-        for name in made if carry.order_token is not None else ():
+        if carry.order_token is None:
+            return carry
+        for name in made:
             # Of the sums it takes only what every program needs, because an order token keeps alive
             # what it depends on.
-            arrays, axes = (
-                (carry.sums.nll, ())
-                if name == "sums"
-                else (getattr(carry, name), self.layouts[name])
-            )
-            carry = carry._replace(
-                order_token=order_token_after(carry.order_token, arrays, axes, self.plan)
-            )
+            if name == "sums":
+                arrays, axes = carry.sums.nll, ()
+            else:
+                arrays, axes = getattr(carry, name), self.layouts[name]
+            token = order_token_after(carry.order_token, arrays, axes, self.plan)
+            carry = carry._replace(order_token=token)
         return carry
 
     def _send(self, x_BSD: Array, by: int) -> Array:
