@@ -20,8 +20,8 @@ from jaxpar.models.families import Family, family_of
 from jaxpar.models.lora import Linear, column_linears, lora_pairs, row_linear
 from jaxpar.models.masks import has_window, layer_masks
 from jaxpar.models.parameters import normal, ones, param, zeros
+from jaxpar.parallel import dropout
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.linear import dropout
 from jaxpar.parallel.ops import Ops, ops_without_plan
 from jaxpar.parallel.remat import named
 

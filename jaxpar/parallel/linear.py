@@ -1,5 +1,5 @@
 """Column- and row-parallel linears with their gradients: Megatron's pair, sequence parallelism and
-FSDP at once; the lookup in a split table; and dropout that is the same on every mesh.
+FSDP at once.
 
 The caller states logical axes; the layout says where they live. Each op has one layout in which its
 arrays are *stored* between ops (the residual stream split over `residual_seq`) and one in which
@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
@@ -39,7 +39,6 @@ from jaxpar.base.sharding import (
 )
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.parallel.collectives import (
-    first_row,
     gather,
     manual_vjp,
     own_piece,
@@ -484,84 +483,3 @@ def _weight_gradient(
         )(dweight)
         tokens += kv_copy_axes(layout)
     return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
-
-
-def lookup(
-    table_VD: Float[Array, "V D"],
-    ids_BS: Int[Array, "B S"],
-    axis: LogicalAxis | None,
-    layout: Layout,
-) -> Float[Array, "B S D"]:
-    """Look up rows of an embedding table; they are in the compute dtype and the residual stream's
-    layout.
-
-    Args:
-      table_VD: the table, with logical axes (axis, "embed").
-      axis: logical axis of the table's rows: "vocab", or None for a table that is never split by
-        rows.
-
-    Raises:
-      UserError: the rules split tokens and rows over the same mesh axis, or the arguments are of
-        another kind.
-    """
-    require_layout(layout, "lookup")
-    if not (axis is None or isinstance(axis, str)):
-        raise UserError(
-            f'lookup takes one logical axis, such as "vocab", or None, and was given {axis!r}'
-        )
-    layout.sharding((*GATHERED[:2], axis), name="lookup")
-    layout.sharding(GATHERED[:2], ids_BS.shape, "ids")
-    if not jnp.issubdtype(ids_BS.dtype, jnp.integer):
-        raise UserError(f"lookup takes ids of an integer dtype, and was given {ids_BS.dtype}")
-    stored: Axes = (axis, "embed")
-
-    # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the
-    # rest are zeros.
-    def forward(table_VD: Array, ids_BS: Array) -> Array:
-        table_VD = gather_weight(table_VD, stored, layout)
-        ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
-        rows_BSD = jnp.where(here_BS[..., None], table_VD[ids_BS], 0)
-        return reduce(rows_BSD, layout.mesh_axes(axis), GATHERED, STORED, layout)
-
-    def backward(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> tuple[Array, None]:
-        dx_BSD = gather(dx_BSD, STORED, GATHERED, layout)
-        rows = table_VD.shape[0]
-        ids_BS, here_BS = _local_ids(ids_BS, rows, axis, layout)
-        dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
-        dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
-        dtable_VD = reduce(
-            dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout
-        )
-        return dtable_VD.astype(table_VD.dtype), None
-
-    return manual_vjp(forward, backward, layout, (stored, GATHERED[:2]), STORED)(
-        table_VD,
-        ids_BS,
-    )
-
-
-def _local_ids(
-    ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout
-) -> tuple[Array, Array]:
-    """Inside `manual`: count ids from this device's first row, and say which of them it has."""
-    ids_BS = ids_BS - first_row(axis, rows, layout)
-    here_BS = (ids_BS >= 0) & (ids_BS < rows)
-    return jnp.where(here_BS, ids_BS, 0), here_BS
-
-
-def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
-    """Zero a share `rate` of the entries of `x`, from 0 to below 1, and scale up the rest; `x`
-    itself when key is None.
-
-    The bits depend on the key and the position in the global array only, so they are the same on
-    every mesh.
-
-    Raises:
-      UserError: the rate is out of its range.
-    """
-    require_number("dropout", "rate", rate, least=0, below=1)
-    if key is None or rate == 0:
-        return x
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(
-        x.dtype
-    )

@@ -20,7 +20,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis, output_axis
 from jaxpar.kernels.masks import Mask, Segments, follows_documents
-from jaxpar.parallel import _attention, cross_entropy, experts, linear
+from jaxpar.parallel import _attention, _lookup, cross_entropy, experts, linear
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
 from jaxpar.parallel.cross_entropy import LossSums
@@ -79,7 +79,7 @@ class Ops:
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
         """See `jaxpar.parallel.lookup`."""
-        return linear.lookup(table_VD, ids_BS, axis, self.plan)
+        return _lookup.lookup(table_VD, ids_BS, axis, self.plan)
 
     def attention(
         self,

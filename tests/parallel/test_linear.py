@@ -23,7 +23,7 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.kernels.masks import Causal
-from jaxpar.parallel.linear import dropout
+from jaxpar.parallel import dropout
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 
