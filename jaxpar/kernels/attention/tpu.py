@@ -308,7 +308,7 @@ class _Walk(NamedTuple):
     """The row of each step, int32 [L], or [B * L] where sequences differ."""
     codes: Array | np.ndarray
     """For each step `entry << 2 | state`: the entry of `Visits`, and the state of its tile."""
-    count: int | Array
+    length: int | Array
     """How many steps there are; it is on the device where ids or places are."""
     stride: int
     """How many steps each sequence has in the lists; 0 = all sequences share one list."""
@@ -364,7 +364,7 @@ def _walk(
         of_keys=of_keys,
         rows=steps.rows_BL.astype(np.int32).reshape(-1),
         codes=codes_BL.astype(np.int32).reshape(-1),
-        count=steps.count,
+        length=steps.length,
         stride=L if B > 1 else 0,
         across=in_whole_lanes and q_BSHh.shape[3] % LANES != 0,
     )
@@ -381,7 +381,7 @@ class _Steps(NamedTuple):
     """The entry of `Visits` that it visits."""
     states_BL: Array | np.ndarray
     """Whether that tile is EMPTY, PARTIAL or FULL."""
-    count: int | Array
+    length: int | Array
     """The steps of the longest sequence."""
 
 
@@ -406,10 +406,10 @@ def _flatten_visits(visited: Visits) -> _Steps:
     longest = xp.max(totals_B1)
     if traced:
         L = R * W  # the most there can be
-        count = longest
+        length = longest
     else:
         L = int(longest)
-        count = L
+        length = L
     _check_list(B * L)
 
     steps_L = np.arange(L)
@@ -424,7 +424,7 @@ def _flatten_visits(visited: Visits) -> _Steps:
     is_full_BL = visits_BL < of_row(full_BR)
     states_BL = xp.where(is_visit_BL, xp.where(is_full_BL, FULL, PARTIAL), EMPTY)
     entries_BL = xp.take_along_axis(entries_BRW.reshape(B, R * W), rows_BL * W + visits_BL, axis=1)
-    return _Steps(rows_BL, entries_BL, states_BL, count)
+    return _Steps(rows_BL, entries_BL, states_BL, length)
 
 
 def _check_list(steps: int) -> None:
@@ -530,7 +530,9 @@ def _launch(
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
     }
-    given = [(kind, x) for kind, of_kind in (ids | arrays).items() for x in of_kind]
+    given: list[tuple[ArrayKind, Array]] = []
+    for kind, of_kind in (ids | arrays).items():
+        given += [(kind, x) for x in of_kind]
     specs = _specs(walk, H // K, h)
 
     def body(*refs: Ref) -> None:
@@ -550,10 +552,10 @@ def _launch(
     places = B * H * steps * tiles.block_q * tiles.block_k
     # sums of dk and dv go on over the query heads of a kv head, which are then the innermost dim
     if walk.of_keys:
-        grid = (B, K, walk.count, H // K)
+        grid = (B, K, walk.length, H // K)
         semantics = ("parallel", "parallel", "arbitrary", "arbitrary")
     else:
-        grid = (B, K, H // K, walk.count)
+        grid = (B, K, H // K, walk.length)
         semantics = ("parallel", "parallel", "parallel", "arbitrary")
     return pl.pallas_call(
         body,
