@@ -361,14 +361,16 @@ def decay_mask(axes: Params) -> Params:
 
 def reported_rate(
     optimizer: Optimizer, step: Int[Array, ""], state: optax.OptState
-) -> Float[Array, ""]:
+) -> Float[Array, ""] | None:
     """Return the learning rate of a step: of the schedule, or what `optax.inject_hyperparams` has
-    of that name in the state; NaN where neither says it.
+    of that name in the state; None where neither says it.
     """
     if optimizer.learning_rate is not None:
         return jnp.asarray(optimizer.learning_rate(step), jnp.float32)
     found = [value for _, value in optax.tree.get_all_with_path(state, "learning_rate")]
-    return jnp.asarray(found[0] if found else jnp.nan, jnp.float32)
+    if not found:
+        return None
+    return jnp.asarray(found[0], jnp.float32)
 
 
 def first_moments_of_matrices(

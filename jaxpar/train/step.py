@@ -407,7 +407,7 @@ def make_train_step(
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
     Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping),
-    `learning_rate` (NaN where an optimizer that was given does not say it), `tokens` (labels that
+    `learning_rate` (unless an optimizer that was given does not say it), `tokens` (labels that
     count) and `overflows` (entries of parameters, or of the optimizer's state, that would not be
     finite, and stayed as they were). With experts there are also `router_balance` (1 = all
     alike) and `router_z`, which are means over the tokens that are text and over the layers.
@@ -451,9 +451,10 @@ def make_train_step(
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": new.norm,
-            "learning_rate": rate,
             "tokens": sums.tokens,
         }
+        if rate is not None:
+            metrics["learning_rate"] = rate
         metrics["overflows"] = new.overflows
         if sums.routed is not None:
             text = count_tokens(batch).text

@@ -413,8 +413,8 @@ def test_a_rate_in_the_state_is_reported() -> None:
         state = init_state(model, one, plan, optimizer=optimizer)
         (batch,) = batches(1)
         _, metrics = make_train_step(model, one, plan, optimizer)(state, put_batch(batch, plan))
-        rates.append(float(metrics["learning_rate"]))
-    assert math.isnan(rates[0]) and rates[1] == 0.25
+        rates.append(metrics.get("learning_rate"))
+    assert rates == [None, 0.25]
 
 
 @pytest.mark.quick
