@@ -79,8 +79,11 @@ def family_of(config: ModelConfig) -> Family:
     standard = ModelConfig()
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
+        alike = suggest(name, FAMILIES)
+        whole = "; a whole model of one's own is given from Python: make_experiment(config, model=)"
         raise UserError(
-            f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {known}"
+            f"no model family {name!r}{alike}: model.family is one of {known}"
+            + ("" if alike else whole)
         )
     family = FAMILIES[name]
     if config.experts and not family.experts:

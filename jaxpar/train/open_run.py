@@ -105,7 +105,7 @@ def open_run(
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
-        if first:
+        if first and experiment.optimizer.learning_rate is not None:
             notes.append(schedule_note(before.train, config.train, first))
     for note in filter(None, notes):
         say(note)

@@ -23,9 +23,14 @@ from jaxpar.base import optimizer_config as settings
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan, is_matrix
-from jaxpar.base.sharding import PyTree, is_axes
+from jaxpar.base.sharding import PyTree, is_axes, path_name
 from jaxpar.models import Params
-from jaxpar.train.per_matrix import matrix_dims, muon_dimensions, per_matrix
+from jaxpar.train.per_matrix import (
+    hidden_matrices,
+    matrix_dims,
+    muon_dimensions,
+    per_matrix,
+)
 from jaxpar.train.state_layout import map_state, state_arrays
 
 
@@ -90,6 +95,8 @@ class Optimizer:
         return jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, params)
 
 
+GIVEN = "given"
+"""The name of an optimizer that a program gave."""
 AnyOptimizer = Optimizer | optax.GradientTransformation | None
 """An optimizer of the caller's; None = the config's."""
 
@@ -124,7 +131,7 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
             "optax.lion(1e-4), for example"
         )
     transformation = cast(optax.GradientTransformation, given)
-    return Optimizer("given", lambda _: transformation, False, config.train.clip_norm)
+    return Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
 
 
 def require_runnable(optimizer: Optimizer, plan: Plan) -> None:
@@ -146,6 +153,50 @@ def require_runnable(optimizer: Optimizer, plan: Plan) -> None:
             "given may add something up over all of them (as clip_by_global_norm does): try "
             f"memory.{what}=device, or one that optimizer.name names"
         )
+
+
+def require_update(optimizer: Optimizer, params: Params, axes: Params) -> None:
+    """Refuse an optimizer whose step asks for more than a training step has, or leaves a state of
+    another form.
+
+    Args:
+      optimizer: the optimizer.
+      params: the trained parameters as ShapeDtypeStructs in float32.
+      axes: their logical axes.
+
+    Raises:
+      UserError: its update fails with gradients, a state and parameters alone, as one fails that
+        needs the loss; or what it returns does not have their form.
+    """
+    transformation = optimizer.make(axes)
+    state = jax.eval_shape(transformation.init, params)
+    try:
+        updates, after = jax.eval_shape(transformation.update, params, state, params)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            "the optimizer that was given cannot make a step, which calls update(gradients, state, "
+            f"params) with nothing more ({type(error).__name__}: {reason}): try one that needs "
+            "neither the loss nor parameters of another form"
+        ) from error
+    for what, found, wanted in (("updates", updates, params), ("state", after, state)):
+        if changed := _changed_form(found, wanted):
+            raise UserError(
+                f"the optimizer that was given returns {what} of another form than it was given "
+                f"({changed}): a step keeps the structure, shapes and dtypes of both"
+            )
+
+
+def _changed_form(found: PyTree, wanted: PyTree) -> str:
+    """Say where two trees differ in structure, shapes or dtypes; empty = nowhere."""
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        return "its tree has other branches"
+    rows = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, before), after in zip(rows, jax.tree.leaves(found), strict=True):
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            name = path_name(path) or "the array"
+            return f"{name}: {before.dtype}{[*before.shape]} -> {after.dtype}{[*after.shape]}"
+    return ""
 
 
 def config_optimizer(config: Config) -> Optimizer:
@@ -275,16 +326,11 @@ def _muon(
     chosen: settings.Muon, rate: optax.Schedule, axes: Params
 ) -> optax.GradientTransformation:
     """Make Muon for the matrices of the blocks, and AdamW for everything else."""
-    dimensions = muon_dimensions(axes)
     labels = jax.tree.map(
         lambda dims: "adamw" if dims is None else "muon",
-        dimensions,
+        hidden_matrices(axes),
         is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers),
     )
-
-    def dimensions_of(params: PyTree) -> PyTree:
-        # `optax.tree_map_params` asks with a tree that has no leaves.
-        return dimensions if jax.tree.leaves(params) else params
 
     hidden = optax.contrib.muon(
         rate,
@@ -293,7 +339,7 @@ def _muon(
         eps=chosen.eps,
         weight_decay=chosen.weight_decay,
         nesterov=chosen.nesterov,
-        muon_weight_dimension_numbers=dimensions_of,  # pyright: ignore[reportArgumentType]
+        muon_weight_dimension_numbers=muon_dimensions(axes),  # pyright: ignore[reportArgumentType]
         consistent_rms=chosen.rms or None,
     )
     return optax.partition({"muon": hidden, "adamw": _adamw(chosen, rate, axes)}, labels)

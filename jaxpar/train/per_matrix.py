@@ -7,6 +7,7 @@ Parameters are stacked over layers (and experts), and a matrix may have several 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,8 @@ def matrix_dims(axes: Axes) -> MatrixDims:
     """Tell the matrix of a parameter by its logical axes.
 
     It maps from or to `embed`, or else a LoRA `rank`, which is one side; what is neither layers nor
-    experts is the other. (A router's outputs are its experts, and no batch.)
+    experts is the other. (A router's outputs are its experts, and no batch.) With names of one's
+    own, or none, two dims are its inputs and its outputs, and more of them are no matrix.
     """
     inner = [dim for dim, axis in enumerate(axes) if axis != "layers"]
     batch = [dim for dim, axis in enumerate(axes) if axis == "layers"]
@@ -57,7 +59,11 @@ def matrix_dims(axes: Axes) -> MatrixDims:
     alone = MatrixDims(tuple(batch), (), tuple(inner))
     if not is_matrix(axes):
         return alone
-    side = axes.index("embed") if "embed" in axes else axes.index("rank")
+    side = next((axes.index(name) for name in ("embed", "rank") if name in axes), None)
+    if side is None:
+        if len(inner) == 2:
+            return MatrixDims(tuple(batch), (inner[0],), (inner[1],))
+        return alone
     if side == inner[0]:
         return MatrixDims(tuple(batch), (side,), tuple(inner[1:]))
     if side == inner[-1]:
@@ -65,20 +71,16 @@ def matrix_dims(axes: Axes) -> MatrixDims:
     return alone
 
 
-def muon_dimensions(axes: PyTree) -> PyTree:
-    """Return the `MuonDimensionNumbers` of a model's hidden matrices, for `optax.contrib.muon`.
-
-        optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions(model.axes))
-
-    Without them it takes an array of two dims for a matrix and leaves what is stacked over layers
-    to AdamW.
+def hidden_matrices(axes: PyTree) -> PyTree:
+    """Tell which parameters are hidden matrices, which Muon is for, and what their dims are.
 
     Args:
       axes: the logical axes of each parameter, such as `Model.axes`.
 
     Returns:
-      A tree of the same form, with None where AdamW is to be used: for embeddings, the head, norms
-      and biases.
+      A tree of the same form: the `MuonDimensionNumbers` of each matrix, and None where AdamW is to
+      be used: for embeddings, the head, norms, biases, and matrices outside of the stacked layers
+      with a dim that has no name.
     """
 
     def one(names: Axes) -> optax.contrib.MuonDimensionNumbers | None:
@@ -89,6 +91,30 @@ def muon_dimensions(axes: PyTree) -> PyTree:
         return optax.contrib.MuonDimensionNumbers(dims.rows, dims.columns)
 
     return jax.tree.map(one, axes, is_leaf=is_axes)
+
+
+def muon_dimensions(axes: PyTree) -> Callable[[PyTree], PyTree]:
+    """Return what tells `optax.contrib.muon` the dims of a model's hidden matrices.
+
+        optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions(model.axes))
+
+    Without them it takes an array of two dims for a matrix and leaves what is stacked over layers
+    to AdamW.
+
+    Args:
+      axes: the logical axes of each parameter, such as `Model.axes`.
+
+    Returns:
+      A function of the parameters that returns `hidden_matrices(axes)`. (A tree by itself would not
+      do: `optax.tree_map_params`, which tells where a state lies, asks with a tree that has no
+      leaves.)
+    """
+    dimensions = hidden_matrices(axes)
+
+    def dimensions_of(params: PyTree) -> PyTree:
+        return dimensions if jax.tree.leaves(params) else params
+
+    return dimensions_of
 
 
 def per_matrix(

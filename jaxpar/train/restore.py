@@ -42,6 +42,7 @@ from jaxpar.models.lora import (
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer import GIVEN, Optimizer
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_folder import (
@@ -64,12 +65,14 @@ from jaxpar.train.step import (
 ORDER = "layer_order"
 FROZEN = "frozen"
 PARTS = "parts"
+OPTIMIZER = "optimizer"
 _BESIDE_KINDS = {
     "iterator": dict[str, Any] | None,
     "training_tokens": int | None,
     ORDER: list[int] | None,
     FROZEN: int | None,
     PARTS: dict[str, str] | None,
+    OPTIMIZER: str | None,
 }
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.
@@ -155,12 +158,16 @@ def restore_state(
 
     Raises:
       UserError: the checkpoint or the frozen weights cannot be read, they are of a model of other
-        parts, or the frozen weights are no longer the run's.
+        parts, the whole state is of an optimizer that a program gave and here it is the config's
+        (or the other way round), or the frozen weights are no longer the run's.
     """
     config = experiment.config
     model = experiment.model
     data = _read_beside(checkpoints, step, config.model.layers)
-    _require_parts(model, data.get(PARTS) or {}, checkpoints.folder / str(step))
+    place = checkpoints.folder / str(step)
+    _require_parts(model, data.get(PARTS) or {}, place)
+    if whole:
+        _require_optimizer(experiment.optimizer, data.get(OPTIMIZER), place)
     averages = experiment.optimizer.averages(experiment.state.opt_state)
     if not whole and not averages:
         _require_no_average(checkpoints, step)
@@ -231,6 +238,24 @@ def _require_parts(model: AnyModel, saved: dict[str, str], place: Path) -> None:
             f"{place} is of a model whose parts are {there}, and here they are {here}: give "
             "make_experiment, or open_trained, the model=Model(config.model, ...) that was trained"
         )
+
+
+def _require_optimizer(optimizer: Optimizer, saved: str | None, place: Path) -> None:
+    """Refuse the state of an optimizer that a program gave for the config's, and the reverse: two
+    optimizers may keep arrays of the same form. `saved` is None in checkpoints of earlier versions.
+    """
+    if saved is None or (saved == GIVEN) == (optimizer.name == GIVEN):
+        return
+    if saved == GIVEN:
+        raise UserError(
+            f"{place} was trained with an optimizer that a program gave, and here it is "
+            f"optimizer.name={optimizer.name}: give make_experiment the optimizer= that it was "
+            "trained with"
+        )
+    raise UserError(
+        f"{place} was trained with optimizer.name={saved}, and here an optimizer is given: leave "
+        "out optimizer=, or begin another run with train.init"
+    )
 
 
 def _restore_trained(
@@ -308,7 +333,8 @@ def beside_state(
     experiment: Experiment, iterator: Any, tokens: int | None, frozen: int | None
 ) -> dict[str, Any]:
     """Return what is saved beside a state: the data iterator's state, its number of tokens, the
-    layers' order, the `fingerprint` of the frozen parameters, and the names of parts of one's own.
+    layers' order, the `fingerprint` of the frozen parameters, the names of parts of one's own, and
+    the optimizer's name.
     """
     model = experiment.model
     order = stored_order(experiment.plan, model.config.layers)
@@ -318,6 +344,7 @@ def beside_state(
         ORDER: order,
         FROZEN: frozen,
         PARTS: model.own_parts(),
+        OPTIMIZER: experiment.optimizer.name,
     }
 
 

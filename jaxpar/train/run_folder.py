@@ -31,6 +31,7 @@ from jaxpar.base.errors import UTF8, UserError, read_json, reading, require_loca
 from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import flatten, to_toml
+from jaxpar.models import FAMILIES
 
 
 def is_run(folder: Path) -> bool:
@@ -129,6 +130,12 @@ def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Co
 def _compare_run(folder: Path, config: Config, data_compared: bool) -> Config | None:
     if is_run(folder):
         before = read_run_config(folder)
+        theirs = before.model.family
+        if theirs != config.model.family and theirs not in FAMILIES:
+            raise UserError(
+                f"{folder} is a run of {theirs}, a whole model that a program gave: give "
+                "make_experiment the model= that was trained, or use another --run folder"
+            )
         changed = refused_changes(folder, before, config)
         if data_compared:
             changed = moved_data(changed)
@@ -348,7 +355,8 @@ class Checkpoints:
 
         These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A
         `part` is a dictionary of some fields of the state; nothing else is read. A UserError says
-        that files are missing or cut short, or that the state is of another model or precision.
+        that files are missing or cut short, or that the state is of another model, precision or
+        optimizer.
         """
         self._check(step, shapes, part)
         arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
@@ -377,9 +385,9 @@ class Checkpoints:
             here = wanted.get(name, "absent")
             if there != here and not _is_wider_moment(name, there, here):
                 raise UserError(
-                    f"checkpoint {self.folder / str(step)} is of another model or precision "
-                    f"({name} is {there} there "
-                    f"and {here} here): take those of its run's config.toml"
+                    f"checkpoint {self.folder / str(step)} is of another model, precision or "
+                    f"optimizer ({name} is {there} there and {here} here): take those of its run's "
+                    "config.toml, or of the program that trained it"
                 )
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:

@@ -54,6 +54,7 @@ from jaxpar.train.optimizer import (
     pack_moments,
     reported_rate,
     require_runnable,
+    require_update,
 )
 from jaxpar.train.state_layout import StateArray
 from jaxpar.train.update import update
@@ -102,7 +103,7 @@ def state_shapes(
       optimizer: in place of the config's.
 
     Raises:
-      UserError: see `require_runnable`.
+      UserError: see `require_runnable` and `require_update`.
     """
     if order is None:
         order = stored_order(plan, config.model.layers)
@@ -112,6 +113,8 @@ def state_shapes(
     axes = model.trained(model.axes)
     # The optimizer's state is that of parameters in float32.
     trained = model.trained(shapes)
+    if chosen.learning_rate is None:  # it is no optimizer of a config
+        require_update(chosen, trained, axes)
     arrays = chosen.state_arrays(trained, axes)
     opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=_is_state_array)
     opt_state = jax.eval_shape(

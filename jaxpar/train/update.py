@@ -101,7 +101,7 @@ def update(
       UserError: see `require_runnable`.
     """
     require_runnable(optimizer, plan)
-    streamed = [name for name in params if name == "blocks" and plan.streams]
+    streamed = [name for name in params if plan.streams and _is_stacked(params[name], axes[name])]
     rest = [name for name in params if name not in streamed]
     if optimizer.by_layer:
         groups = [[name] for name in (*streamed, *rest)]
@@ -162,6 +162,17 @@ def update(
         norm,
         overflows,
     )
+
+
+def _is_stacked(params: PyTree, axes: PyTree) -> bool:
+    """Whether the arrays of a part are all stacked over the same layers, as those of our blocks
+    are.
+
+    A whole model of a program's own may have a list of blocks, each with arrays of its own.
+    """
+    names = jax.tree.leaves(axes, is_leaf=is_axes)
+    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(params)}
+    return len(sizes) == 1 and all(one[:1] == ("layers",) for one in names)
 
 
 def _parts(tree: PyTree, names: Sequence[str]) -> PyTree:

@@ -20,9 +20,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import local_bytes, path_name
 from jaxpar.models import Model
 from jaxpar.train.optimizer import config_optimizer
-from jaxpar.train.per_matrix import matrix_dims, muon_dimensions
+from jaxpar.train.per_matrix import hidden_matrices, matrix_dims, muon_dimensions
 from jaxpar.train.plans import make_experiment, make_plan, plan_notes
-from jaxpar.train.restore import restore_state
+from jaxpar.train.restore import beside_state, restore_state
 from jaxpar.train.run_folder import Checkpoints
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import (
@@ -210,7 +210,9 @@ def test_the_matrices_of_a_model_are_known_by_their_axes() -> None:
     assert matrix_dims(("layers", "heads", "head_dim", "embed")) == ((0,), (1, 2), (3,))
     assert matrix_dims(("layers", "embed", None)) == ((0,), (1,), (2,))  # a router
     assert matrix_dims(("layers", "heads", "head_dim")).rows == ()
-    dimensions = muon_dimensions(Model(config("muon").model).axes)
+    assert matrix_dims(("layers", None, "mlp")) == ((0,), (1,), (2,))  # a stranger's
+    assert matrix_dims((None, "mlp", None)).rows == ()
+    dimensions = hidden_matrices(Model(config("muon").model).axes)
     assert dimensions["embed"]["tokens"] is None and dimensions["head"]["table"] is None
     assert dimensions["blocks"]["mlp_norm"]["scale"] is None
     assert dimensions["blocks"]["q"] == ((1,), (2, 3))
@@ -401,6 +403,64 @@ def test_a_given_optimizer_is_one() -> None:
     plan = make_plan(one, jax.devices()[:1])
     with pytest.raises(UserError, match="an optimizer is an optax"):
         state_shapes(Model(one.model), one, plan, optimizer="lion")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.quick
+def test_optax_muon_is_told_the_matrices_of_a_model() -> None:
+    one = config(GIVEN)
+    model = Model(one.model)
+    dimensions = muon_dimensions(model.axes)
+    muon = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dimensions)
+    state = make_experiment(one, jax.devices()[:1], optimizer=muon).state.opt_state
+    names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert any(name.startswith("inner_states.muon") and name.endswith("blocks.q") for name in names)
+    assert not any("muon" in name and name.endswith("embed.tokens") for name in names)
+
+
+def _grown() -> optax.GradientTransformation:
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros(1), lambda updates, state, params: (updates, jnp.zeros(2))
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.polyak_sgd(), "update.gradients, state, params. with nothing more .*'value'"),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "nothing more .AttributeError: .*'fast'"),
+        (_grown(), r"state of another form .*float32\[1\] -> float32\[2\]"),
+    ],
+)
+def test_a_given_optimizer_that_makes_no_plain_step_is_refused(
+    optimizer: optax.GradientTransformation, message: str
+) -> None:
+    one = config(GIVEN)
+    experiment = make_experiment(one, jax.devices()[:1], optimizer=optimizer)
+    with pytest.raises(UserError, match=message):
+        _ = experiment.state
+
+
+@pytest.mark.quick
+def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> None:
+    """The two keep arrays of the same form, and mean something else."""
+    one = config("adam")
+    ours = make_experiment(one, jax.devices()[:1])
+    theirs = make_experiment(one, jax.devices()[:1], optimizer=optax.adam(lambda count: 0.1))
+    for number, (saved, other, message) in enumerate(
+        [
+            (ours, theirs, "trained with optimizer.name=adam, and here an optimizer is given"),
+            (theirs, ours, "an optimizer that a program gave, and here it is optimizer.name=adam"),
+        ]
+    ):
+        state = init_state(saved.model, one, saved.plan, optimizer=saved.optimizer)
+        checkpoints = Checkpoints(tmp_path / str(number), CheckpointConfig())
+        checkpoints.save(1, state, beside_state(saved, None, None, None))
+        checkpoints.wait()
+        with pytest.raises(UserError, match=message):
+            restore_state(checkpoints, 1, other)
+        restore_state(checkpoints, 1, saved)
+        restore_state(checkpoints, 1, other, whole=False)  # its parameters are anyone's
 
 
 @pytest.mark.quick
