@@ -15,11 +15,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Layout, ShardingRules, is_axes, path_name
 from jaxpar.models.model import Model
@@ -150,12 +151,22 @@ class OwnModel:
         weights: LossWeights = LIKELIHOOD,
         counts: TokenCounts | None = None,
     ) -> LossSums:
-        """Compute the summed loss of a batch; it has no term beside the likelihood to weigh."""
+        """Compute the summed loss of a batch; it has no term beside the likelihood to weigh.
+
+        Raises:
+          UserError: the model's own loss returns something else than a sum and a number of labels.
+        """
         found = self.loss_of(params, batch, plan, key)
         if isinstance(found, LossSums):
             return found
-        nll, tokens = found
-        return LossSums(nll, jax.lax.stop_gradient(nll), tokens.astype(nll.dtype))
+        if not isinstance(found, tuple) or len(found) != 2 or any(map(jnp.ndim, found)):
+            raise UserError(
+                f"{self.name}: loss returns two scalars, the sum over the labels that count and "
+                f"their number, and returned {_form_of(found)}"
+            )
+        # In 16 bits a count of a batch's labels would be rounded, or infinite.
+        nll, tokens = (jnp.asarray(one).astype(jnp.float32) for one in found)
+        return LossSums(nll, jax.lax.stop_gradient(nll), tokens)
 
     def parameter_count(self) -> int:
         """Count the parameters."""
@@ -166,6 +177,13 @@ class OwnModel:
         computes, as attention does, is not known, nor which parameters are only looked up.
         """
         return 6.0 * self.parameter_count()
+
+
+def _form_of(found: Any) -> str:
+    """What a loss returned, by shape."""
+    if isinstance(found, tuple | list):
+        return f"{len(found)} values: {', '.join(map(_form_of, found))}"
+    return f"an array of shape {jnp.shape(found)}" if hasattr(found, "shape") else short(found)
 
 
 AnyModel = Model | OwnModel

@@ -57,13 +57,18 @@ def place_arguments(
 
     Raises:
       UserError: the arguments lie on several meshes, on none of devices, or on other devices than
-        the target's.
+        the target's; or there are no arrays at all.
     """
     shapes = jax.tree.map(_shape_of, (tuple(arguments), dict(keywords)))
     meshes = _meshes_of(shapes) or _meshes_inside(jitted, shapes)
     if meshes:
         mesh = _the_mesh(meshes, target)
         note = _compilers_choice_note(names, *shapes)
+    elif not any(map(_is_array, jax.tree.leaves(shapes))):
+        raise UserError(
+            "rehearse.step compiles for where the arrays of a call lie, and this call has none: "
+            "give the function an array, or out_shardings on a mesh of the target"
+        )
     else:
         (device, *_) = target.devices()
         mesh = Mesh(np.array([device]), ("data",))

@@ -73,9 +73,14 @@ def optimizer_state(optimizer: optax.GradientTransformation, params: PyTree) -> 
       and a step rehearsed with.
 
     Raises:
-      UserError: the parameters lie on several meshes, or have no sharding; or optax cannot tell
-        what of this optimizer's state belongs to parameters.
+      UserError: it is no transformation; the parameters lie on several meshes, or have no sharding;
+        or optax cannot tell what of this optimizer's state belongs to parameters.
     """
+    if not callable(getattr(optimizer, "init", None)):
+        raise UserError(
+            "optimizer_state takes an optax.GradientTransformation, and was given "
+            f"{short(optimizer)}: write optax.lion(1e-4), for example"
+        )
     leaves = jax.tree.leaves(params)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     placed = [place for place in shardings if place is not None]

@@ -120,6 +120,11 @@ def test_a_mesh_that_the_function_names_is_its_arguments(form: Any) -> None:
     assert placed.note.startswith("arrays without a sharding, 2 of the arguments (x, y): ")
 
 
+def test_a_call_without_arrays_is_refused() -> None:
+    with pytest.raises(jaxpar.UserError, match="this call has none: give the function an array"):
+        place_arguments(jax.jit(lambda: jnp.ones((4, 4)) @ jnp.ones((4, 4))), (), (), {}, HERE)
+
+
 def test_two_meshes_are_refused() -> None:
     other = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a"))
     arguments = (X.update(sharding=other), {"w": W.update(sharding=NamedSharding(mesh(), P()))}, 3)

@@ -135,6 +135,35 @@ def test_what_it_has_not_is_refused(changes: dict[str, object], said: str) -> No
         jaxpar.make_experiment(config, model=mixer())
 
 
+def _returning(found: object) -> OwnModel:
+    good = mixer()
+    return OwnModel("Mine", good.init_params, lambda *_: found, good.axes, 256, 64)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (jnp.float32(1), r"and returned an array of shape \(\)"),
+        ((jnp.ones(3), jnp.float32(1)), r"2 values: an array of shape \(3,\), an array of shape"),
+        ((jnp.float32(1), 2, 3), "3 values"),
+        (None, "returned None"),
+    ],
+)
+def test_a_loss_returns_a_sum_and_a_count(found: object, said: str) -> None:
+    layout = jaxpar.Layout(jaxpar.make_mesh(devices=jax.devices()[:1]))
+    with pytest.raises(UserError, match=f"Mine: loss returns two scalars.*{said}"):
+        _returning(found).loss({}, {}, layout)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.quick
+def test_a_count_of_a_loss_in_16_bits_is_not_rounded() -> None:
+    layout = jaxpar.Layout(jaxpar.make_mesh(devices=jax.devices()[:1]))
+    model = _returning((jnp.bfloat16(2.5), jnp.int32(100_001)))
+    sums = model.loss({}, {}, layout)  # pyright: ignore[reportArgumentType]
+    assert (float(sums.loss), float(sums.tokens)) == (2.5, 100_001)
+
+
 def test_axes_are_held_against_the_parameters() -> None:
     good = mixer()
     axes = {**good.axes, "more": (None,)}

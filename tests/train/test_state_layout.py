@@ -104,6 +104,10 @@ def test_parameters_of_one_device_keep_their_state_there() -> None:
 
 
 REFUSED = {
+    "no transformation": (
+        lambda: ("adam", placed_params()),
+        "takes an optax.GradientTransformation, and was given 'adam'",
+    ),
     "no place": (
         lambda: (optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}),
         "found some without",
