@@ -24,6 +24,19 @@ from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_terminal_summary,
 )
 
+from jaxtyping import install_import_hook
+
+# Shapes that signatures state are checked whenever a function is traced.
+CHECKED = (
+    "jaxpar.models.layers",
+    "jaxpar.models.lora",
+    "jaxpar.parallel.cross_entropy",
+    "jaxpar.parallel.experts",
+    "jaxpar.parallel.linear",
+    "jaxpar.parallel.ring_matmul",
+)
+install_import_hook(CHECKED, "beartype.beartype")
+
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import widen_cpu_pool

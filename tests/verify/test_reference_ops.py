@@ -178,7 +178,7 @@ def test_the_reference_holds_no_derivative_written_by_hand(family: str, plan: Pl
         return primitives(traced(case.params, case.batch).jaxpr)
 
     assert not [
-        name for name in of_loss(Model(case.model.config, ReferenceOps)) if "custom_vjp" in name
+        name for name in of_loss(Model(case.model.config, ops=ReferenceOps)) if "custom_vjp" in name
     ]
     assert [name for name in of_loss(case.model) if "custom_vjp" in name]
 
