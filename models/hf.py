@@ -121,7 +121,7 @@ def read_params(
     reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
     for tensor, source in pairs:
         for part, name in enumerate(tensor.params):
-            reads[name][tensor.index] = partial(
+            reads[name][tensor.slices] = partial(
                 _read, source, tensor, part, letters[name], sizes, finish
             )
 

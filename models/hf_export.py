@@ -144,7 +144,7 @@ def hf_tensors(
         for name in tensor.params:
             pair = name.replace("blocks.", "blocks.lora.")
             group = [leaves[key] for key in (name, f"{pair}.a", f"{pair}.b") if key in leaves]
-            host = _fetch(_piece(group, tensor.index, dtype, scale))
+            host = _fetch(_piece(group, tensor.slices, dtype, scale))
             # without the vocabulary's padding
             host = host[tuple(slice(sizes[c]) for c in letters[name])]
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])

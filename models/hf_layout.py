@@ -36,13 +36,13 @@ _NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}
 
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, which holds one or several parameters; of stacked ones the slice at
-    `index`: layer, expert. They lie side by side `along` a dim; None = all are this one tensor."""
+    `slices`: layer, expert. They lie side by side `along` a dim; None = all are this one tensor."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     params: tuple[str, ...]
-    index: tuple[int, ...]
+    slices: tuple[int, ...]
     along: int | None = -1
 
     def bytes(self, dtype: Dtype) -> int:

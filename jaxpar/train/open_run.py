@@ -81,11 +81,11 @@ def open_run(
     Raises:
       UserError: config, devices or data are bad, or the folder is of another run.
     """
-    experiment = _checked(experiment)
-    run_together(lambda: require_memory(experiment, machine_memory()))
-    config = with_template_date(experiment.config, folder)
-    corpus = corpus or experiment.corpus or _load(config, folder, say)
-    experiment = replace(experiment, config=config, corpus=corpus)
+    made = _checked(experiment)
+    run_together(lambda: require_memory(made, machine_memory()))
+    config = with_template_date(made.config, folder)
+    corpus = corpus or made.corpus or _load(config, folder, say)
+    experiment = replace(made, config=config, corpus=corpus)
     for note in (*plan_notes(experiment), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
         say(note)
     if offload_asked(experiment.plan):

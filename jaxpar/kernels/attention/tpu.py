@@ -531,8 +531,9 @@ def _launch(
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
     }
     given: list[tuple[ArrayKind, Array]] = []
-    for kind, of_kind in (ids | arrays).items():
-        given += [(kind, x) for x in of_kind]
+    for some in (ids, arrays):
+        for kind, of_kind in some.items():
+            given += [(kind, x) for x in of_kind]
     specs = _specs(walk, H // K, h)
 
     def body(*refs: Ref) -> None:
