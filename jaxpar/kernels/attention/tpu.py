@@ -530,10 +530,8 @@ def _launch(
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
     }
-    given: list[tuple[ArrayKind, Array]] = []
-    for some in (ids, arrays):
-        for kind, of_kind in some.items():
-            given += [(kind, x) for x in of_kind]
+    kinds = (*ids.items(), *arrays.items())
+    given: list[tuple[ArrayKind, Array]] = [(kind, x) for kind, some in kinds for x in some]
     specs = _specs(walk, H // K, h)
 
     def body(*refs: Ref) -> None:
