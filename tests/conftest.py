@@ -15,6 +15,7 @@ import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import install_import_hook
 from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -24,7 +25,9 @@ from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_terminal_summary,
 )
 
-from jaxtyping import install_import_hook
+from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.plan import Plan
+from jaxpar.base.runtime import widen_cpu_pool
 
 # Shapes that signatures state are checked whenever a function is traced.
 CHECKED = (
@@ -36,10 +39,6 @@ CHECKED = (
     "jaxpar.parallel.ring_matmul",
 )
 install_import_hook(CHECKED, "beartype.beartype")
-
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import widen_cpu_pool
 
 # Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of
 # the time. Without the fusion emitters, of which jax 0.12 has no choice, in a half.
