@@ -8,9 +8,8 @@ Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 from jax import Array
@@ -40,18 +39,15 @@ class Ops:
     def column_linear(
         self,
         x_BSD: Array,
-        weights: Sequence[Array],
-        axes: Sequence[Axes],
-        biases: Sequence[Array | None] | None = None,
+        weights: Any,
+        axes: Any,
+        biases: Any = None,
         seq: LogicalAxis = "seq",
-    ) -> tuple[Array, ...]:
-        """See `jaxpar.parallel.column_linear`."""
-        forms = self.plan.overlap.forms(
-            output_axis(
-                axes[0][0],
-                self.plan,
-            )
-        )
+    ) -> Any:
+        """See `jaxpar.parallel.column_linear`: one weight, or several that share a gather."""
+        several = isinstance(weights, list | tuple)
+        of_first = axes[0] if several else axes
+        forms = self.plan.overlap.forms(output_axis(of_first[0], self.plan))
         return linear.column_linear(
             x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms
         )

@@ -11,8 +11,8 @@ F mlp, E experts, K chosen experts of a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,14 @@ class ReferenceOps:
     def column_linear(
         self,
         x_BSD: Array,
-        weights: Sequence[Array],
-        axes: Sequence[Axes],
-        biases: Sequence[Array | None] | None = None,
+        weights: Any,
+        axes: Any,
+        biases: Any = None,
         seq: LogicalAxis = "seq",
-    ) -> tuple[Array, ...]:
-        """Return `x @ w` for each weight, plus its bias."""
+    ) -> Any:
+        """Return `x @ w` for one weight, or for each of several, plus its bias."""
+        if not isinstance(weights, list | tuple):
+            return self._linear(x_BSD, weights, 1, biases)
         biases = biases or [None] * len(weights)
         return tuple(
             self._linear(x_BSD, weight, 1, bias)

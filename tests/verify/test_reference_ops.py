@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -66,6 +67,29 @@ def test_linears_contract_and_add_their_bias(plan: Plan) -> None:
     np.testing.assert_allclose(
         y, np.einsum("bshk,hkd->bsd", ys[0], drawn(5, 6, 4)) + drawn(4), rtol=1e-4
     )
+
+
+def test_one_weight_is_taken_as_one_of_several(plan: Plan) -> None:
+    """As `jaxpar.parallel.column_linear` takes it; the form of its collectives is that of its own
+    axis.
+    """
+    x, up, bias = drawn(2, 3, 4), drawn(4, 7), drawn(7)
+    sites = []
+
+    class Watched(type(plan.overlap)):
+        def forms(self, site: Any) -> Any:
+            sites.append(site)
+            return super().forms(site)
+
+    watched = dataclasses.replace(plan, overlap=Watched(**vars(plan.overlap)))
+    want = np.einsum("bsd,df->bsf", x, up) + bias
+    for ops in (ReferenceOps(plan), Ops(watched)):
+        for found in (
+            ops.column_linear(x, up, ("mlp",), bias),
+            ops.column_linear(x, [up], [("mlp",)], [bias])[0],
+        ):
+            np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    assert sites == ["mlp", "mlp"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
