@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
 from jaxpar.models.layers import over_layers
@@ -239,6 +239,11 @@ class Model:
                 text_BS=text_BS,
             )
             y_BSD, routed = found if isinstance(found, tuple) else (found, None)
+        if not hasattr(y_BSD, "dtype"):
+            raise UserError(
+                f"{split.name} made {short(y_BSD)} of a stream: a block returns the array that the "
+                "next one is given"
+            )
         if (y_BSD.shape, y_BSD.dtype) != (x_BSD.shape, x_BSD.dtype):
             raise UserError(
                 f"{split.name} made {y_BSD.dtype}{list(y_BSD.shape)} of "

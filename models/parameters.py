@@ -45,20 +45,21 @@ def declared_axes(variable: nnx.Variable, name: str = "a parameter") -> tuple[st
     none.
 
     Raises:
-      UserError: a dim has several names, there are more names than dims, or the entries are no
-        floating-point numbers. The message begins with `name`.
+      UserError: a dim has several names, there are some names and not one for each dim, or the
+        entries are no floating-point numbers. The message begins with `name`.
     """
     names = tuple(variable.get_metadata().get("out_sharding") or ())
     shape = variable.shape
     one_each = all(axis is None or isinstance(axis, str) for axis in names)
-    if not one_each or len(names) > len(shape):
+    if not one_each or (names and len(names) != len(shape)):
         raise UserError(
             f"{name} of shape {shape} names its dims {names}: a dim has one logical axis or None, "
-            'as in out_sharding=("embed", "mlp")'
+            'as in out_sharding=("embed", "mlp"), and one that nnx.vmap stacks over is named by '
+            'transform_metadata={nnx.PARTITION_NAME: "layers"}'
         )
     if not jnp.issubdtype(variable.dtype, jnp.floating):
         raise UserError(
             f"{name} of shape {shape} is {variable.dtype}: a parameter is floating point, for a "
             "gradient"
         )
-    return (*names, *[None] * (len(shape) - len(names)))
+    return names or (None,) * len(shape)

@@ -157,8 +157,15 @@ def make_part(config: ModelConfig, name: str, maker: Maker, rngs: nnx.Rngs) -> n
     on the mesh axes of these names.
 
     Raises:
-      UserError: the maker takes other arguments, or makes no module of Flax NNX.
+      UserError: the maker is a module itself, takes other arguments, or makes no module of Flax
+        NNX.
     """
+    if isinstance(maker, nnx.Module):
+        made_already = type(maker).__name__
+        raise UserError(
+            f"{name}= takes what makes a module, since each layer has its own, and was given a "
+            f"{made_already} that is made already: give the class {made_already}"
+        )
     try:
         inspect.signature(maker).bind(config, rngs)
     except TypeError as error:

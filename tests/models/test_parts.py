@@ -198,6 +198,16 @@ class Counting(nnx.Module):
             {},
             r"One.w of shape \(16, 4\) names its dims \('embed', 'mlp', 'heads'\)",
         ),
+        (
+            block_with(out_sharding=("embed",)),
+            {},
+            r"One.w of shape \(16, 4\) names its dims \('embed',\).*nnx.PARTITION_NAME",
+        ),
+        (
+            block_with()(LLAMA, nnx.Rngs(0)),
+            {},
+            "blocks= takes what makes a module.*a One that is made already: give the class One",
+        ),
         (block_with(), {"dropout": 0.1}, "model.dropout=0.1, and blocks=One takes no `key`"),
         (
             block_with(),
@@ -225,6 +235,13 @@ def test_what_a_block_may_not_do_is_said_when_it_is_traced() -> None:
 
         def __call__(self, x_BSD: jax.Array) -> jax.Array:
             return x_BSD * self.w[...]  # float32 times bfloat16
+
+    class Silent(Wide):
+        def __call__(self, x_BSD: jax.Array) -> None: ...
+
+    silent = Model(LLAMA, blocks=Silent)
+    with pytest.raises(UserError, match="Silent made None of a stream: a block returns the array"):
+        jax.eval_shape(lambda params: silent.loss(params, BATCH, ONE), silent.shapes())
 
     half = Plan(ONE.mesh, compute="bfloat16")
     model = Model(LLAMA, blocks=Wide)
