@@ -78,10 +78,10 @@ def shrink(
         chunks = 2 * devices
     multiples = _multiples(config, chunks, sizes, least)
     # Each chunk has three tokens, because a single one would hide a wrong order inside it.
-    seq_len = odd_multiple(
-        max(least.seq_len, 3 * chunks if chunks > 1 else 0),
-        multiples["seq"],
-    )
+    fewest_tokens = least.seq_len
+    if chunks > 1:
+        fewest_tokens = max(fewest_tokens, 3 * chunks)
+    seq_len = odd_multiple(fewest_tokens, multiples["seq"])
     layers, pipeline = _few_layers(config, sizes, asked)
     model = _narrow_model(
         config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim
