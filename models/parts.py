@@ -58,23 +58,6 @@ class BlockPart(Protocol):
     arguments: `def __call__(self, x_BSD, ops)` is a block. The library refuses a config that needs
     what the block does not take: packed documents `segments_BS`, `model.dropout` a `key`, and
     layers of several masks a `kind`.
-
-    Args:
-      x_BSD: the residual stream, in the plan's compute dtype; it is split over `batch` and
-        `residual_seq`.
-      positions_BS: int32, the place of each token in its document. A mesh may give the tokens of a
-        sequence in another order, and generation gives one token at a time: a block that counts
-        places itself is wrong there.
-      segments_BS: int32, the number of each token's document; None = a row is one document.
-      ops: `jaxpar.parallel.Ops`, or a class with the same methods: matmuls, lookups, attention and
-        experts under the plan. Attention through `ops.attention` has its cache in generation.
-      key: the key of dropout; None = no dropout.
-      kind: the layer's number modulo `config.kinds`, which says which of the masks is its own.
-      text_BS: which tokens are no padding; None = all are. Routers count these.
-
-    Returns:
-      The residual stream, of the shape and dtype of `x_BSD`; or a pair of that and the router's
-      `RouterSums`.
     """
 
     def __call__(
@@ -86,7 +69,28 @@ class BlockPart(Protocol):
         key: Array | None,
         kind: int,
         text_BS: Bool[Array, "B S"] | None,
-    ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums | None]: ...
+    ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums | None]:
+        """Run the layer.
+
+        Args:
+          x_BSD: the residual stream, in the plan's compute dtype; it is split over `batch` and
+            `residual_seq`.
+          positions_BS: int32, the place of each token in its document. A mesh may give the tokens
+            of a sequence in another order, and generation gives one token at a time: a block that
+            counts places itself is wrong there.
+          segments_BS: int32, the number of each token's document; None = a row is one document.
+          ops: `jaxpar.parallel.Ops`, or a class with the same methods: matmuls, lookups,
+            attention and experts under the plan. Attention through `ops.attention` has its cache
+            in generation.
+          key: the key of dropout; None = no dropout.
+          kind: the layer's number modulo `config.kinds`, which says which of the masks is its own.
+          text_BS: which tokens are no padding; None = all are. Routers count these.
+
+        Returns:
+          The residual stream, of the shape and dtype of `x_BSD`; or a pair of that and the router's
+          `RouterSums`.
+        """
+        ...
 
 
 class HeadPart(Protocol):

@@ -32,10 +32,6 @@ from jaxpar.base.runtime import widen_cpu_pool
 # Shapes that signatures state are checked whenever a function is traced.
 CHECKED = (
     "jaxpar.models.layers",
-    "jaxpar.models.lora",
-    "jaxpar.parallel.cross_entropy",
-    "jaxpar.parallel.experts",
-    "jaxpar.parallel.linear",
     "jaxpar.parallel.ring_matmul",
 )
 install_import_hook(CHECKED, "beartype.beartype")

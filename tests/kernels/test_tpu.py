@@ -204,14 +204,14 @@ def test_a_step_for_each_tile_that_is_seen_and_each_row_of_none(name: str, of_ke
     if of_keys:
         states = states.swapaxes(1, 2)
     seen = np.sum(states != EMPTY, axis=2)
-    assert int(walk.count) == np.max(
+    assert int(walk.length) == np.max(
         np.sum(
             np.maximum(seen, 1),
             axis=1,
         )
     )
     for b in range(2):
-        own = slice(b * walk.stride, b * walk.stride + int(walk.count))
+        own = slice(b * walk.stride, b * walk.stride + int(walk.length))
         rows = np.asarray(walk.rows)[own]
         codes = np.asarray(walk.codes)[own]
         visited = codes & 3 != EMPTY

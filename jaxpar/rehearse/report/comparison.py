@@ -66,8 +66,9 @@ def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Co
     """Find what changed from one rehearsal to another.
 
     Args:
-      before, after: reports of `rehearse.step` or `rehearse.config`, or files that
+      before: a report of `rehearse.step` or `rehearse.config`, or a file that
         `jaxpar rehearse --json` wrote.
+      after: another.
 
     Raises:
       UserError: a file cannot be read, or is no such report.
