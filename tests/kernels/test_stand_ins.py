@@ -10,7 +10,7 @@ import pytest
 from jaxpar.kernels.attention import dispatch, libraries
 from jaxpar.kernels.masks import Causal, Mask, Window
 from jaxpar.rehearse.report.kernels import stand_ins
-from jaxpar.rehearse.report.lint import LintedStep, other_kernels
+from jaxpar.rehearse.report.lint import LintedStep, find
 
 
 def names_of(mask: Mask, dtype: str) -> str:
@@ -47,6 +47,6 @@ def test_the_report_names_what_was_priced_what_runs_and_how_to_get_it() -> None:
     )
     assert (row["op"], row["priced"], row["runs"]) == ("attention", "pallas_gpu", "cuDNN")
     assert row["install"].startswith("pip install nvidia-cudnn-cu1")
-    (finding,) = other_kernels(LintedStep(kernels=[row]))
+    (finding,) = find("other-kernel", LintedStep(kernels=[row]))
     assert finding["rule"] == "other-kernel" and row["install"] in finding["message"]
     assert not stand_ins("HloModule m")
