@@ -494,7 +494,10 @@ def _masks(
         raise UserError(
             f"{file}: sliding_window={window!r} is no number of tokens: download it again"
         )
-    types = hf.get("layer_types") if local.where else None
+    if local.where:
+        types = hf.get("layer_types")
+    else:
+        types = None
     if types is None:
         types = [
             _TYPES["window" if local.where is None or local.where(hf, i) else "causal"]

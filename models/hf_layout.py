@@ -131,7 +131,11 @@ def require_mapping(model: Model) -> None:
         dims = letters[name]
         known = sorted(dims) == sorted(dims_there.get(name, _UNKNOWN)) and all(
             dim == "V" or size == sizes[dim]
-            for dim, size in zip(dims[::-1], shape[::-1], strict=False)
+            for dim, size in zip(
+                dims[::-1],
+                shape[::-1],
+                strict=False,
+            )
         )
         if not known:
             made_by = part_name(getattr(model.parts, name.split(".")[0]))

@@ -41,7 +41,10 @@ class LoraPair(nnx.Module):
     def __init__(self, weight: nnx.Param, lora: Lora, rngs: nnx.Rngs):
         axes = declared_axes(weight)
         # one input dim, except where the matrix maps to the residual stream
-        split = len(axes) - 1 if axes[-1] == "embed" else 1
+        if axes[-1] == "embed":
+            split = len(axes) - 1
+        else:
+            split = 1
         inputs = weight.shape[:split]
         outputs = weight.shape[split:]
         bound = 1 / math.sqrt(math.prod(inputs))
@@ -67,7 +70,11 @@ class LoraPairs(nnx.Dict[LoraPair]):
         return vars(self).get(name)  # `get` of Flax's Dict raises an AttributeError before 0.12.6
 
 
-def lora_pairs(matrices: Mapping[str, nnx.Param], config: ModelConfig, rngs: nnx.Rngs) -> LoraPairs:
+def lora_pairs(
+    matrices: Mapping[str, nnx.Param],
+    config: ModelConfig,
+    rngs: nnx.Rngs,
+) -> LoraPairs:
     """Make the pairs that a config asks for, by the names of their matrices.
 
     Args:
@@ -112,7 +119,9 @@ class Linear(NamedTuple):
     @property
     def bias_array(self) -> Array | None:
         """The bias, if there is one."""
-        return None if self.bias is None else self.bias[...]
+        if self.bias is None:
+            return None
+        return self.bias[...]
 
 
 def column_linears(
@@ -187,9 +196,17 @@ def merge_lora(params: Params, config: ModelConfig) -> Params:
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="scale")
-def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+def _add_product(
+    weight: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    scale: float,
+) -> jax.Array:
     """Add the products of pairs [L, *in, r] and [L, r, *out] to a stacked weight [L, *in, *out]."""
-    product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))(a, b)
+    product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))(
+        a,
+        b,
+    )
     return (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
 
 

@@ -265,7 +265,9 @@ def _usage(name: str) -> str:
         field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
         for field in _fields(name)
     ]
-    return f"{name}({', '.join(parts)})" if parts else name
+    if parts:
+        return f"{name}({', '.join(parts)})"
+    return name
 
 
 def has_window(word: str) -> bool:

@@ -472,7 +472,10 @@ class Model:
 # Cached, because a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
 def _shapes(model: Model, order: tuple[int, ...] | None) -> Params:
-    return jax.eval_shape(lambda key: model.init(key, order), jax.random.key(0))
+    return jax.eval_shape(
+        lambda key: model.init(key, order),
+        jax.random.key(0),
+    )
 
 
 def _stacked(axes: PyTree) -> PyTree:

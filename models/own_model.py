@@ -183,7 +183,9 @@ def _form_of(found: Any) -> str:
     """What a loss returned, by shape."""
     if isinstance(found, tuple | list):
         return f"{len(found)} values: {', '.join(map(_form_of, found))}"
-    return f"an array of shape {jnp.shape(found)}" if hasattr(found, "shape") else short(found)
+    if hasattr(found, "shape"):
+        return f"an array of shape {jnp.shape(found)}"
+    return short(found)
 
 
 AnyModel = Model | OwnModel

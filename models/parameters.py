@@ -15,7 +15,11 @@ ones = nnx.initializers.ones
 normal = nnx.initializers.normal
 
 
-def param(rngs: nnx.Rngs, init: Callable[..., Array], **dims: int) -> nnx.Param:
+def param(
+    rngs: nnx.Rngs,
+    init: Callable[..., Array],
+    **dims: int,
+) -> nnx.Param:
     """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over
     those logical axes.
 
@@ -40,7 +44,10 @@ def param_of(
     return nnx.Param(declared(rngs.params(), shape, jnp.float32))
 
 
-def declared_axes(variable: nnx.Variable, name: str = "a parameter") -> tuple[str | None, ...]:
+def declared_axes(
+    variable: nnx.Variable,
+    name: str = "a parameter",
+) -> tuple[str | None, ...]:
     """Return the name of each dim of a variable, as Flax has it in its metadata; None = it has
     none.
 

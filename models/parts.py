@@ -154,7 +154,12 @@ class Split:
         return module(first, **taken)
 
 
-def make_part(config: ModelConfig, name: str, maker: Maker, rngs: nnx.Rngs) -> nnx.Module:
+def make_part(
+    config: ModelConfig,
+    name: str,
+    maker: Maker,
+    rngs: nnx.Rngs,
+) -> nnx.Module:
     """Make a part of a model, with its arrays.
 
     Where its arrays lie is not the part's to say: Flax would place a parameter with names at once,
@@ -193,7 +198,10 @@ def init_part(config: ModelConfig, name: str, maker: Maker, key: Array) -> Param
     return plain_dict(nnx.state(made, nnx.Param))
 
 
-def plain_dict(state: nnx.State, of: Callable[[Any], Any] | None = None) -> Params:
+def plain_dict(
+    state: nnx.State,
+    of: Callable[[Any], Any] | None = None,
+) -> Params:
     """Return a dict of dicts with `of(variable)` of each variable (None = its array), in which all
     keys are words.
     """

@@ -172,7 +172,10 @@ class Embed(nnx.Module):
         if self.scale != 1:
             x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.positions is not None:
-            places_BS = count_positions(tokens_BS) if positions_BS is None else positions_BS
+            if positions_BS is None:
+                places_BS = count_positions(tokens_BS)
+            else:
+                places_BS = positions_BS
             x_BSD += ops.lookup(self.positions[...], places_BS, None)
         return dropout(x_BSD, self.dropout, key)
 
@@ -190,7 +193,10 @@ class Block(nnx.Module):
         H = config.heads
         F = config.mlp
         h = config.head_size
-        kv = {"kv_heads": config.kv_head_count} if family.grouped else {"heads": H}
+        if family.grouped:
+            kv = {"kv_heads": config.kv_head_count}
+        else:
+            kv = {"heads": H}
         init = normal(config.init_std)
         # GPT-2 report, section 2.3
         init_residual = normal(config.init_std / math.sqrt(2 * config.layers))
@@ -222,7 +228,12 @@ class Block(nnx.Module):
         self.up_bias = bias("up", mlp=F)
         self.down = param(rngs, init_residual, **expert, mlp=F, embed=D)
         self.down_bias = bias("down", embed=D)
-        matrices = {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        matrices = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "out": self.out,
+        }
         matrices |= {"gate": self.gate} if family.gated else {}
         matrices |= {"up": self.up, "down": self.down}
         self.lora = lora_pairs(matrices, config, rngs)
@@ -245,7 +256,8 @@ class Block(nnx.Module):
         ops = ops or ops_without_plan(x_BSD.dtype.name)
         if positions_BS is None:
             positions_BS = count_positions(x_BSD)
-        attention_key, mlp_key = None, None
+        attention_key = None
+        mlp_key = None
         weights_key = None
         if key is not None:
             weights_key, attention_key, mlp_key = jax.random.split(key, 3)
@@ -266,7 +278,9 @@ class Block(nnx.Module):
             if self.family.post_norms:
                 y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
             x_BSD = x_BSD + dropout(y_BSD, rate, mlp_key)
-        return x_BSD if routed is None else (x_BSD, routed)
+        if routed is None:
+            return x_BSD
+        return (x_BSD, routed)
 
     def attention(
         self,
@@ -311,9 +325,16 @@ class Block(nnx.Module):
         out = Linear(self.out, self.out_bias, self.lora.beside("out"))
         return row_linear(mixed_BSHh, out, ops, "attention_seq")
 
-    def mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> Float[Array, "B S D"]:
+    def mlp(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        ops: Ops,
+    ) -> Float[Array, "B S D"]:
         """Return what an MLP without experts adds to the residual stream."""
-        activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu
+        if self.family.activation == "silu":
+            activation = jax.nn.silu
+        else:
+            activation = jax.nn.gelu
         up = Linear(self.up, self.up_bias, self.lora.beside("up"))
         if self.family.gated:
             gate = Linear(self.gate, None, self.lora.beside("gate"))
@@ -340,9 +361,16 @@ class Block(nnx.Module):
         )
 
 
-def _bias(family: Family, rngs: nnx.Rngs, name: str, **dims: int) -> nnx.Param | None:
+def _bias(
+    family: Family,
+    rngs: nnx.Rngs,
+    name: str,
+    **dims: int,
+) -> nnx.Param | None:
     """Declare the bias of a linear, if the family has one there."""
-    return param(rngs, zeros, **dims) if name in family.biases else None
+    if name in family.biases:
+        return param(rngs, zeros, **dims)
+    return None
 
 
 class Head(nnx.Module):

@@ -72,7 +72,10 @@ def require_number(
     too_small = (least is not None and number < least) or (above is not None and number <= above)
     if math.isfinite(number) and not too_small and (below is None or number < below):
         return
-    bounds = [] if least is None else [f"of at least {least:g}"]
+    if least is None:
+        bounds = []
+    else:
+        bounds = [f"of at least {least:g}"]
     bounds += [] if above is None else [f"above {above:g}"]
     bounds += [] if below is None else [f"below {below:g}"]
     wanted = " ".join(["a finite number", " and ".join(bounds)]).rstrip()

@@ -113,7 +113,9 @@ def _value(text: str) -> Option:
         return text.lower() == "true"
     if _WHOLE.fullmatch(text):
         return int(text)
-    return float(text) if _DECIMAL.fullmatch(text) else text
+    if _DECIMAL.fullmatch(text):
+        return float(text)
+    return text
 
 
 def _word(value: Option) -> str:

@@ -54,7 +54,9 @@ def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
       alike: how close a choice must be, from 0 to 1 = the same.
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=alike)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    return ""
 
 
 # `Path` makes one slash of two.
@@ -111,7 +113,9 @@ def short(value: object) -> str:
     # a number with more digits than Python writes; a list in a list in a list
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__} that is too large to show"
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."
 
 
 @contextmanager

@@ -85,7 +85,9 @@ class Sgd:
     @property
     def moment_decays(self) -> dict[str, float]:
         """The decays of the first moments, by their settings, that a bfloat16 limits."""
-        return {"momentum": self.momentum} if self.has_moments else {}
+        if self.has_moments:
+            return {"momentum": self.momentum}
+        return {}
 
     @property
     def has_moments(self) -> bool:
@@ -120,7 +122,9 @@ class Adafactor:
     @property
     def moment_decays(self) -> dict[str, float]:
         """The decays of the first moments, by their settings, that a bfloat16 limits."""
-        return {"momentum": self.momentum} if self.has_moments else {}
+        if self.has_moments:
+            return {"momentum": self.momentum}
+        return {}
 
     @property
     def has_moments(self) -> bool:

@@ -100,7 +100,10 @@ def require_ranges(
         allowed = known.get(key)
         if allowed is None:
             continue
-        items = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, tuple):
+            items = value
+        else:
+            items = (value,)
         for number in items:
             if not allowed.holds(number):
                 raise UserError(out_of_range(key.removeprefix(inside), number, allowed))

@@ -94,7 +94,10 @@ class Registry(Generic[T]):
 
 def _place_of(entry: object) -> str:
     """Where an entry, or the function that it holds, was defined."""
-    functions = [entry, *vars(entry).values()] if dataclasses.is_dataclass(entry) else [entry]
+    if dataclasses.is_dataclass(entry):
+        functions = [entry, *vars(entry).values()]
+    else:
+        functions = [entry]
     for one in functions:
         if callable(one) and hasattr(one, "__qualname__"):
             return f"{one.__module__}.{one.__qualname__}"
@@ -151,7 +154,11 @@ def _named_settings(schema: type, prefix: str) -> Iterator[tuple[str, OneOf]]:
             yield from _named_settings(hint, f"{prefix}{name}.")
 
 
-def require_names(schema: type, values: Mapping[str, Any], inside: str = "") -> None:
+def require_names(
+    schema: type,
+    values: Mapping[str, Any],
+    inside: str = "",
+) -> None:
     """Refuse a name that is not registered.
 
     Args:

@@ -324,7 +324,10 @@ def split_axes(
     mesh: Mesh | AbstractMesh,
 ) -> tuple[MeshAxis, ...]:
     """The mesh axes of more than one device that the rules split a logical axis over."""
-    named = () if axis is None else named_axes(axis, rules)
+    if axis is None:
+        named = ()
+    else:
+        named = named_axes(axis, rules)
     return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
 
 

@@ -378,7 +378,10 @@ def run_together(run: Callable[[], T]) -> T:
         result = run()
     except Exception as caught:  # whatever it is, the others wait
         error = caught
-    said = "" if error is None else str(error) or repr(error)
+    if error is None:
+        said = ""
+    else:
+        said = str(error) or repr(error)
     rows = multihost_utils.process_allgather(
         np.frombuffer(said.encode()[:500].ljust(500), np.uint8)
     )

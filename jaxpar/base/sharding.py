@@ -299,7 +299,10 @@ class Layout:
                 axes, None if array is None else array.shape, path_name(path) or name
             )
 
-        trees = (axes,) if shape is None else (axes, shape)
+        if shape is None:
+            trees = (axes,)
+        else:
+            trees = (axes, shape)
         return jax.tree_util.tree_map_with_path(
             place, *trees, is_leaf=lambda axes: axes is None or is_axes(axes)
         )
@@ -338,7 +341,10 @@ def merge_trees(tree: PyTree, part: PyTree) -> PyTree:
     """Return a dict of dicts in which what a `part` of it has stands in place of its own."""
     if not isinstance(part, dict):
         return part
-    return {**tree, **{key: merge_trees(tree.get(key, {}), part[key]) for key in part}}
+    return {
+        **tree,
+        **{key: merge_trees(tree.get(key, {}), part[key]) for key in part},
+    }
 
 
 class Placement(NamedTuple):

@@ -135,7 +135,10 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):
             return tuple(_coerce(item_hint, item, origin, key) for item in items)
-        what = "whole numbers" if item_hint is int else "names"
+        if item_hint is int:
+            what = "whole numbers"
+        else:
+            what = "names"
         raise UserError(f"{origin}: {key} is a list of {what}, found {short(value)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         beyond = math.inf if value > 0 else -math.inf

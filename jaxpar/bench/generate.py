@@ -107,7 +107,13 @@ def generation_seconds(
     params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
     generator = Generator(model, params, plan)
     vocab = experiment.config.model.vocab_size
-    prompts = list(np.random.default_rng(0).integers(0, vocab, (batch, prompt_tokens)))
+    prompts = list(
+        np.random.default_rng(0).integers(
+            0,
+            vocab,
+            (batch, prompt_tokens),
+        )
+    )
 
     def run(n: int) -> Parts:
         generator.times = GenerationTimes()
@@ -132,7 +138,11 @@ def _parts_of(row: BenchRow) -> Parts:
     return Parts(float(row["prefill"] or 0), float(row["decode"] or 0))
 
 
-def _say_ratios(seconds: np.ndarray, rounds: int, say: Callable[[str], None]) -> None:
+def _say_ratios(
+    seconds: np.ndarray,
+    rounds: int,
+    say: Callable[[str], None],
+) -> None:
     """Say how much faster ours is than the other, in each part."""
     for index, part in enumerate(Parts._fields):
         ratios = seconds[:, 1, index] / seconds[:, 0, index]

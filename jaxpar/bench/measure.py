@@ -229,7 +229,10 @@ def torch_steps(config: Config) -> contextlib.AbstractContextManager[Callable[[i
 
 
 @contextlib.contextmanager
-def torch_process(script: str, asked: Mapping[str, Any]) -> Iterator[Callable[[int], BenchRow]]:
+def torch_process(
+    script: str,
+    asked: Mapping[str, Any],
+) -> Iterator[Callable[[int], BenchRow]]:
     """Run a script of this folder beside, and yield a function that sends it a number and returns
     its answer.
 
@@ -242,7 +245,12 @@ def torch_process(script: str, asked: Mapping[str, Any]) -> Iterator[Callable[[i
     Raises:
       ChildProcessError: from the function, where torch or transformers is missing or fails.
     """
-    words = [sys.executable, "-P", str(Path(__file__).with_name(script)), json.dumps(asked)]
+    words = [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name(script)),
+        json.dumps(asked),
+    ]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
 

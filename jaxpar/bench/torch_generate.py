@@ -32,7 +32,10 @@ def main() -> None:
             return print(json.dumps({"missing": f"torch {torch.__version__} sees no GPU"}))
         run = run or generation(torch, transformers, asked, "cuda" if cuda else "cpu")
         by = f"transformers, torch {torch.__version__}"
-        print(json.dumps({"by": by, **run(int(line))}), flush=True)
+        print(
+            json.dumps({"by": by, **run(int(line))}),
+            flush=True,
+        )
     return None
 
 
@@ -46,7 +49,11 @@ def generation(
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
     dtype = getattr(torch, asked["compute"])
     model = transformers.AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
-    numbers = np.random.default_rng(0).integers(0, asked["vocab_size"], asked["prompt"])
+    numbers = np.random.default_rng(0).integers(
+        0,
+        asked["vocab_size"],
+        asked["prompt"],
+    )
     ids = torch.from_numpy(numbers).to(device)
 
     def generate(n: int) -> float:

@@ -341,7 +341,10 @@ def run_folder(name: str, given: str = "") -> Path:
     """The run folder: the one given, or what the config's name stands for: where it is a run
     folder, or the config.toml in one, that; else runs/NAME."""
     path = Path(name)
-    folder = path.parent if path.name == "config.toml" else path
+    if path.name == "config.toml":
+        folder = path.parent
+    else:
+        folder = path
     holds_run = os.path.exists(folder / "config.toml") and (
         path.is_dir() or (folder / "checkpoints").is_dir()
     )

@@ -218,7 +218,10 @@ def verify_command(words: list[str]) -> int:
     found = verify(args.config, say=say)
     say(table(found.checks))
     say(str(found))
-    written = found.as_json(Path(name).stem, " ".join(["jaxpar verify", *words]))
+    written = found.as_json(
+        Path(name).stem,
+        " ".join(["jaxpar verify", *words]),
+    )
     text = json.dumps(written, allow_nan=False)
     if quiet:
         print(text)
@@ -252,7 +255,10 @@ def show_command(words: list[str]) -> int:
     if args.schedule:
         show_schedule(config, picture)
         return 0
-    has = load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0
+    if args.on:
+        has = load_mesh_preset(args.on)[1].hbm_bytes
+    else:
+        has = 0
     show(config, picture, has, **others)
     return 0
 

@@ -89,7 +89,10 @@ def launch_command(words: list[str]) -> int:
     name, args = config_args(usage, RayArgs, rest, training=True)
     if args.workers and args.target:
         raise UserError("--workers has no effect: a target has a process for each of its hosts")
-    target = load_target(args.target) if args.target else None
+    if args.target:
+        target = load_target(args.target)
+    else:
+        target = None
     result = launch(
         args.config,
         run_folder(name, args.run),

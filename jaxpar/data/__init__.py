@@ -35,5 +35,8 @@ def __getattr__(name: str) -> Any:
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "tokenizer" if name == "load_tokenizer" else "corpus"
+    if name == "load_tokenizer":
+        room = "tokenizer"
+    else:
+        room = "corpus"
     return getattr(importlib.import_module(f"jaxpar.data.{room}"), name)

@@ -107,7 +107,10 @@ class ConversationWriter:
         unwritten = find_unwritten(messages, learned, whole.text, write, origin)
         notes = {f"its chat template does not write {what}" for what in unwritten}
         if not find:
-            spans = [(0, len(whole.text))] if learned else []
+            if learned:
+                spans = [(0, len(whole.text))]
+            else:
+                spans = []
         elif whole.generated:
             spans = self._marked(whole, messages, names, learned)
         else:

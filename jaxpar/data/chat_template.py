@@ -102,7 +102,10 @@ def find_template(tokenizer: str | Path, name: str = "") -> ChatTemplate | None:
     text = templates.get(name or "default")
     if text is None:
         return None
-    tool_use = "" if name else templates.get("tool_use", "")
+    if name:
+        tool_use = ""
+    else:
+        tool_use = templates.get("tool_use", "")
     return ChatTemplate(text, special_tokens(tokenizer), origin, tool_use)
 
 

@@ -195,7 +195,10 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
                 calls = parse_json(value, _CALL)
             except UserError:
                 calls = None
-        listed = calls if isinstance(calls, list) else [calls]
+        if isinstance(calls, list):
+            listed = calls
+        else:
+            listed = [calls]
         if not all(isinstance(one, dict) for one in listed):
             return {"role": "assistant", "content": value, **others}
         return {

@@ -68,7 +68,10 @@ def end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | None:
         if text is None:
             continue
         _, mark, after = text.rpartition(_MARK)
-        found = _first_token(after, tokenizer) if mark else None
+        if mark:
+            found = _first_token(after, tokenizer)
+        else:
+            found = None
         if found is not None:
             return found
     return None

@@ -52,7 +52,12 @@ class Part(Protocol):
         """How much there is, for the log: `1,000 documents`."""
         ...
 
-    def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[Any]:
+    def rows(
+        self,
+        data: DataConfig,
+        seed: int,
+        endless: bool,
+    ) -> grain.IterDataset[Any]:
         """Return rows [S] of `tokens` and `labels`, in the order that `seed` says, again and again
         if `endless`. `Tokens` has windows in place of them.
         """
@@ -86,7 +91,12 @@ class PartDefaults:
     files: tuple[Path, ...] = ()
     skipped: Skipped | None = None
 
-    def rows(self: Part, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[Any]:
+    def rows(
+        self: Part,
+        data: DataConfig,
+        seed: int,
+        endless: bool,
+    ) -> grain.IterDataset[Any]:
         """Refuse: see `Part`."""
         raise UserError(f"{self.origin} has no rows: data.source={data.source} makes none")
 

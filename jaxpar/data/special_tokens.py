@@ -128,7 +128,9 @@ def _read(
     file: Path,
     kinds: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    return read_json(file, kinds) if file.exists() else {}
+    if file.exists():
+        return read_json(file, kinds)
+    return {}
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
@@ -157,7 +159,10 @@ def _ids(
     found: dict[int, None] = {}
     for file in files:
         value = _given(file, key)
-        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            values = value
+        else:
+            values = [value]
         found |= dict.fromkeys(
             id for id in values if isinstance(id, int) and not isinstance(id, bool)
         )
@@ -187,7 +192,10 @@ def carry_declared(source: Path | None, target: Path, keep: bool = False) -> Non
       OSError: a file cannot be written.
       UserError: a file cannot be read.
     """
-    declared = {} if source is None else read_declared(source)
+    if source is None:
+        declared = {}
+    else:
+        declared = read_declared(source)
     for name, content in declared.items():
         copy = _place(target, name)
         if not copy.exists() or copy.read_bytes() != content:
@@ -327,7 +335,10 @@ def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
     """
     from tokenizers.processors import TemplateProcessing
 
-    token = None if begin is None else inner.id_to_token(begin)
+    if begin is None:
+        token = None
+    else:
+        token = inner.id_to_token(begin)
     before = "" if token is None else f"{token}:0 "
     named = [] if token is None else [(token, begin)]
     inner.post_processor = TemplateProcessing(f"{before}$A:0", f"{before}$A:0 $B:1", named)

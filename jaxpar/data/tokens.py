@@ -300,7 +300,10 @@ def load_token_files(
                 f"`jaxpar tokenize --tokenizer {files[first]}`"
             )
     tokenizer = known.get(first)
-    begin = tokenizer.begin_of_text if tokenizer else None
+    if tokenizer:
+        begin = tokenizer.begin_of_text
+    else:
+        begin = None
     for stream in streams if tokenizer else ():
         _require_begin(stream, begin)
     return [replace(stream, begin_of_text=begin) for stream in streams], tokenizer
@@ -309,11 +312,17 @@ def load_token_files(
 def _require_begin(stream: Tokens, begin: int | None) -> None:
     """Refuse a token file whose documents begin otherwise than texts do under `data.bos`."""
     described = Path(stream.origin).with_suffix(".bin.json")
-    meta = read_json(described) if described.exists() else {}
+    if described.exists():
+        meta = read_json(described)
+    else:
+        meta = {}
     there = meta.get(_BEGIN)
     # written by an older version
     if _BEGIN not in meta and begin is not None and stream.document_starts is not None:
-        there = begin if stream.tokens[0] == begin else None
+        if stream.tokens[0] == begin:
+            there = begin
+        else:
+            there = None
     elif _BEGIN not in meta:
         return
     if there != begin:

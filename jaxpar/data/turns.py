@@ -240,7 +240,9 @@ def _closing_length(at_the_end: str, within: str) -> int | None:
     if not shared[:whole].strip():
         return _marker_length(within)
     next_characters = {at_the_end[whole : whole + 1], within[whole : whole + 1]}
-    return whole if next_characters <= {"<", "[", ""} else None
+    if next_characters <= {"<", "[", ""}:
+        return whole
+    return None
 
 
 def _whole_markers(text: str) -> str:

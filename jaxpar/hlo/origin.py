@@ -211,7 +211,10 @@ def _own_line(frames: list[Frame], dirs: PackageDirs) -> str:
         if not installed and not any(_inside(frame.file, folder) for folder in known):
             file = Path(frame.file)
             here = Path.cwd()
-            shown = file.relative_to(here) if file.is_relative_to(here) else file.name
+            if file.is_relative_to(here):
+                shown = file.relative_to(here)
+            else:
+                shown = file.name
             return f"{shown}:{frame.line}"
     return ""
 

@@ -169,7 +169,10 @@ def evaluate(
             name = instruction.attributes.get("direction", "")
         else:
             name = instruction.opcode
-        compute = None if None in values else _COMPUTE.get(name)
+        if None in values:
+            compute = None
+        else:
+            compute = _COMPUTE.get(name)
         return compute(*values) if compute else None
 
     return value(name)
@@ -179,4 +182,6 @@ def _literal(text: str) -> Scalar | None:
     text = text.strip("{} ")
     if text in ("true", "false"):
         return text == "true"
-    return int(text) if text.lstrip("-").isdigit() else None
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return None

@@ -71,7 +71,10 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
         )
     target = load_target(where.target)
     _require_place(kind, where, target, load_chip(target.chip).cloud)
-    platform = "gpu" if target.platform == "cuda" else "tpu"
+    if target.platform == "cuda":
+        platform = "gpu"
+    else:
+        platform = "tpu"
     mesh = replace(config.mesh, platform=platform, distributed=target.hosts > 1)
     config = check(replace(config, mesh=mesh))
     check_mesh(mesh, target)
@@ -81,7 +84,10 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
         values |= _skypilot_values(run)
     if kind == "gke":
         values |= _kubernetes_values(run, values["name"])
-    template = "rayjob.yaml" if where.ray else TEMPLATES[kind]
+    if where.ray:
+        template = "rayjob.yaml"
+    else:
+        template = TEMPLATES[kind]
     text = resources.files("jaxpar.launch").joinpath("templates", template).read_text("utf-8")
     return _fill(text, values)
 
@@ -117,9 +123,18 @@ class _Run:
         return math.prod(self.target.host_shape)
 
 
-def _run_of(kind: str, source: str, config: Config, where: Placement, target: Target) -> _Run:
+def _run_of(
+    kind: str,
+    source: str,
+    config: Config,
+    where: Placement,
+    target: Target,
+) -> _Run:
     stem = Path(source).stem
-    file = "" if source in presets("jaxpar.configs") else source
+    if source in presets("jaxpar.configs"):
+        file = ""
+    else:
+        file = source
     if file and Path(file).is_dir():
         file = str(Path(file) / "config.toml")
     if not file:

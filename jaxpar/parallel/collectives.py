@@ -205,7 +205,10 @@ def reduce(
         # outermost first: each cuts the piece left by the last
         for summed, run in groupby(moved, left.__contains__):
             mesh_axes = tuple(run)
-            cut = reduce_scatter if summed else own_piece
+            if summed:
+                cut = reduce_scatter
+            else:
+                cut = own_piece
             x = cut(x, mesh_axes, dim, layout.pieces(mesh_axes))
         left.difference_update(moved)
     rest = tuple(axis for axis in layout.mesh.axis_names if axis in left)
@@ -271,7 +274,9 @@ def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array 
     a logical axis.
     """
     split = layout.mesh_axes(axis)
-    return jax.lax.axis_index(split) * rows if split else 0
+    if split:
+        return jax.lax.axis_index(split) * rows
+    return 0
 
 
 def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:

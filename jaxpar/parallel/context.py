@@ -326,7 +326,10 @@ class ContextTask(NamedTuple):
 
     def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
         """Return what the queries of a chunk see of its own keys."""
-        start = 0 if of_distance(self.mask) else chunk * C
+        if of_distance(self.mask):
+            start = 0
+        else:
+            start = chunk * C
         places = self.call._replace(q_start=start, k_start=start, multiple=C)
         return self.in_documents(self.mask, chunk, chunk, C), places
 

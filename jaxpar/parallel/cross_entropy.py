@@ -218,7 +218,10 @@ def tiling(
     """
     most = loss_mib * 2**20
     moved = further_split(state_axes(_HEAD), (_HEAD[0], None), layout)
-    of_row = embed * (layout.dtype.itemsize + 4) if moved else 0
+    if moved:
+        of_row = embed * (layout.dtype.itemsize + 4)
+    else:
+        of_row = 0
     left = most - rows * of_row
     fitting = max(min(left, _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)), 0) // (4 * rows)
     by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)

@@ -209,4 +209,6 @@ def gradient_error(device: jax.Device) -> float:
         plain = gradient(None)
         found = gradient(offloaded)
     error = np.max(np.abs(found - plain)) / np.max(np.abs(plain))
-    return float(error) if np.isfinite(error) else float("inf")
+    if np.isfinite(error):
+        return float(error)
+    return float("inf")

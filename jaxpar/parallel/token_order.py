@@ -75,7 +75,10 @@ def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
     chunks = max(layout.size("attention_seq"), len(chunk_order(layout, strategy)))
     if seq_len % chunks:
         below = seq_len // chunks * chunks
-        shorter = f"data.seq_len={below} or " if below else ""
+        if below:
+            shorter = f"data.seq_len={below} or "
+        else:
+            shorter = ""
         raise UserError(
             f"data.seq_len={seq_len} is not cut into {chunks} equal chunks, which {strategy} over "
             f"{context_sizes(layout)} needs: try {shorter}data.seq_len={below + chunks}"

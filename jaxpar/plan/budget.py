@@ -246,7 +246,10 @@ def reasons(search: MemorySearch, solution: Solution) -> str:
             hidden = f"waits {1e3 * waits:.0f} ms"
         parts.append(f"offload {offloaded} ({bytes_text(solution.host)}, {hidden})")
     if recomputed:
-        share = 100 * solution.again / step if step else 0
+        if step:
+            share = 100 * solution.again / step
+        else:
+            share = 0
         parts.append(f"recompute {recomputed} (+{share:.1f} % of the compute)")
     if saved:
         parts.append(f"save {saved} ({bytes_text(solution.device)})")

@@ -116,7 +116,9 @@ def words(overlap: Overlap) -> str:
         f"{site} {getattr(overlap, site)}" for site in SITES if getattr(overlap, site) != "same"
     ]
     text = ", ".join([*sites, f"else {common}"] if sites else [common])
-    return f"domino, {text}" if overlap.domino == "on" else text
+    if overlap.domino == "on":
+        return f"domino, {text}"
+    return text
 
 
 def trial(experiment: Experiment, target: Target | None) -> float:

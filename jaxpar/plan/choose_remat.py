@@ -227,7 +227,10 @@ def _matmul_flops(one: Activation, experiment: Experiment) -> float:
     # The rows of experts are those of their buffers, most of which have more rows than there are
     # tokens.
     rows = math.prod(one.shape[:3] if "experts" in axes else one.shape[:2])
-    seq = "residual_seq" if one.name == "expert_out" else "seq"
+    if one.name == "expert_out":
+        seq = "residual_seq"
+    else:
+        seq = "seq"
     dims = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis != "experts"]
     pieces = math.prod(plan.size(output_axis(axis, plan)) for _, axis in dims if axis != "embed")
     return (

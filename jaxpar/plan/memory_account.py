@@ -125,7 +125,12 @@ def loss_cut(experiment: Experiment) -> LossCut:
     return LossCut(tokens, rows, D, tiling(tokens, rows, D, plan, plan.loss_mib))
 
 
-def out_of_memory(message: str, parts: list[MemoryPart], experiment: Experiment, has: int) -> str:
+def out_of_memory(
+    message: str,
+    parts: list[MemoryPart],
+    experiment: Experiment,
+    has: int,
+) -> str:
     """Tell the user in one line of a step that does not fit: the runtime's message, the step's
     `memory_account`, and the bytes that a device has (0 = not known)."""
     config = experiment.config

@@ -78,7 +78,10 @@ def place_arguments(
     return Placed(placed, by_name, mesh, note)
 
 
-def argument_bytes(named: Mapping[str, PyTree], compiled: jax.stages.Compiled) -> dict[str, int]:
+def argument_bytes(
+    named: Mapping[str, PyTree],
+    compiled: jax.stages.Compiled,
+) -> dict[str, int]:
     """Count the bytes of one device's part of each argument that takes any.
 
     Args:
@@ -130,7 +133,9 @@ def _lay(shapes: PyTree, where: Sharding) -> PyTree:
     """The same shapes, all with one sharding."""
 
     def lay(leaf: Any) -> Any:
-        return leaf.update(sharding=where) if _is_array(leaf) else leaf
+        if _is_array(leaf):
+            return leaf.update(sharding=where)
+        return leaf
 
     return jax.tree.map(lay, shapes)
 

@@ -101,7 +101,10 @@ def on_target(experiment: Config | Experiment, target: Target) -> Experiment:
     Raises:
       UserError: the config is wrong in itself, or its mesh does not fit the target.
     """
-    given = experiment if isinstance(experiment, Config) else experiment.config
+    if isinstance(experiment, Config):
+        given = experiment
+    else:
+        given = experiment.config
     config = replace(given, mesh=replace(given.mesh, distributed=False))
     check_mesh(check(config).mesh, target)
     if isinstance(experiment, Config):

@@ -310,7 +310,10 @@ def _gpu_topology(target: Target) -> topologies.TopologyDescription:
     chip = load_chip(target.chip).compiler
     hardware = target.hardware
     major, minor, extension = re.fullmatch(r"(\d+)\.(\d+)(a?)", chip.compute_capability).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    feature = "ACCELERATED_FEATURES" if extension else "NONE"
+    if extension:
+        feature = "ACCELERATED_FEATURES"
+    else:
+        feature = "NONE"
     config = f"""
 gpu_device_info {{
   core_count: {chip.core_count}
@@ -405,7 +408,10 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
     """
     across = {axis: size for axis, size in vars(spec.dcn).items() if size != 1}
     spans = math.prod(across.values())
-    unit = "nodes" if target.platform == "cuda" else "slices"
+    if target.platform == "cuda":
+        unit = "nodes"
+    else:
+        unit = "slices"
     needed = target.slices > 1 and target.platform == "tpu"
     if (needed or across) and spans != target.slices:
         if target.slices > 1:

@@ -442,7 +442,10 @@ def _labels(
 
 
 def _dim_label(row: Placement, dim: int) -> str:
-    entry = row.spec[dim] if dim < len(row.spec) else None
+    if dim < len(row.spec):
+        entry = row.spec[dim]
+    else:
+        entry = None
     if entry is None:
         over = ""
     else:

@@ -64,7 +64,10 @@ def layer_figure(experiment: Experiment, title: str) -> Figure:
     }
     lines = [-(-len(panels) // _COLUMNS) for panels in groups.values()]
     figure = Figure(
-        figsize=(_WIDTH * _COLUMNS, _HEIGHT * sum(lines) + _HEADING * (len(lines) + 1)),
+        figsize=(
+            _WIDTH * _COLUMNS,
+            _HEIGHT * sum(lines) + _HEADING * (len(lines) + 1),
+        ),
         dpi=100,
         layout="constrained",
     )
@@ -83,7 +86,10 @@ def _matrices(experiment: Experiment) -> list[Panel]:
     """The parameters of a layer that have two dims or more, the largest first."""
     plan = experiment.plan
     blocks = experiment.state.params["blocks"]
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
+    layer = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+        blocks,
+    )
     axes = jax.tree.map(
         lambda names: tuple(names)[1:],
         experiment.model.axes["blocks"],

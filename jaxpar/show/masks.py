@@ -86,22 +86,46 @@ def tiles_to_draw(length: int) -> Tiles:
 
 def _draw_mask(axes: Axes, name: str, mask: Mask, tiles: Tiles) -> None:
     states = _of_the_first(np.asarray(tile_states(mask, tiles)))
-    extent = (0, tiles.shape[1] * tiles.block_k, tiles.shape[0] * tiles.block_q, 0)
+    extent = (
+        0,
+        tiles.shape[1] * tiles.block_k,
+        tiles.shape[0] * tiles.block_q,
+        0,
+    )
     colors = ListedColormap(list(_COLORS.values()))
-    axes.imshow(states, cmap=colors, vmin=0, vmax=2, extent=extent, interpolation="nearest")
+    axes.imshow(
+        states,
+        cmap=colors,
+        vmin=0,
+        vmax=2,
+        extent=extent,
+        interpolation="nearest",
+    )
     if tiles.S <= _MOST_DOTS:
         seen = _of_the_first(np.asarray(dense(mask, tiles)))
         i, j = np.nonzero(seen)
         partial = states[i // tiles.block_q, j // tiles.block_k] == PARTIAL
         size = (150 / tiles.S) ** 2
-        axes.scatter(j[partial] + 0.5, i[partial] + 0.5, s=size, c=_SEEN, marker="s", linewidths=0)
+        axes.scatter(
+            j[partial] + 0.5,
+            i[partial] + 0.5,
+            s=size,
+            c=_SEEN,
+            marker="s",
+            linewidths=0,
+        )
     for lines, count, block in (
         (axes.axvline, tiles.shape[1], tiles.block_k),
         (axes.axhline, tiles.shape[0], tiles.block_q),
     ):
         for place in range(1, count):
             lines(place * block, color="white", linewidth=0.4)
-    axes.set(xlim=(0, tiles.T), ylim=(tiles.S, 0), xlabel="keys", ylabel="queries")
+    axes.set(
+        xlim=(0, tiles.T),
+        ylim=(tiles.S, 0),
+        xlabel="keys",
+        ylabel="queries",
+    )
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     visited = np.mean(states != EMPTY)

@@ -56,7 +56,10 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     _draw_stash(curve, table, times, found)
     curve.set_xlabel(f"time (a forward {times.forward:.3g}, a backward {times.backward:.3g})")
     v = table.virtual
-    chunks = {*_even_steps(v, 4), v - 1} if v > 1 else set()
+    if v > 1:
+        chunks = {*_even_steps(v, 4), v - 1}
+    else:
+        chunks = set()
     keys = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
     keys += [
         Patch(color=_lighten("#666666", chunk, v), label=f"chunk {chunk}")
@@ -95,7 +98,10 @@ def _draw(
                 length * scale / (0.74 * len(str(table.microbatches - 1))),
             )
             if size >= 4.5:
-                color = "white" if _is_dark(shade) else "black"
+                if _is_dark(shade):
+                    color = "white"
+                else:
+                    color = "black"
                 middle = start + length / 2
                 axes.text(
                     middle,
@@ -196,7 +202,10 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
         (width - head - len(" keeps 999") - 2) // (wide + 1),
         2,
     )
-    front = len(ticks) if len(ticks) <= room else -(-room // 2)
+    if len(ticks) <= room:
+        front = len(ticks)
+    else:
+        front = -(-room // 2)
     if front < len(ticks):
         rest = range(len(ticks) - room + front, len(ticks))
     else:
@@ -218,7 +227,10 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
                 )
                 text.append(" ")
         text.append(f"keeps {found.stash[s]}\n")
-    cut = f" ({front + len(rest)} shown)" if rest else ""
+    if rest:
+        cut = f" ({front + len(rest)} shown)"
+    else:
+        cut = ""
     text.append(
         f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, B backward"
     )

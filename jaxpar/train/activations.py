@@ -173,7 +173,10 @@ class OneBlock(NamedTuple):
         segments_BS: jax.Array | None,
     ) -> tuple[tuple[jax.Array, ...], RouterSums | None]:
         plan = self.plan
-        key = jax.random.key(0) if self.model.config.dropout else None
+        if self.model.config.dropout:
+            key = jax.random.key(0)
+        else:
+            key = None
         if self.model.config.experts:
             text_BS = jnp.ones(positions_BS.shape, bool)
         else:

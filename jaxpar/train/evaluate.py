@@ -179,4 +179,6 @@ def bits_per_byte(
             f"{tokenizer.decode([unknown_token])!r}, which stands for text "
             "of a length that is not known and counts no bytes, so bits a byte come out too high"
         )
-    return loss * tokens / math.log(2) / size if size else None
+    if size:
+        return loss * tokens / math.log(2) / size
+    return None

@@ -80,7 +80,10 @@ class Evaluations:
         if not step:
             return set()
         due = {METRIC: self.is_due(step), FINAL + METRIC: self.is_final(step)}
-        rows = read_metrics(self._run.folder) if jax.process_index() == 0 else []
+        if jax.process_index() == 0:
+            rows = read_metrics(self._run.folder)
+        else:
+            rows = []
         known = {key for row in rows if row["step"] == step for key in row}
         return {key for key, due_now in due.items() if told_by_first(due_now and key not in known)}
 
@@ -91,7 +94,13 @@ class Evaluations:
             parts = (experiment.model, experiment.config, experiment.plan)
             self._program = beside.submit(partial(compile_eval_step, *parts))
 
-    def evaluate(self, step: int, params: Params, log: MetricsLog, final: bool = False) -> float:
+    def evaluate(
+        self,
+        step: int,
+        params: Params,
+        log: MetricsLog,
+        final: bool = False,
+    ) -> float:
         """Evaluate a step, and print and write its loss.
 
         Args:
@@ -110,7 +119,10 @@ class Evaluations:
         experiment = self._run.experiment
         train = experiment.config.train
         assert corpus.val is not None and self._program is not None
-        limit = final_batches(train) if final else train.eval_batches
+        if final:
+            limit = final_batches(train)
+        else:
+            limit = train.eval_batches
         progress = _Progress(self._say, limit, final, self._patience)
         self._running.program = EVALUATION
         program = run_together(self._program.result)
@@ -140,7 +152,13 @@ class Evaluations:
 class _Progress:
     """How far an evaluation is, which is said where it takes long."""
 
-    def __init__(self, say: Callable[[str], None], limit: int, final: bool, patience: float):
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        limit: int,
+        final: bool,
+        patience: float,
+    ):
         self.done = 0
         self._say = say
         self._of = f" of {limit}" if limit else ""

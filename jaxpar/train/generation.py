@@ -508,7 +508,11 @@ def _decode(
         scores_BV = _scores(decoding, params, x_B1D, plan)[:, 0]
         return _add(state._replace(caches=ops.caches), scores_BV, sampling)
 
-    return jax.lax.while_loop(lambda state: (state.made < limit) & ~state.done_B.all(), step, state)
+    return jax.lax.while_loop(
+        lambda state: (state.made < limit) & ~state.done_B.all(),
+        step,
+        state,
+    )
 
 
 def _score(

@@ -115,7 +115,9 @@ class HarnessModel(TemplateLM):
         given = [self.text.encode(self.special[name]) for name in names if name in self.special]
         ids = [int(ids[0]) for ids in given if len(ids) == 1]
         ids += [id for id in (self.text.end_of_text, *self.stop) if id is not None]
-        return ids[0] if ids else int(self.text.encode("\n")[0])
+        if ids:
+            return ids[0]
+        return int(self.text.encode("\n")[0])
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -239,7 +241,9 @@ class HarnessModel(TemplateLM):
         )
         text, _, rest = self.writer.answers(opened, find=False).text.rpartition(_OPEN[:-1])
         # a template that strips a turn has stripped the mark
-        return text if rest.startswith(" ") else text.rstrip()
+        if rest.startswith(" "):
+            return text
+        return text.rstrip()
 
 
 def _sampling(asked: dict[str, Any]) -> Sampling:

@@ -114,7 +114,10 @@ def _train(opened: OpenRun, watch: Watch, report: Report | None) -> Result:
         show.say(_done_already(opened))
         return Result(opened.first, None, None, entropy, False)
     # Only the first process traces: its devices do what all do.
-    steps = config.metrics.profiled if main and opened.first < opened.last else range(0)
+    if main and opened.first < opened.last:
+        steps = config.metrics.profiled
+    else:
+        steps = range(0)
     advice = _profile_advice(opened, evaluations)
     profile = run_together(lambda: Profile(steps, opened.folder, opened.first, advice))
     # One other thread compiles the step while this one makes or reads the state; while the first
@@ -197,7 +200,11 @@ class _Loop:
         self.watching: Future[None] | None = None
         self.lines: Future[None] | None = None
 
-    def run(self, missed: set[str], stop_after: Callable[[int], bool]) -> int:
+    def run(
+        self,
+        missed: set[str],
+        stop_after: Callable[[int], bool],
+    ) -> int:
         """Run the steps, and return the last one that finished. What is good is saved before an
         error leaves, where all processes leave by it.
         """
@@ -263,7 +270,11 @@ class _Loop:
             self._evaluate(step, final=True)
         return step
 
-    def _step(self, step: int, before: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def _step(
+        self,
+        step: int,
+        before: dict[str, jax.Array],
+    ) -> dict[str, jax.Array]:
         """Start a step, and return its metrics; `before` are those of the one before it."""
         profile = self.parts.profile
         if step == profile.first:
@@ -337,7 +348,11 @@ class _Loop:
             "on from there"
         )
 
-    def _aside(self, metrics: dict[str, jax.Array], do: Callable[[], None]) -> None:
+    def _aside(
+        self,
+        metrics: dict[str, jax.Array],
+        do: Callable[[], None],
+    ) -> None:
         """Wait for the steps until now, and do something that is no part of them."""
         jax.block_until_ready(metrics)
         with self.meter.timed("aside"):
@@ -414,7 +429,11 @@ class _Skipped:
                 self._say(f"warning: {count.text}")
 
 
-def evaluate_missed(parts: _Parts, missed: set[str], params: Callable[[], Params]) -> None:
+def evaluate_missed(
+    parts: _Parts,
+    missed: set[str],
+    params: Callable[[], Params],
+) -> None:
     """Make up for evaluations of the step to go on after."""
     if not missed:
         return
@@ -454,7 +473,11 @@ def _compile(experiment: Experiment) -> tuple[Compiled, str]:
     return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
 
-def _open_log(opened: OpenRun, report: Report | None, say: Callable[[str], None]) -> MetricsLog:
+def _open_log(
+    opened: OpenRun,
+    report: Report | None,
+    say: Callable[[str], None],
+) -> MetricsLog:
     """Open the log and the sinks, before anything is compiled: where one is refused, no process
     waits for it.
     """

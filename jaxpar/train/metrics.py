@@ -208,7 +208,10 @@ class _Lines(NamedTuple):
 def _read_lines(path: Path) -> _Lines:
     found = _Lines([], [])
     with reading(path):
-        content = path.read_bytes() if path.exists() else b""
+        if path.exists():
+            content = path.read_bytes()
+        else:
+            content = b""
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         row = _row_of(line)

@@ -114,7 +114,10 @@ def open_run(
 
 def _checked(experiment: Config | Experiment) -> Experiment:
     """The experiment, held against what a training needs."""
-    given = experiment if isinstance(experiment, Config) else experiment.config
+    if isinstance(experiment, Config):
+        given = experiment
+    else:
+        given = experiment.config
     config = check(given)
     require_settled(config)
     if config.model.lora.rank and not config.train.init:
@@ -194,7 +197,11 @@ def _require_as_much(run: OpenRun, before: int | None) -> None:
         )
 
 
-def banner_lines(run: OpenRun, state: TrainState[jax.Array], entropy: float) -> list[str]:
+def banner_lines(
+    run: OpenRun,
+    state: TrainState[jax.Array],
+    entropy: float,
+) -> list[str]:
     """Return the lines at the start of a run: versions, devices, model, data, folder.
 
     Args:

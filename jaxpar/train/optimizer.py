@@ -92,7 +92,11 @@ class Optimizer:
         if averaging is None:
             return params
         averaged = optax.contrib.schedule_free_eval_params(averaging, params)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), averaged, params)
+        return jax.tree.map(
+            lambda new, old: new.astype(old.dtype),
+            averaged,
+            params,
+        )
 
 
 GIVEN = "given"
@@ -147,7 +151,10 @@ def require_runnable(optimizer: Optimizer, plan: Plan) -> None:
             "mu_dtype"
         )
     if plan.streams and not optimizer.by_layer:
-        what = "optimizer" if plan.optimizer == "offload" else "parameters"
+        if plan.optimizer == "offload":
+            what = "optimizer"
+        else:
+            what = "parameters"
         raise UserError(
             f"memory.{what}=offload updates one layer after another, and an optimizer that was "
             "given may add something up over all of them (as clip_by_global_norm does): try "
@@ -192,7 +199,11 @@ def _changed_form(found: PyTree, wanted: PyTree) -> str:
     if jax.tree.structure(found) != jax.tree.structure(wanted):
         return "its tree has other branches"
     rows = jax.tree_util.tree_leaves_with_path(wanted)
-    for (path, before), after in zip(rows, jax.tree.leaves(found), strict=True):
+    for (path, before), after in zip(
+        rows,
+        jax.tree.leaves(found),
+        strict=True,
+    ):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             name = path_name(path) or "the array"
             return f"{name}: {before.dtype}{[*before.shape]} -> {after.dtype}{[*after.shape]}"
@@ -232,7 +243,10 @@ def config_optimizer(config: Config) -> Optimizer:
     if isinstance(chosen, settings.AdamW):
         return of(lambda axes: _adamw(chosen, rate, axes), ("mu",))
     if isinstance(chosen, settings.Adam):
-        return of(lambda _: optax.adam(rate, chosen.beta1, chosen.beta2, chosen.eps), ("mu",))
+        return of(
+            lambda _: optax.adam(rate, chosen.beta1, chosen.beta2, chosen.eps),
+            ("mu",),
+        )
     if isinstance(chosen, settings.Lion):
         return of(lambda axes: _lion(chosen, rate, axes), ("mu",))
     if isinstance(chosen, settings.Sgd):
@@ -255,7 +269,11 @@ def config_optimizer(config: Config) -> Optimizer:
     )
 
 
-def _require_optax(name: str, needed: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
+def _require_optax(
+    name: str,
+    needed: tuple[str, ...],
+    arguments: tuple[str, ...] = (),
+) -> None:
     """Raise a UserError where this version of optax has not what an optimizer is made from."""
     missing = [one for one in needed if not hasattr(optax.contrib, one)]
     if not missing:
@@ -468,7 +486,11 @@ def pack_moments(
     if precision == "float32":
         return state
     first = first_moments_of_matrices(optimizer, state, params, axes)
-    return jax.tree.map(lambda x, rounded: x.astype(precision) if rounded else x, state, first)
+    return jax.tree.map(
+        lambda x, rounded: x.astype(precision) if rounded else x,
+        state,
+        first,
+    )
 
 
 def in_host_memory_of(

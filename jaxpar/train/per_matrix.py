@@ -40,7 +40,10 @@ class MatrixDims(NamedTuple):
         rows = math.prod(shape[dim] for dim in self.rows)
         columns = math.prod(shape[dim] for dim in self.columns)
         batch = tuple(shape[dim] for dim in self.batch)
-        return View((*batch, rows, columns), (*self.batch, self.rows[0], self.columns[0]))
+        return View(
+            (*batch, rows, columns),
+            (*self.batch, self.rows[0], self.columns[0]),
+        )
 
 
 def matrix_dims(axes: Axes) -> MatrixDims:
@@ -59,7 +62,10 @@ def matrix_dims(axes: Axes) -> MatrixDims:
     alone = MatrixDims(tuple(batch), (), tuple(inner))
     if not is_matrix(axes):
         return alone
-    side = next((axes.index(name) for name in ("embed", "rank") if name in axes), None)
+    side = next(
+        (axes.index(name) for name in ("embed", "rank") if name in axes),
+        None,
+    )
     if side is None:
         if len(inner) == 2:
             return MatrixDims(tuple(batch), (inner[0],), (inner[1],))
@@ -112,7 +118,9 @@ def muon_dimensions(axes: PyTree) -> Callable[[PyTree], PyTree]:
     dimensions = hidden_matrices(axes)
 
     def dimensions_of(params: PyTree) -> PyTree:
-        return dimensions if jax.tree.leaves(params) else params
+        if jax.tree.leaves(params):
+            return dimensions
+        return params
 
     return dimensions_of
 

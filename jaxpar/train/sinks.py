@@ -50,7 +50,11 @@ class RegisteredSink:
     """What brings the library that it needs, for the message where that is absent."""
 
 
-def register_sink(name: str, *, extra: str = "") -> Callable[[Open], Open]:
+def register_sink(
+    name: str,
+    *,
+    extra: str = "",
+) -> Callable[[Open], Open]:
     """A decorator that makes a sink known by a name, which `metrics.sinks` then takes.
 
     It is put on a function that opens the sink (`Open`) and imports what it needs.

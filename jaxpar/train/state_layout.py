@@ -150,9 +150,11 @@ def state_arrays(
     try:
         probe = jax.eval_shape(optimizer.init, distinct)
     except (TypeError, ValueError):  # it was made for these very shapes
-        probe, distinct = state, params
+        probe = state
+        distinct = params
     if jax.tree.structure(probe) != jax.tree.structure(state):
-        probe, distinct = state, params
+        probe = state
+        distinct = params
     by_path = dict(jax.tree_util.tree_leaves_with_path(distinct))
     probes = iter(jax.tree.leaves(probe))
 
@@ -166,7 +168,10 @@ def state_arrays(
         if view is not None:
             views.append(view(parameter, shape))
         found = (_match(there.shape, one) for one in views)
-        dims = next((dims for dims in found if dims is not None), (None,) * value.ndim)
+        dims = next(
+            (dims for dims in found if dims is not None),
+            (None,) * value.ndim,
+        )
         return StateArray(value, parameter, dims)
 
     def of_none(value: Shape) -> StateArray:
@@ -246,7 +251,10 @@ def map_state(
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     columns = [structure.flatten_up_to(tree) for tree in trees]
-    rows = zip(*columns, strict=True) if columns else itertools.repeat(())
+    if columns:
+        rows = zip(*columns, strict=True)
+    else:
+        rows = itertools.repeat(())
     by_path = {path: row for (path, _), row in zip(leaves, rows, strict=False)}
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -263,7 +271,10 @@ def map_state(
     )
 
 
-def owner(path: tuple[Any, ...], parameters: Any) -> tuple[Any, ...] | None:
+def owner(
+    path: tuple[Any, ...],
+    parameters: Any,
+) -> tuple[Any, ...] | None:
     """Return the path among `parameters` that a path begins with; None where there is none.
 
     An optimizer may keep several arrays of a parameter, in a list in its place.
@@ -303,13 +314,19 @@ def _distinct(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Raise some sizes just enough that no two are alike, which keeps their order."""
     sizes = list(shape)
     last = 0
-    for place in sorted(range(len(shape)), key=lambda place: (shape[place], place)):
+    for place in sorted(
+        range(len(shape)),
+        key=lambda place: (shape[place], place),
+    ):
         sizes[place] = max(shape[place], last + 1)
         last = sizes[place]
     return tuple(sizes)
 
 
-def _match(shape: tuple[int, ...], view: View) -> tuple[int | None, ...] | None:
+def _match(
+    shape: tuple[int, ...],
+    view: View,
+) -> tuple[int | None, ...] | None:
     """Find the dims of a view that an array's dims are, in their order; a dim of size 1 is its own.
 
     None where one of them is none of the view's.

@@ -136,7 +136,11 @@ def state_shapes(
     shardings = param_shardings(stored, model, plan)
     return TrainState(
         Shape((), jnp.int32, sharding=replicated_sharding(plan)),
-        jax.tree.map(lambda x, at: Shape(x.shape, x.dtype, sharding=at), stored, shardings),
+        jax.tree.map(
+            lambda x, at: Shape(x.shape, x.dtype, sharding=at),
+            stored,
+            shardings,
+        ),
         jax.tree.map(place, arrays, opt_state, host, is_leaf=_is_state_array),
     )
 
@@ -179,7 +183,9 @@ def _params_in_host(params: Params, plan: Plan) -> Params:
 
 
 def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
-    return sharding.with_memory_kind(HOST) if host else sharding
+    if host:
+        return sharding.with_memory_kind(HOST)
+    return sharding
 
 
 def gradient_axes(model: AnyModel) -> Params:
@@ -254,7 +260,10 @@ def _first_opt_state(
     axes = model.trained(model.axes)
 
     def start(trained: Params) -> optax.OptState:
-        exact = jax.tree.map(lambda x: on_device(x).astype(jnp.float32), trained)
+        exact = jax.tree.map(
+            lambda x: on_device(x).astype(jnp.float32),
+            trained,
+        )
         state = optimizer.make(axes).init(exact)
         return pack_moments(optimizer, state, exact, axes, plan.moments)
 
@@ -305,7 +314,10 @@ def reorder_state(
     params = jax.tree.map(reorder, state.params, axes)
     opt_state = state.opt_state
     if jax.tree.leaves(opt_state):
-        shapes = jax.tree.map(lambda x: Shape(x.shape, jnp.float32), state.params)
+        shapes = jax.tree.map(
+            lambda x: Shape(x.shape, jnp.float32),
+            state.params,
+        )
         arrays = optimizer.state_arrays(shapes, axes)
         names = _axes_by_path(axes, state.params)
         opt_state = jax.tree.map(

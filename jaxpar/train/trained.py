@@ -103,7 +103,10 @@ def open_trained(
         )
     if dtype == "auto":
         half = not is_run(folder) and devices[0].platform != "cpu" and has_bfloat16(devices[0])
-        dtype = "bfloat16" if half else config.precision.compute
+        if half:
+            dtype = "bfloat16"
+        else:
+            dtype = config.precision.compute
     plan = decode_plan(
         Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model
     )

@@ -124,7 +124,10 @@ def update(
         clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
     else:
         clip = 1.0
-    scale = _Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
+    scale = _Scale(
+        clip / sums.tokens,
+        jnp.isfinite(norm) & jnp.isfinite(sums.nll),
+    )
     transformation = optimizer.make(axes)
     trees = param_trees(transformation, opt_state)
     new = dict[str, Any]()
@@ -132,7 +135,10 @@ def update(
     scalars = opt_state
     overflows = jnp.int32(0)
     for names in groups:
-        run = _update_by_layer if names == streamed else _update_part
+        if names == streamed:
+            run = _update_by_layer
+        else:
+            run = _update_part
         of_part = [_parts(tree, names) for tree in trees]
         done = run(
             _parts(params, names),
@@ -194,7 +200,10 @@ def _update_part(
     params = jax.tree.map(on_device, params)
     before = jax.tree.map(on_device, opt_state)
     factor, finite = scale
-    grads = jax.tree.map(lambda g: on_device(g).astype(jnp.float32) * factor, grads)
+    grads = jax.tree.map(
+        lambda g: on_device(g).astype(jnp.float32) * factor,
+        grads,
+    )
     # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each
     # device updates its piece.
     split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
@@ -234,7 +243,11 @@ def _update_part(
     )
     if split_further:
         new = _gather_params(new, axes, plan)
-    state = jax.tree.map(lambda x, away: on_host(x) if away else x, state, host)
+    state = jax.tree.map(
+        lambda x, away: on_host(x) if away else x,
+        state,
+        host,
+    )
     return _UpdatedPart(new, state, overflows)
 
 
@@ -268,7 +281,10 @@ def _update_by_layer(
     trees = param_trees(transformation, opt_state)
     no_trees: list[PyTree] = [()] * len(trees)
     # In the loop each device has whole layers, one at a time.
-    of_layer = replace(plan, rules=replace(plan.rules, layers=(), stage=()))
+    of_layer = replace(
+        plan,
+        rules=replace(plan.rules, layers=(), stage=()),
+    )
     Arrays = tuple[Params, list[PyTree]]
 
     def local(

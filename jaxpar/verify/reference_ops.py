@@ -85,7 +85,9 @@ class ReferenceOps:
             weight.astype(self.plan.dtype),
             dims,
         )
-        return y if bias is None else y + bias.astype(y.dtype)
+        if bias is None:
+            return y
+        return y + bias.astype(y.dtype)
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
         """Look up rows of a table, in the compute dtype."""

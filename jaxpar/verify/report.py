@@ -51,7 +51,10 @@ class GradientRow(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """This gradient as an object of JSON: see `Verdict.as_json`."""
-        mistake = self.finding.kind if self.finding else ""
+        if self.finding:
+            mistake = self.finding.kind
+        else:
+            mistake = ""
         return {
             "name": self.name,
             "shape": list(self.shape),

@@ -154,21 +154,55 @@ def backward(
             of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q),
         ],
         "keys": [of_keys.by_head(k_BTKh, t), of_keys.by_head(v_BTKh, t)],
-        "per_query": [_by_tile(jnp.maximum(lse_BHS, BLIND), q), _by_tile(delta_BHS, q)],
+        "per_query": [
+            _by_tile(jnp.maximum(lse_BHS, BLIND), q),
+            _by_tile(delta_BHS, q),
+        ],
     }
     of_q, of_k, of_v = (call.out_dtype or x.dtype for x in (q_BSHh, k_BTKh, v_BTKh))
     of_dq: list[tuple[ArrayKind, DTypeLike]] = [("queries", of_q)]
     of_dkv: list[tuple[ArrayKind, DTypeLike]] = [("keys", of_k), ("keys", of_v)]
-    (dq,) = _launch(_dq_kernel, of_queries, arrays, of_dq, sums=[(h, q)], products=3)
-    dk, dv = _launch(_dkv_kernel, of_keys, arrays, of_dkv, sums=[(t, h), (t, h)], products=4)
-    return of_queries.by_place(dq, S), of_keys.by_place(dk, T), of_keys.by_place(dv, T)
+    (dq,) = _launch(
+        _dq_kernel,
+        of_queries,
+        arrays,
+        of_dq,
+        sums=[(h, q)],
+        products=3,
+    )
+    dk, dv = _launch(
+        _dkv_kernel,
+        of_keys,
+        arrays,
+        of_dkv,
+        sums=[(t, h), (t, h)],
+        products=4,
+    )
+    return (
+        of_queries.by_place(dq, S),
+        of_keys.by_place(dk, T),
+        of_keys.by_place(
+            dv,
+            T,
+        ),
+    )
 
 
 # The kernels. Each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums.
 # `rows` gives an array as [places, h] and `columns` gives it as [h, places], whichever way it lies.
 
 
-def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> None:
+def _forward_kernel(
+    step: _Step,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    most,
+    total,
+    weighted,
+) -> None:
     @pl.when(step.first)
     def _() -> None:
         most[...] = jnp.full_like(most, BLIND)
@@ -183,7 +217,11 @@ def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> No
         weights = jnp.exp(scores - now)
         kept = jnp.exp(before - now)
         most[...] = now
-        total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
+        total[...] = total[...] * kept + jnp.sum(
+            weights,
+            axis=0,
+            keepdims=True,
+        )
         added = _product(step.columns(v), weights.astype(v.dtype))
         weighted[...] = weighted[...] * kept + added
 
@@ -194,7 +232,17 @@ def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> No
         lse[...] = most[...] + jnp.log(divisor)
 
 
-def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
+def _dq_kernel(
+    step: _Step,
+    q,
+    dout,
+    k,
+    v,
+    lse,
+    delta,
+    dq,
+    dq_sum,
+) -> None:
     @pl.when(step.first)
     def _() -> None:
         dq_sum[...] = jnp.zeros_like(dq_sum)
@@ -209,7 +257,19 @@ def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
         dq[...] = step.columns(dq_sum[...] * step.scale).astype(dq.dtype)
 
 
-def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) -> None:
+def _dkv_kernel(
+    step: _Step,
+    q,
+    dout,
+    k,
+    v,
+    lse,
+    delta,
+    dk,
+    dv,
+    dk_sum,
+    dv_sum,
+) -> None:
     @pl.when(step.first)
     def _() -> None:
         dk_sum[...] = jnp.zeros_like(dk_sum)
@@ -329,11 +389,19 @@ class _Walk(NamedTuple):
             return x[..., :S].transpose(0, 3, 1, 2)
         return x[:, :, :S].swapaxes(1, 2)
 
-    def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
+    def at(
+        self,
+        b: Index,
+        n: Index,
+        rows: Ref,
+        codes: Ref,
+    ) -> tuple[Array, Array]:
         """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
         row = rows[self.stride * b + n]
         tile = codes[self.stride * b + n] >> 2
-        return (tile, row) if self.of_keys else (row, tile)
+        if self.of_keys:
+            return (tile, row)
+        return (row, tile)
 
 
 def _walk(
@@ -351,7 +419,14 @@ def _walk(
     Raises:
       Unserved: no tile divides the mask's blocks, or the list is longer than SMEM holds.
     """
-    tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
+    tiles = _tiles(
+        q_BSHh.shape,
+        k_BTKh.shape[1],
+        q_BSHh.dtype,
+        mask,
+        call,
+        tile,
+    )
     steps = _flatten_visits(visits(mask, tiles, of_keys))
     B, L = steps.rows_BL.shape
     in_whole_lanes = tiles.block_q % LANES == 0 and tiles.block_k % LANES == 0
@@ -414,7 +489,10 @@ def _flatten_visits(visited: Visits) -> _Steps:
 
     steps_L = np.arange(L)
     steps_BL = xp.minimum(steps_L, totals_B1 - 1)
-    rows_BL = xp.sum(ends_BR[:, None] <= steps_BL[:, :, None], axis=2)
+    rows_BL = xp.sum(
+        ends_BR[:, None] <= steps_BL[:, :, None],
+        axis=2,
+    )
 
     def of_row(x_BR: Array | np.ndarray) -> Array | np.ndarray:
         return xp.take_along_axis(x_BR, rows_BL, axis=1)
@@ -423,7 +501,11 @@ def _flatten_visits(visited: Visits) -> _Steps:
     is_visit_BL = (visits_BL < of_row(some_BR)) & (steps_L < totals_B1)
     is_full_BL = visits_BL < of_row(full_BR)
     states_BL = xp.where(is_visit_BL, xp.where(is_full_BL, FULL, PARTIAL), EMPTY)
-    entries_BL = xp.take_along_axis(entries_BRW.reshape(B, R * W), rows_BL * W + visits_BL, axis=1)
+    entries_BL = xp.take_along_axis(
+        entries_BRW.reshape(B, R * W),
+        rows_BL * W + visits_BL,
+        axis=1,
+    )
     return _Steps(rows_BL, entries_BL, states_BL, length)
 
 
@@ -474,9 +556,11 @@ def _step(
     block_q = walk.tiles.block_q
     block_k = walk.tiles.block_k
     if walk.of_keys:
-        of_n, of_g = 2, 3
+        of_n = 2
+        of_g = 3
     else:
-        of_n, of_g = 3, 2
+        of_n = 3
+        of_g = 2
     b = pl.program_id(0)
     g = pl.program_id(of_g)
     n = pl.program_id(of_n)
@@ -593,9 +677,11 @@ def _specs(
             b: Index, kv_head: Index, outer: Index, inner: Index, rows: Ref, codes: Ref, _: Ref
         ) -> tuple[Index, ...]:
             if walk.of_keys:
-                n, g = outer, inner
+                n = outer
+                g = inner
             else:
-                n, g = inner, outer
+                n = inner
+                g = outer
             Q, N = walk.at(b, n, rows, codes)
             return index(b, kv_head, kv_head * G + g, Q, N)
 
@@ -612,11 +698,26 @@ def _specs(
         return (0, tile) if walk.across else (tile, 0)
 
     return {
-        "queries": spec(block_of_q, lambda b, kv_head, head, Q, N: (b, head, *place(Q))),
-        "keys": spec(block_of_k, lambda b, kv_head, head, Q, N: (b, kv_head, *place(N))),
-        "per_query": spec((None, None, None, 1, q), lambda b, kv, head, Q, N: (b, head, Q, 0, 0)),
-        "q_ids": spec((None, None, 1, q), lambda b, kv_head, head, Q, N: (b, Q, 0, 0)),
-        "kv_ids": spec((None, None, 1, t), lambda b, kv_head, head, Q, N: (b, N, 0, 0)),
+        "queries": spec(
+            block_of_q,
+            lambda b, kv_head, head, Q, N: (b, head, *place(Q)),
+        ),
+        "keys": spec(
+            block_of_k,
+            lambda b, kv_head, head, Q, N: (b, kv_head, *place(N)),
+        ),
+        "per_query": spec(
+            (None, None, None, 1, q),
+            lambda b, kv, head, Q, N: (b, head, Q, 0, 0),
+        ),
+        "q_ids": spec(
+            (None, None, 1, q),
+            lambda b, kv_head, head, Q, N: (b, Q, 0, 0),
+        ),
+        "kv_ids": spec(
+            (None, None, 1, t),
+            lambda b, kv_head, head, Q, N: (b, N, 0, 0),
+        ),
     }
 
 
@@ -624,4 +725,9 @@ def _by_tile(x: Array, block: int) -> Array:
     """Turn [..., S] into [..., Q, 1, q], zeros up to whole tiles; a block has the last two dims
     whole for any q.
     """
-    return pad_to(x, -1, block).reshape(*x.shape[:-1], -1, 1, block)
+    return pad_to(x, -1, block).reshape(
+        *x.shape[:-1],
+        -1,
+        1,
+        block,
+    )

@@ -115,7 +115,16 @@ def backward(
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])
     (dq_BSHh,) = _run(attention_dq, 3, dq_tile, arrays, [dq], mask, call)
-    dk_BTKh, dv_BTKh = _run(attention_dkv, 4, dkv_tile, arrays, [dk, dv], mask, call, of_keys=True)
+    dk_BTKh, dv_BTKh = _run(
+        attention_dkv,
+        4,
+        dkv_tile,
+        arrays,
+        [dk, dv],
+        mask,
+        call,
+        of_keys=True,
+    )
     return dq_BSHh, dk_BTKh, dv_BTKh
 
 
@@ -162,11 +171,24 @@ def _run(
     B, S, H, h = arrays[0].shape
     T, K = arrays[1].shape[1:3]
     tile = _fit_tile(tile, S, T, mask, call)
-    tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
+    tiles = Tiles(
+        S,
+        T,
+        tile.block_q,
+        tile.block_k,
+        call.q_start,
+        call.k_start,
+        call.multiple,
+    )
     lists = visits(mask, tiles, of_keys)
     ids = [(leaf.q_ids, leaf.kv_ids) for leaf in segments_in(mask)]
     heads = K if of_keys else H
-    given = ([jnp.asarray(x) for x in lists], call.starts(), ids, list(arrays))
+    given = (
+        [jnp.asarray(x) for x in lists],
+        call.starts(),
+        ids,
+        list(arrays),
+    )
     plan = _Plan(mask, tiles, h, call.scale_of(arrays[0]), call.softcap)
     if isinstance(lists.some, jax.Array):
         most_visits = lists.entries.size
@@ -193,7 +215,13 @@ def _run(
     )(*given)
 
 
-def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
+def _fit_tile(
+    tile: Tile,
+    S: int,
+    T: int,
+    mask: Mask,
+    call: Call,
+) -> Tile:
     """The tile, made smaller where the sequence is short or where it would cut a block mask's
     blocks.
 
@@ -232,9 +260,20 @@ def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
     own = max(H // programs, 1)
     sharing = max(programs // H, 1)
     if x.ndim == 3:
-        return pl.BlockSpec((None, own, x.shape[2]), lambda _, n, b: (b, n // sharing, 0))
-    shape = (None, x.shape[1], own, pl.next_power_of_2(x.shape[3]))
-    return pl.BlockSpec(shape, lambda _, n, b: (b, 0, n // sharing, 0))
+        return pl.BlockSpec(
+            (None, own, x.shape[2]),
+            lambda _, n, b: (b, n // sharing, 0),
+        )
+    shape = (
+        None,
+        x.shape[1],
+        own,
+        pl.next_power_of_2(x.shape[3]),
+    )
+    return pl.BlockSpec(
+        shape,
+        lambda _, n, b: (b, 0, n // sharing, 0),
+    )
 
 
 # The kernels. They are given a plan, the lists of visits, where queries and keys start, the ids,
@@ -274,7 +313,11 @@ def attention_forward(
     # The maximum is finite even where nothing is seen, so that hidden scores, minus infinity, get
     # weight 0 and not NaN.
     block = q_qh.shape[:1]
-    begin = (_zeros(q_qh.shape), jnp.full(block, BLIND, jnp.float32), _zeros(block))
+    begin = (
+        _zeros(q_qh.shape),
+        jnp.full(block, BLIND, jnp.float32),
+        _zeros(block),
+    )
     out_qh, most_q, total_q = _walk(lists, row, visit, begin)
     blind_q = total_q == 0
     total_q = jnp.where(blind_q, 1, total_q)
@@ -283,7 +326,14 @@ def attention_forward(
     queries.store_row(lse_ref, ONLY, jnp.where(blind_q, MASKED, lse_q))
 
 
-def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq_ref: Ref) -> None:
+def attention_dq(
+    plan: _Plan,
+    lists: Ref,
+    starts: Ref,
+    ids: Ref,
+    arrays: Ref,
+    dq_ref: Ref,
+) -> None:
     """Compute the gradient of a tile of queries (algorithm 2, by rows)."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
@@ -323,7 +373,11 @@ def attention_dkv(
     v_kh = keys.load(v_ref, ONLY)
 
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        def visit(entry: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def visit(
+            entry: Array,
+            masked: bool,
+            carry: tuple[Array, Array],
+        ) -> tuple[Array, Array]:
             dk_kh, dv_kh = carry
             queries = _queries(plan, entry)
             q_qh = queries.load(q_ref, head)
@@ -386,13 +440,21 @@ class _Part(NamedTuple):
 
     def store(self, ref: Ref, head: Index, value: Array) -> None:
         mask = self._entries(ref.shape[-1])
-        plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=mask)
+        plt.store(
+            ref.at[self._slice, head],
+            value.astype(ref.dtype),
+            mask=mask,
+        )
 
     def load_row(self, ref: Ref, *head: Index) -> Array:
         """Load [size] from [heads, T] or from [T], with zeros where there is nothing."""
         mask = self._rows
         other = None if mask is None else 0
-        return plt.load(ref.at[*head, self._slice], mask=mask, other=other)
+        return plt.load(
+            ref.at[*head, self._slice],
+            mask=mask,
+            other=other,
+        )
 
     def store_row(self, ref: Ref, head: Index, value: Array) -> None:
         plt.store(ref.at[head, self._slice], value, mask=self._rows)
@@ -412,7 +474,9 @@ class _Part(NamedTuple):
         """Which entries exist [size, width]; None = all."""
         rows = self._rows
         if width == self.h:
-            return None if rows is None else rows[:, None]
+            if rows is None:
+                return None
+            return rows[:, None]
         columns = (jnp.arange(width) < self.h)[None]
         if rows is None:
             return columns
@@ -447,7 +511,9 @@ def _visible(
         i = queries.places[:, None]
         j = keys.places[None]
     seen = in_tile(plan.mask, i + starts[0], j + starts[1], pairs)
-    return seen if keys.end is None else seen & (j < keys.end)
+    if keys.end is None:
+        return seen
+    return seen & (j < keys.end)
 
 
 def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
@@ -477,7 +543,13 @@ def _weights(plan: _Plan, scores: Array, seen: Array | None, lse: Array) -> Arra
     return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)
 
 
-def _dscores(plan: _Plan, scores: Array, weights: Array, dweights: Array, delta: Array) -> Array:
+def _dscores(
+    plan: _Plan,
+    scores: Array,
+    weights: Array,
+    dweights: Array,
+    delta: Array,
+) -> Array:
     """The gradient with respect to the products, without the factor `plan.scale`."""
     dscores = weights * (dweights - delta)
     if plan.softcap:

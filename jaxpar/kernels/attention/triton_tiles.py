@@ -50,16 +50,40 @@ class TileSizes(NamedTuple):
 
 
 _FLOAT32 = {
-    64: TileSizes(Tile(32, 32), Tile(32, 32), Tile(32, 32)),
-    128: TileSizes(Tile(32, 32), Tile(32, 32), Tile(16, 32)),
-    256: TileSizes(Tile(32, 16), Tile(16, 16), Tile(16, 16)),
+    64: TileSizes(
+        Tile(32, 32),
+        Tile(32, 32),
+        Tile(32, 32),
+    ),
+    128: TileSizes(
+        Tile(32, 32),
+        Tile(32, 32),
+        Tile(16, 32),
+    ),
+    256: TileSizes(
+        Tile(32, 16),
+        Tile(16, 16),
+        Tile(16, 16),
+    ),
 }
 """By the head_dim up to which they serve. float32 is multiplied outside the tensor cores, so these
 are the same on all chips."""
 _SMALL = {
-    64: TileSizes(Tile(64, 64, stages=3), Tile(64, 64), Tile(64, 64, stages=3)),
-    128: TileSizes(Tile(64, 64, stages=3), Tile(64, 64), Tile(64, 64)),
-    256: TileSizes(Tile(32, 32), Tile(32, 32), Tile(32, 32)),
+    64: TileSizes(
+        Tile(64, 64, stages=3),
+        Tile(64, 64),
+        Tile(64, 64, stages=3),
+    ),
+    128: TileSizes(
+        Tile(64, 64, stages=3),
+        Tile(64, 64),
+        Tile(64, 64),
+    ),
+    256: TileSizes(
+        Tile(32, 32),
+        Tile(32, 32),
+        Tile(32, 32),
+    ),
 }
 """Those of bfloat16 on a GPU that no chip file names: they fit 99 KB of shared memory, as much as
 any GPU of compute capability 8.0 or later has for a block."""
@@ -99,10 +123,17 @@ def _of_chip(device_kind: str) -> dict[int, TileSizes]:
     """The tiles of bfloat16 by the head_dim up to which they serve."""
     tables = [load_chip(name).attention for name in presets(CHIPS)]
     words = set(re.findall(r"\w+", device_kind))
-    table = next((table for table in tables if words.intersection(table.gpus)), AttentionTiles())
+    table = next(
+        (table for table in tables if words.intersection(table.gpus)),
+        AttentionTiles(),
+    )
     if table.bfloat16:
         return {
-            row.head_dim: TileSizes(Tile(*row.forward), Tile(*row.dq), Tile(*row.dkv))
+            row.head_dim: TileSizes(
+                Tile(*row.forward),
+                Tile(*row.dq),
+                Tile(*row.dkv),
+            )
             for row in table.bfloat16
         }
     if device_kind != "cpu":  # where kernels are only interpreted

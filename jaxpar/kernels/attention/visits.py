@@ -167,7 +167,9 @@ def in_tile(
         if isinstance(leaf, Segments):
             return Segments(*next(of_tile))
         # of a tile that is visited, the blocks are seen
-        return Full() if isinstance(leaf, BlockSparse) else leaf
+        if isinstance(leaf, BlockSparse):
+            return Full()
+        return leaf
 
     return mask.replaced(of_leaf).visible(i, j)
 

@@ -157,15 +157,28 @@ def _run(
         per_token = counts.labels_per_token
     else:
         per_token = None
-    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(layers.order), per_token)
+    arrays = _Arrays(
+        params["blocks"],
+        ends,
+        rows,
+        key,
+        jnp.asarray(layers.order),
+        per_token,
+    )
     ticks = [segment.ticks for segment in task.steps.segments]
 
-    def local(arrays: _Arrays, ticks: list[dict[ActionKind, Rows]]) -> tuple[LossSums, Any]:
+    def local(
+        arrays: _Arrays,
+        ticks: list[dict[ActionKind, Rows]],
+    ) -> tuple[LossSums, Any]:
         stage = _Stage(task, arrays, layers)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
             shares: dict[ActionKind, _Shares] = {
-                kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
+                kind: _Shares(
+                    float(np.mean(rows.some_end)),
+                    float(np.mean(rows.some_score)),
+                )
                 for kind, rows in segment.ticks.items()
             }
             body = partial(stage.round, shares=shares)
@@ -178,11 +191,17 @@ def _run(
     of_ticks = [
         jax.tree.map(lambda x: P(None, axes) if x.ndim == 2 else P(), tick) for tick in ticks
     ]
-    of_gradients = {"blocks": by_stage, "ends": P()} if task.backward else P()
+    if task.backward:
+        of_gradients = {"blocks": by_stage, "ends": P()}
+    else:
+        of_gradients = P()
     run = jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(_Arrays(by_stage, P(), P(), P(), by_stage, P()), of_ticks),
+        in_specs=(
+            _Arrays(by_stage, P(), P(), P(), by_stage, P()),
+            of_ticks,
+        ),
         out_specs=(P(), of_gradients),
         axis_names=set(axes),
         check_vma=False,
@@ -281,7 +300,12 @@ class _Stage:
         """
         if self.arrays.key is None:
             return None, None
-        embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
+        embed, blocks = jax.random.split(
+            jax.random.fold_in(
+                self.arrays.key,
+                i,
+            )
+        )
         return embed, jax.random.split(blocks, self.model.config.layers)
 
     def _context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
@@ -303,7 +327,13 @@ class _Stage:
     def _embed(self, ends: Params, i: ArrayLike) -> Array:
         row = self._row(i)
         key, _ = self._keys(i)
-        x_BSD = self.model.embed(ends, row["tokens"], row["positions"], self.plan, key)
+        x_BSD = self.model.embed(
+            ends,
+            row["tokens"],
+            row["positions"],
+            self.plan,
+            key,
+        )
         return self.plan.constrain(x_BSD, STORED)
 
     # Buffers.
@@ -319,7 +349,10 @@ class _Stage:
         x = jax.eval_shape(lambda: self._embed(self.ends, 0))
 
         def messages(slots: int) -> Array:
-            return plan.constrain(jnp.zeros((slots, *x.shape), x.dtype), (None, *STORED))
+            return plan.constrain(
+                jnp.zeros((slots, *x.shape), x.dtype),
+                (None, *STORED),
+            )
 
         sums = LossSums(*jnp.zeros(3), routed=routed)
         carry = _Carry(messages(steps.inbox), sums, first_order_token(plan))
@@ -356,7 +389,10 @@ class _Stage:
         """
         with jax.named_scope("sum"):
             own = ready_after(carry.sums, carry.order_token)
-            sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), own)
+            sums = jax.tree.map(
+                lambda x: jax.lax.psum(x, self.axes),
+                own,
+            )
             if not self.backward:
                 return sums, None
             stored = self.layouts["ends"]
@@ -412,9 +448,11 @@ class _Stage:
             # Of the sums it takes only what every program needs, because an order token keeps alive
             # what it depends on.
             if name == "sums":
-                arrays, axes = carry.sums.nll, ()
+                arrays = carry.sums.nll
+                axes = ()
             else:
-                arrays, axes = getattr(carry, name), self.layouts[name]
+                arrays = getattr(carry, name)
+                axes = self.layouts[name]
             token = order_token_after(carry.order_token, arrays, axes, self.plan)
             carry = carry._replace(order_token=token)
         return carry

@@ -124,7 +124,10 @@ def value_and_grad(
         microbatches = schedule.microbatches
         virtual = schedule.virtual
     # this schedule allows any number of virtual stages
-    name = schedule if isinstance(schedule, str) else "looped"
+    if isinstance(schedule, str):
+        name = schedule
+    else:
+        name = "looped"
     pipeline = Pipeline(name, microbatches, virtual)
     if "blocks" not in axes:
         raise UserError(

@@ -73,7 +73,11 @@ class RegisteredSchedule:
     """Whether a stage may have more than one virtual stage."""
 
 
-def register_schedule(name: str, *, virtual: bool = False) -> Callable[[Build], Build]:
+def register_schedule(
+    name: str,
+    *,
+    virtual: bool = False,
+) -> Callable[[Build], Build]:
     """A decorator that makes a schedule known by a name, to configs (`pipeline.schedule`) and to
     `value_and_grad`.
 
@@ -168,10 +172,22 @@ def _all_forwards_first(P: int, M: int, v: int) -> Table:
 def _backwards_soon(P: int, M: int, v: int) -> Table:
     groups = _groups(P, M)
     at = _positions(P, groups, v)
-    return _table(P, M, v, at, first_back=(v - 1) * max(P, *groups) + P - 1)
+    return _table(
+        P,
+        M,
+        v,
+        at,
+        first_back=(v - 1) * max(P, *groups) + P - 1,
+    )
 
 
-def _table(P: int, M: int, v: int, at: dict[tuple[int, int], int], first_back: int) -> Table:
+def _table(
+    P: int,
+    M: int,
+    v: int,
+    at: dict[tuple[int, int], int],
+    first_back: int,
+) -> Table:
     """The table in which the forward of each microbatch and chunk is in the round `at`, on stage 0,
     and the first backward in the round `first_back`, on the last stage.
     """

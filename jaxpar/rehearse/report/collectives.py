@@ -144,7 +144,10 @@ def collective_rows(
         if collective is None:
             continue
         axes = axes_of(collective, mesh)
-        objection = asked.objection(found) if asked else None
+        if asked:
+            objection = asked.objection(found)
+        else:
+            objection = None
         key = (collective.kind, axes, collective.bytes, found.task.asynchronous, origin, objection)
         row = rows.setdefault(
             key,

@@ -95,7 +95,10 @@ def read_report(file: str | Path) -> Rehearsal:
       UserError: the file cannot be read, is no such report, or one of another version of its form.
     """
     path = Path(file)
-    found: Any = read_json(path, {"schema": int, "config": str, "mesh": dict[str, int]})
+    found: Any = read_json(
+        path,
+        {"schema": int, "config": str, "mesh": dict[str, int]},
+    )
     if found.get("schema") != SCHEMA:
         raise UserError(
             f"{file} is no report of this version: schema is {found.get('schema', 'absent')}, and "
@@ -104,7 +107,11 @@ def read_report(file: str | Path) -> Rehearsal:
     parts = {
         "target": {"name": str},
         "time": {"step": float, "exposed_communication": float, "by_category": dict[str, float]},
-        "memory": {"total": int, "categories": dict[str, int], "host": dict[str, int]},
+        "memory": {
+            "total": int,
+            "categories": dict[str, int],
+            "host": dict[str, int],
+        },
     }
     rows = {
         "lines": {"scope": str, "source": str, "phase": str} | dict.fromkeys(_PLACES, float),
@@ -215,7 +222,10 @@ def _memory(report: Rehearsal) -> dict[str, float]:
     return {"all": memory["total"], **memory["categories"], **in_host}
 
 
-def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[Change]:
+def _changes(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+) -> list[Change]:
     """Every figure that either has, in their order."""
     changes: list[Change] = []
     for name in dict.fromkeys([*before, *after]):
@@ -246,7 +256,10 @@ def _place_changes(old: Rehearsal, new: Rehearsal) -> list[PlaceChange]:
     changes: list[PlaceChange] = []
     for where in dict.fromkeys([*after, *before]):
         scope, phase, file = where
-        for line, was, now in _matched(before.get(where, {}), after.get(where, {})):
+        for line, was, now in _matched(
+            before.get(where, {}),
+            after.get(where, {}),
+        ):
             if any(abs(now[name] - was[name]) > _SAME for name in _PLACES):
                 changes.append(
                     {
@@ -305,12 +318,26 @@ def _figures_table(
     for row in changes:
         old = row["before"]
         new = row["after"]
-        share = f"{100 * (new / old - 1):+.1f} %" if old else "new"
+        if old:
+            share = f"{100 * (new / old - 1):+.1f} %"
+        else:
+            share = "new"
         changed = abs(new - old) > _SAME
-        rows.append([text(old), text(new), share if changed else "=", row["name"]])
+        rows.append(
+            [
+                text(old),
+                text(new),
+                share if changed else "=",
+                row["name"],
+            ]
+        )
     return titled_table(title, ["before", "after", "change", ""], rows, 3, len(rows))
 
 
-def _change_cells(old: float, new: float, text: Callable[[float], str]) -> tuple[str, str]:
+def _change_cells(
+    old: float,
+    new: float,
+    text: Callable[[float], str],
+) -> tuple[str, str]:
     """What a figure is, and what it was if that differs."""
     return text(new) if new else "", text(old) if abs(new - old) > _SAME else "="

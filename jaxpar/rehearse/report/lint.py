@@ -102,7 +102,10 @@ def find(rule: str, step: LintedStep) -> list[LintFinding]:
 def find_all(step: LintedStep) -> list[LintFinding]:
     """The findings of every rule: errors first, and then by what they cost."""
     found = [finding for rule in LINTS.names() for finding in find(rule, step)]
-    return sorted(found, key=lambda row: (row["severity"], -row["seconds"], -row["bytes"]))
+    return sorted(
+        found,
+        key=lambda row: (row["severity"], -row["seconds"], -row["bytes"]),
+    )
 
 
 def parse_rules(text: str) -> list[str]:
@@ -176,7 +179,11 @@ def replicated_parameters(step: LintedStep) -> Iterator[Finding]:
     plan = step.plan
     if plan is None:
         return
-    usable = {*plan.mesh_axes("embed"), *plan.mesh_axes("mlp"), *plan.mesh_axes("vocab")}
+    usable = {
+        *plan.mesh_axes("embed"),
+        *plan.mesh_axes("mlp"),
+        *plan.mesh_axes("vocab"),
+    }
     for row in step.parameters:
         if "layers" in row.axes:
             stages = plan.size("stage")

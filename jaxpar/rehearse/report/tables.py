@@ -193,7 +193,10 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
         slices = f", {target['slices']} slices"
     else:
         slices = ""
-    note = f" ({note})" if (note := target.get("note")) else ""
+    if note := target.get("note"):
+        note = f" ({note})"
+    else:
+        note = ""
     parts = [f"compute {seconds_text(time['compute'])}"]
     parts += [
         f"{name} {seconds_text(time[key])}" for name, key in _WAITS.items() if time[key] >= _NOTHING

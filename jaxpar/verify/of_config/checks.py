@@ -82,7 +82,11 @@ class Verification:
         """The check that differs, if there is one."""
         return next((check for check in self.checks if not check.equal), None)
 
-    def as_json(self, config: str = "", command: str = "") -> dict[str, Any]:
+    def as_json(
+        self,
+        config: str = "",
+        command: str = "",
+    ) -> dict[str, Any]:
         """The verification as an object of JSON (docs/verify.md has its keys).
 
         Args:
@@ -147,7 +151,11 @@ def verify(
     return run(prepare(experiment, devices), gradients, say)
 
 
-def require(experiment: Config | Experiment, devices: list[jax.Device], say: Say) -> None:
+def require(
+    experiment: Config | Experiment,
+    devices: list[jax.Device],
+    say: Say,
+) -> None:
     """Verify a plan on this process's share of `devices`, for `train --verify`.
 
     Raises:

@@ -188,7 +188,10 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     order = stored_order(plan, layers)
     params = case.params
     if order is not None:
-        blocks = jax.tree.map(lambda x: reorder_layers(x, None, order, layers), params["blocks"])
+        blocks = jax.tree.map(
+            lambda x: reorder_layers(x, None, order, layers),
+            params["blocks"],
+        )
         params = params | {"blocks": blocks}
     given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
@@ -263,7 +266,10 @@ def random_params(model: AnyModel, seed: int = 0) -> Params:
             for size, axis in zip(leaf.shape, axes, strict=True)
             if axis not in ("layers", "experts")
         ]
-        std = 1.0 if len(dims) == 1 else 1 / math.sqrt(dims[0])
+        if len(dims) == 1:
+            std = 1.0
+        else:
+            std = 1 / math.sqrt(dims[0])
         std /= lora_scale(model.config.lora) if "rank" in axes[:-1] else 1
         return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
 

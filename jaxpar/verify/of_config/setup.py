@@ -73,14 +73,23 @@ def prepare(
         return Setup(few, model, used, said, optimizer)
     _check_sizes(config, model, mesh)
     small, more = _shrink_alike(config, mesh, used)
-    return Setup(small, model.with_config(small.model), used, (*notes, *more), optimizer)
+    return Setup(
+        small,
+        model.with_config(small.model),
+        used,
+        (*notes, *more),
+        optimizer,
+    )
 
 
 def _place_mesh(
     spec: MeshSpec, devices: list[jax.Device] | None
 ) -> tuple[MeshSpec, list[jax.Device], list[str]]:
     """Return the mesh that is verified, its devices, and notes about them."""
-    found = _devices_here(spec) if devices is None else devices
+    if devices is None:
+        found = _devices_here(spec)
+    else:
+        found = devices
     mesh = fit_mesh(spec, len(found))
     notes = []
     if mesh is None and found[0].platform != "cpu":
@@ -254,7 +263,12 @@ def _shrink_alike(
     return small, [*notes, changed, *fitted]
 
 
-def _smallest(config: Config, mesh: MeshSpec, plan: Plan, wanted: str) -> tuple[Config, str, str]:
+def _smallest(
+    config: Config,
+    mesh: MeshSpec,
+    plan: Plan,
+    wanted: str,
+) -> tuple[Config, str, str]:
     """The smallest config that uses the wanted attention, else the last that was tried; a note of
     what was changed, and the attention that it uses.
     """

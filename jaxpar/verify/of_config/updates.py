@@ -86,7 +86,11 @@ def _experiment(case: Case, alone: bool) -> Experiment:
     return make_experiment(config, devices, case.model, case.optimizer)
 
 
-def _moved(experiment: Experiment, case: Case, reference: Answer) -> dict[str, np.ndarray]:
+def _moved(
+    experiment: Experiment,
+    case: Case,
+    reference: Answer,
+) -> dict[str, np.ndarray]:
     """How far two steps move each parameter, [copies, *shape], with the model's order of layers."""
     model = experiment.model
     plan = experiment.plan
@@ -128,7 +132,10 @@ def _moved(experiment: Experiment, case: Case, reference: Answer) -> dict[str, n
     for name, leaf in _named(moved):
         every = copies(leaf)
         if order is not None and is_stacked(name):  # the layers are the second dim, after copies
-            every = np.asarray(back(every.swapaxes(0, 1))).swapaxes(0, 1)
+            every = np.asarray(back(every.swapaxes(0, 1))).swapaxes(
+                0,
+                1,
+            )
         found[name] = every
     return found
 
@@ -138,4 +145,6 @@ def _named(tree: Params) -> list[tuple[str, Any]]:
 
 
 def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
+    if x.size:
+        return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+    return 0.0
