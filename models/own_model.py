@@ -44,8 +44,8 @@ class OwnModel:
 
     Attributes:
       name: what the run folder and messages call it.
-      init: makes its parameters.
-      loss: computes its loss.
+      init_params: makes its parameters.
+      loss_of: computes its loss.
       axes: the logical axes of every parameter, in a dict of the parameters' form: a tuple with a
         name or None for each dim.
       vocab_size: how many tokens it knows.

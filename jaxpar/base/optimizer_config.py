@@ -18,8 +18,44 @@ WeightDecay = Annotated[float, Range(0.0, 100.0)]
 OptimizerName = Literal["adamw", "adam", "lion", "sgd", "adafactor", "muon", "schedule_free"]
 
 
+class _Settings:
+    """What is asked of every optimizer's settings."""
+
+    @property
+    def moment_decays(self) -> dict[str, float]:
+        """The decays of the first moments, by their settings, that a bfloat16 limits.
+
+        Lion has none, since only the sign of its momentum counts, which rounding leaves as it is;
+        nor has Schedule-Free, which has no first moment.
+        """
+        return {}
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether there are arrays as large as the parameters, as first moments are."""
+        return True
+
+
+class _WithMomentum(_Settings):
+    """Of an optimizer whose only first moment is a momentum, which may be left out."""
+
+    momentum: float
+
+    @property
+    def moment_decays(self) -> dict[str, float]:
+        """The decay of its momentum, if it has one."""
+        if self.has_moments:
+            return {"momentum": self.momentum}
+        return {}
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether it has a momentum."""
+        return self.momentum > 0
+
+
 @dataclass(frozen=True)
-class Adam:
+class Adam(_Settings):
     """Adam (Kingma & Ba 2014, arXiv:1412.6980), without weight decay."""
 
     beta1: Decay = 0.9
@@ -31,11 +67,6 @@ class Adam:
         """The decays of the first moments, by their settings, that a bfloat16 limits."""
         return {"beta1": self.beta1}
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
-        return True
-
 
 @dataclass(frozen=True)
 class AdamW(Adam):
@@ -46,7 +77,7 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True)
-class Lion:
+class Lion(_Settings):
     """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675).
 
     Its paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many
@@ -60,19 +91,9 @@ class Lion:
     weight_decay: WeightDecay = 0.1
     """As for AdamW."""
 
-    @property
-    def moment_decays(self) -> dict[str, float]:
-        """None: only the sign of its momentum counts, which rounding leaves as it is."""
-        return {}
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
-        return True
-
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(_WithMomentum):
     """Stochastic gradient descent, with momentum."""
 
     momentum: Decay = 0.9
@@ -82,21 +103,9 @@ class Sgd:
     weight_decay: WeightDecay = 0.0
     """Times a matrix, it is added to its gradient, as PyTorch's SGD does."""
 
-    @property
-    def moment_decays(self) -> dict[str, float]:
-        """The decays of the first moments, by their settings, that a bfloat16 limits."""
-        if self.has_moments:
-            return {"momentum": self.momentum}
-        return {}
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
-        return self.momentum > 0
-
 
 @dataclass(frozen=True)
-class Adafactor:
+class Adafactor(_WithMomentum):
     """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), for each layer's matrices.
 
     The second moment of a matrix is kept as a sum over rows and one over columns.
@@ -119,21 +128,9 @@ class Adafactor:
     weight_decay: WeightDecay = 0.0
     """As for AdamW."""
 
-    @property
-    def moment_decays(self) -> dict[str, float]:
-        """The decays of the first moments, by their settings, that a bfloat16 limits."""
-        if self.has_moments:
-            return {"momentum": self.momentum}
-        return {}
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
-        return self.momentum > 0
-
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(_Settings):
     """The momentum of each layer's matrices made orthogonal (Jordan et al. 2024), by Newton-Schulz.
 
     Embeddings, head, norms and biases are AdamW's, at the same learning rate.
@@ -159,14 +156,9 @@ class Muon:
         """The decays of the first moments, by their settings, that a bfloat16 limits."""
         return {"momentum": self.momentum, "beta1": self.beta1}
 
-    @property
-    def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
-        return True
-
 
 @dataclass(frozen=True)
-class ScheduleFree:
+class ScheduleFree(_Settings):
     """AdamW whose parameters are averaged in place of a decay (Defazio et al. 2024,
     arXiv:2405.15682).
 
@@ -181,16 +173,6 @@ class ScheduleFree:
     """As for AdamW."""
     rate_power: Annotated[float, Range(0.0, 10.0)] = 2.0
     """A step weighs as its learning rate to this power in the average."""
-
-    @property
-    def moment_decays(self) -> dict[str, float]:
-        """None: it has no first moment."""
-        return {}
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
-        return True
 
 
 OptimizerSettings = Adam | Lion | Sgd | Adafactor | Muon | ScheduleFree

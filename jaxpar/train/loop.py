@@ -180,7 +180,7 @@ class _Loop:
         devices = experiment.devices
         flops = experiment.model.flops_per_token(config.data.seq_len)
         self.parts = parts
-        self.run_folder = parts.run
+        self.opened = parts.run
         self.experiment = experiment
         self.config = config
         self.program = program
@@ -215,7 +215,7 @@ class _Loop:
             if raised_together(error) and not isinstance(error, Diverged):
                 self._save_good()
             if self.broken and jax.process_index() == 0:
-                keep_data(self.run_folder.folder, self.run_folder.compared.pieces, self.broken)
+                keep_data(self.opened.folder, self.opened.compared.pieces, self.broken)
             raise
 
     def finish(self) -> None:
@@ -224,15 +224,15 @@ class _Loop:
             self.watching.result()
         if self.lines is not None:
             self.lines.result()
-            folder = self.run_folder.folder
+            folder = self.opened.folder
             where = self.parts.profile.file.parent
             self.parts.show.say(f"wrote {where}: `jaxpar watch {folder} --profile` shows it")
 
     def _steps(self, stop_after: Callable[[int], bool]) -> int:
         config = self.config
         evaluations = self.parts.evaluations
-        first = self.run_folder.first
-        last = self.run_folder.last
+        first = self.opened.first
+        last = self.opened.last
         step = logged = first
         metrics: dict[str, jax.Array] = {}
         for step in range(first + 1, last + 1):
@@ -263,7 +263,7 @@ class _Loop:
                     self._save(step)
                 if evaluating:
                     loss = self._evaluate(step)
-                    self.run_folder.checkpoints.record(step, loss)
+                    self.opened.checkpoints.record(step, loss)
             if stop:
                 break
         if evaluations.is_final(step):
@@ -323,7 +323,7 @@ class _Loop:
             raise
 
     def _save(self, step: int) -> None:
-        run = self.run_folder
+        run = self.opened
         position = self.positions[step]
         beside = beside_state(self.experiment, position, run.corpus.train.size, self.frozen)
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
@@ -336,10 +336,10 @@ class _Loop:
         try:
             step = int(jax.device_get(self.state.step))
             trained = jax.device_get([row for row in self.unread if row.step <= step])
-            if step == self.run_folder.first or not all(row.finite for row in trained):
+            if step == self.opened.first or not all(row.finite for row in trained):
                 return
             self._save(step)
-            self.run_folder.checkpoints.wait()
+            self.opened.checkpoints.wait()
         except Exception as error:  # the first error is the one to tell
             say(f"warning: the steps since the last checkpoint are lost: {error}")
             return
@@ -370,7 +370,7 @@ class _Loop:
         if skipped := self.skipped.in_training:
             numbers["records_skipped"] = float(skipped)
         self.skipped.say_more()
-        left = (self.run_folder.last - step) * (speed["step_seconds"] or 0.0)
+        left = (self.opened.last - step) * (speed["step_seconds"] or 0.0)
         self.parts.show.step(step, numbers | speed, left)
         self.parts.log.write(step, **numbers, **speed)
         self._require_finite(step)
@@ -388,8 +388,8 @@ class _Loop:
             if not row.finite:
                 self._require_rows()
                 trained = self.experiment.model.trained(self.state.params)
-                saved = self.run_folder.checkpoints.latest()
-                raise Diverged(divergence_message(row, trained, saved, self.run_folder.folder))
+                saved = self.opened.checkpoints.latest()
+                raise Diverged(divergence_message(row, trained, saved, self.opened.folder))
 
     def _evaluate(self, step: int, final: bool = False) -> float:
         with self._reading_data():

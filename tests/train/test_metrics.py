@@ -187,7 +187,7 @@ def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
         experiment=SimpleNamespace(tokens=8 * 16),
         meter=Meter(0, 1e9, jax.devices(), "float32"),
         skipped=SimpleNamespace(in_training=0, say_more=lambda: None),
-        run_folder=SimpleNamespace(last=2),
+        opened=SimpleNamespace(last=2),
     )
     metrics = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
     _Loop._log(loop, 1, {name: jnp.float32(value) for name, value in metrics.items()})
