@@ -135,7 +135,7 @@ def update(
     scalars = opt_state
     overflows = jnp.int32(0)
     for names in groups:
-        if names == streamed:
+        if set(names) <= set(streamed):
             run = _update_by_layer
         else:
             run = _update_part
