@@ -173,7 +173,9 @@ def rehearse_a_pod(notebook: NotebookNode) -> None:
         and 45 < numbers(said, r"MFU ([\d.]+)")[0] < 60
     )
     assert "collectives: none unplanned" in shown(notebook, "tables")
-    assert printed(notebook, "exposed").count("ms exposed  ") == 5
+    lines = printed(notebook, "exposed")
+    # A slice of the scan over layers stands outside of the block, and has no scope of its own.
+    assert lines.count("ms exposed  ") == 5 and lines.count("ms exposed  block/") >= 4
     node = printed(notebook, "gpu")
     assert re.search(
         r"none: 1\d\d of 79 GiB on a GPU, fits: False\ntry memory\.budget=auto, "
