@@ -36,24 +36,6 @@ class _Settings:
         return True
 
 
-class _WithMomentum(_Settings):
-    """Of an optimizer whose only first moment is a momentum, which may be left out."""
-
-    momentum: float
-
-    @property
-    def moment_decays(self) -> dict[str, float]:
-        """The decay of its momentum, if it has one."""
-        if self.has_moments:
-            return {"momentum": self.momentum}
-        return {}
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether it has a momentum."""
-        return self.momentum > 0
-
-
 @dataclass(frozen=True)
 class Adam(_Settings):
     """Adam (Kingma & Ba 2014, arXiv:1412.6980), without weight decay."""
@@ -93,7 +75,7 @@ class Lion(_Settings):
 
 
 @dataclass(frozen=True)
-class Sgd(_WithMomentum):
+class Sgd(_Settings):
     """Stochastic gradient descent, with momentum."""
 
     momentum: Decay = 0.9
@@ -103,9 +85,19 @@ class Sgd(_WithMomentum):
     weight_decay: WeightDecay = 0.0
     """Times a matrix, it is added to its gradient, as PyTorch's SGD does."""
 
+    @property
+    def moment_decays(self) -> dict[str, float]:
+        """That of its momentum, if it has one."""
+        return {"momentum": self.momentum} if self.momentum else {}
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether it has a momentum."""
+        return self.momentum > 0
+
 
 @dataclass(frozen=True)
-class Adafactor(_WithMomentum):
+class Adafactor(_Settings):
     """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), for each layer's matrices.
 
     The second moment of a matrix is kept as a sum over rows and one over columns.
@@ -127,6 +119,16 @@ class Adafactor(_WithMomentum):
     """Added to squared gradients."""
     weight_decay: WeightDecay = 0.0
     """As for AdamW."""
+
+    @property
+    def moment_decays(self) -> dict[str, float]:
+        """That of its momentum, if it has one."""
+        return {"momentum": self.momentum} if self.momentum else {}
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether it has a momentum."""
+        return self.momentum > 0
 
 
 @dataclass(frozen=True)
