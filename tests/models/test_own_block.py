@@ -78,7 +78,7 @@ class Mean(nnx.Module):
     """A block that mixes tokens itself, so that nothing of it is in a cache."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.weight = matrix(rngs, (config.embed, config.embed), ("embed",))
+        self.weight = matrix(rngs, (config.embed, config.embed), ("embed", None))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         mean = jnp.cumsum(x_BSD, axis=1) / jnp.arange(1, x_BSD.shape[1] + 1)[:, None]
