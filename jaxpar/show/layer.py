@@ -15,7 +15,7 @@ from matplotlib.figure import Figure, SubFigure
 
 from jaxpar.base.activation_names import NAMES, Action
 from jaxpar.base.console import bytes_text
-from jaxpar.base.plan import Plan
+from jaxpar.base.plan import Plan, is_matrix
 from jaxpar.base.sharding import Placement, output_axis, placements
 from jaxpar.models import in_parts
 from jaxpar.show.figures import draw_array
@@ -99,7 +99,7 @@ def _matrices(experiment: Experiment) -> list[Panel]:
     return [
         Panel(row, f"{bytes_text(row.bytes_per_device)} a device")
         for row in rows
-        if len(row.shape) > 1
+        if is_matrix(row.axes)
     ]
 
 
