@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
-from jaxpar.data.corpus import Corpus
 from jaxpar.models import AnyModel
 from jaxpar.train.optimizer import AnyOptimizer, Optimizer, as_optimizer
 from jaxpar.train.step import TrainState, batch_shapes, state_shapes
+
+if TYPE_CHECKING:  # it needs grain, which a program without data need not have
+    from jaxpar.data.corpus import Corpus
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ checked against each other and the batch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -15,7 +16,6 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.data.corpus import Corpus
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
@@ -30,6 +30,9 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import AnyOptimizer, require_runnable
 from jaxpar.train.state_layout import replicated_note
 from jaxpar.train.step import gradient_axes, param_shapes
+
+if TYPE_CHECKING:  # it needs grain, which a program without data need not have
+    from jaxpar.data.corpus import Corpus
 
 
 def make_experiment(

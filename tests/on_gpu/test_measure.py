@@ -314,11 +314,9 @@ def test_a_devices_own_plane_is_read_where_there_is_one() -> None:
 # All of it.
 
 
-@pytest.mark.slow
-def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
-    """By `make gpu`, with nothing there but what it says it needs: every piece really runs, and no
-    case fails.
-    """
+@pytest.fixture
+def with_little(tmp_path: Path) -> dict[str, str]:
+    """An environment without the packages that `make gpu` does not ask for."""
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in (
@@ -331,6 +329,21 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
         "tensorstore",
     ):
         (absent / f"{name}.py").write_text(f"raise ImportError('{name} is absent')")
+    return os.environ | {"PYTHONPATH": str(absent)}
+
+
+def test_it_loads_with_what_it_asks_for_alone(with_little: dict[str, str]) -> None:
+    environment = with_little | {
+        "PYTHONPATH": os.pathsep.join([with_little["PYTHONPATH"], str(ROOT / "tests")])
+    }
+    subprocess.run([sys.executable, "-c", "import on_gpu.measure"], env=environment, check=True)
+
+
+@pytest.mark.slow
+def test_all_of_it_in_a_tiny_form(tmp_path: Path, with_little: dict[str, str]) -> None:
+    """By `make gpu`, with nothing there but what it says it needs: every piece really runs, and no
+    case fails.
+    """
     words = [
         "make",
         "--no-print-directory",
@@ -339,9 +352,8 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
         f"GPU_OUT={tmp_path}",
         f"VENV={sys.prefix}",
     ]
-    environment = os.environ | {"PYTHONPATH": str(absent)}
     done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+        words, cwd=ROOT, env=with_little, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name, piece in measure.PIECES.items():
