@@ -8,6 +8,7 @@ Shapes: B batch, S sequence.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from jaxtyping import Array
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Layout, ShardingRules, is_axes, path_name
+from jaxpar.base.sharding import KeyPath, Layout, ShardingRules, is_axes, path_name
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params, axes_of, plain_dict, with_keys_of
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
@@ -67,8 +68,11 @@ class OwnModel:
         """Hold the axes against the parameters.
 
         Raises:
-          UserError: `init` makes something else than a dict of dicts, or the axes do not fit it.
+          UserError: `init` makes something else than a dict of dicts, or the axes do not fit it; or
+            a function takes other arguments than it is given.
         """
+        _require_arguments(self.init_params, "init_params(key)")
+        _require_arguments(self.loss_of, "loss_of(params, batch, layout, key)")
         shapes = self.shapes()
         if not isinstance(shapes, dict) or not shapes:
             raise UserError(
@@ -219,7 +223,8 @@ def nnx_model(
 
     Args:
       make: makes the module; its parameters are `nnx.Param`, whose dims have the names that Flax's
-        metadata gives them (`nnx.with_partitioning`).
+        metadata gives them (`nnx.with_partitioning`). What `nnx.vmap` stacks beside parameters with
+        a dim `layers` has that dim too, if it has no names.
       loss: `(module, batch, layout, key) -> (nll, tokens)`, as of `OwnModel`.
       vocab_size: how many tokens it knows.
       max_seq_len: the longest sequence that it takes.
@@ -228,8 +233,10 @@ def nnx_model(
 
     Raises:
       UserError: the module keeps variables that are no `nnx.Param`, or names dims otherwise than
-        one by one.
+        one by one; or a function takes other arguments than it is given.
     """
+    _require_arguments(make, "make(rngs)")
+    _require_arguments(loss, "loss(module, batch, layout, key)")
 
     def fresh(key: Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # the layout says where arrays lie
@@ -253,5 +260,64 @@ def nnx_model(
         made = nnx.merge(graph, with_keys_of(form, params))
         return loss(made, batch, layout, key)
 
-    axes = axes_of(state, name)
+    axes = _with_stacks(axes_of(state, name), plain_dict(state))
     return OwnModel(name, init, loss_of, axes, vocab_size, max_seq_len, dropout)
+
+
+def _with_stacks(axes: Params, shapes: Params) -> Params:
+    """Name the dim `layers` of parameters without names that are stacked beside others with names.
+
+    `nnx.vmap` notes the name of the dim that it adds in the metadata of those parameters only that
+    have names already, so that a stacked bias without names would pass for a matrix. Those with
+    names that are nearest to it in the tree were stacked by the same call.
+
+    Args:
+      axes: the names of each parameter's dims, in a dict of dicts.
+      shapes: the parameters' shapes, likewise.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)
+    sizes = [leaf.shape for leaf in structure.flatten_up_to(shapes)]
+    named = {path: names for path, names in leaves if any(names)}
+    stacked = {
+        path: (names.index("layers"), size[names.index("layers")])
+        for (path, names), size in zip(leaves, sizes, strict=True)
+        if "layers" in names
+    }
+
+    def stack_beside(path: KeyPath) -> tuple[int, int] | None:
+        """The dim and the size of the stack that the nearest parameters with names are in."""
+        for length in range(len(path) - 1, -1, -1):
+            beside = [other for other in named if other[:length] == path[:length]]
+            if beside:
+                stacks = {stacked.get(other) for other in beside}
+                return stacks.pop() if len(stacks) == 1 else None
+        return None
+
+    found = []
+    for (path, names), size in zip(leaves, sizes, strict=True):
+        stack = None if any(names) else stack_beside(path)
+        if stack is not None and size[stack[0] : stack[0] + 1] == (stack[1],):
+            dim, _ = stack
+            names = (*names[:dim], "layers", *names[dim + 1 :])
+        found.append(names)
+    return jax.tree.unflatten(structure, found)
+
+
+def _require_arguments(function: Callable[..., Any], call: str) -> None:
+    """Refuse a function that cannot be called as `call` says, such as "loss(params, batch)".
+
+    Raises:
+      UserError: it takes more, or fewer, arguments by position.
+    """
+    word, _, inner = call.rstrip(")").partition("(")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it is not written in Python
+        return
+    try:
+        signature.bind(*inner.split(", "))
+    except TypeError:
+        raise UserError(
+            f"{word} is called as {call}, by position, and the one that was given takes "
+            f"{signature}: give it these arguments, of which it need not use all"
+        ) from None

@@ -31,7 +31,7 @@ from jaxpar.train.per_matrix import (
     muon_dimensions,
     per_matrix,
 )
-from jaxpar.train.state_layout import map_state, state_arrays
+from jaxpar.train.state_layout import few_of, map_state, state_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,6 +421,31 @@ def decay_mask(axes: Params) -> Params:
     norms or biases.
     """
     return jax.tree.map(is_matrix, axes, is_leaf=is_axes)
+
+
+def decay_note(config: Config, axes: Params) -> str:
+    """Say which parameters of two dims without names weight decay takes for matrices; empty = none.
+
+    Each may be a vector that is stacked, of which nothing tells that it is.
+
+    Args:
+      config: the experiment, whose optimizer it is.
+      axes: the logical axes of the trained parameters.
+    """
+    decayed = config.optimizer.weight_decay > 0
+    unnamed = [
+        path_name(path)
+        for path, names in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
+        if names == (None, None) and is_matrix(names)
+    ]
+    if not decayed or not unnamed:
+        return ""
+    name = config.optimizer.name
+    return (
+        f"optimizer.{name}.weight_decay={config.optimizer.weight_decay:g} takes "
+        f"{few_of(unnamed)} for matrices, whose dims have no names: one that stacks vectors "
+        "needs a dim with the name `layers`, and then does not decay"
+    )
 
 
 def reported_rate(

@@ -27,7 +27,7 @@ from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
 from jaxpar.train.activations import check_names, policy_notes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.optimizer import AnyOptimizer, require_runnable
+from jaxpar.train.optimizer import AnyOptimizer, decay_note, require_runnable
 from jaxpar.train.state_layout import replicated_note
 from jaxpar.train.step import gradient_axes, param_shapes
 
@@ -252,6 +252,9 @@ def plan_notes(experiment: Experiment) -> list[str]:
     ]
     if replicated := replicated_note(experiment.state.opt_state):
         notes.append(replicated)
+    decayed = decay_note(config, experiment.model.trained(experiment.model.axes))
+    if decayed and experiment.own_optimizer is None:
+        notes.append(decayed)
     return notes + options
 
 

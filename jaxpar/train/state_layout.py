@@ -296,10 +296,16 @@ def replicated_note(state: PyTree) -> str:
     ]
     if not whole:
         return ""
-    named = ", ".join(whole[:MOST_NAMED])
-    if more := len(whole) - MOST_NAMED:
-        named += f" and {more} others" if more > 0 else ""
-    return f"the optimizer's {named} lie whole on every device"
+    return f"the optimizer's {few_of(whole)} lie whole on every device"
+
+
+def few_of(names: Sequence[str]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    named = ", ".join(names[:MOST_NAMED])
+    more = len(names) - MOST_NAMED
+    if more > 0:
+        named += f" and {more} more"
+    return named
 
 
 def _bytes(value: Shape) -> int:

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from whole_model import config_on, mixer
+import whole_model
+from flax import nnx
+from whole_model import VOCAB, Mixer, config_on, mixer
 
 import jaxpar
 from jaxpar import plan, train, verify
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import local_bytes
-from jaxpar.models import OwnModel
+from jaxpar.models import OwnModel, nnx_model
+from jaxpar.train.optimizer import decay_mask
+from jaxpar.train.plans import plan_notes
 from jaxpar.train.restore import load_run
 from jaxpar.train.step import init_state, make_train_step, put_batch
 
@@ -154,6 +158,78 @@ def test_a_loss_returns_a_sum_and_a_count(found: object, said: str) -> None:
     layout = jaxpar.Layout(jaxpar.make_mesh(devices=jax.devices()[:1]))
     with pytest.raises(UserError, match=f"Mine: loss returns two scalars.*{said}"):
         _returning(found).loss({}, {}, layout)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.quick
+def test_functions_that_take_other_arguments_are_refused() -> None:
+    good = mixer()
+    with pytest.raises(
+        UserError,
+        match=r"loss is called as loss\(module, batch, layout, key\), .* takes \(module, batch, key\)",
+    ):
+        nnx_model(Mixer, lambda module, batch, key: (0.0, 0), vocab_size=256, max_seq_len=64)
+    with pytest.raises(UserError, match=r"make\(rngs\), by position, .* takes \(\)"):
+        nnx_model(lambda: None, whole_model.loss, vocab_size=256, max_seq_len=64)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        UserError, match=r"loss_of\(params, batch, layout, key\), .* takes \(p, b\)"
+    ):
+        OwnModel("Mine", good.init_params, lambda p, b: (0.0, 0), good.axes, 256, 64)  # pyright: ignore[reportArgumentType]
+    # one that takes any arguments, or whose last has a default, is called as any other
+    OwnModel("Mine", good.init_params, lambda p, b, *rest: (0.0, 0), good.axes, 256, 64)
+
+
+def _stacked(named: bool = True) -> OwnModel:
+    """Blocks that `nnx.vmap` stacks, of which one kernel has names, or nothing has."""
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def blocks(rngs: nnx.Rngs) -> nnx.Module:
+            kernel = nnx.initializers.lecun_normal()
+            if named:
+                kernel = nnx.with_partitioning(kernel, ("embed", "mlp"))
+            up = nnx.Linear(8, 16, kernel_init=kernel, rngs=rngs)
+            return nnx.Dict(norm=nnx.RMSNorm(8, rngs=rngs), up=up, out=nnx.Linear(8, 3, rngs=rngs))
+
+        table = nnx.with_partitioning(nnx.initializers.normal(0.5), ("vocab", "embed"))
+        embed = nnx.Embed(VOCAB, 8, embedding_init=table, rngs=rngs)
+        return nnx.Dict(embed=embed, blocks=blocks(rngs), norm=nnx.RMSNorm(8, rngs=rngs))
+
+    return nnx_model(make, whole_model.loss, vocab_size=VOCAB, max_seq_len=64, name="Stacked")
+
+
+@pytest.mark.quick
+def test_vectors_that_vmap_stacks_do_not_decay() -> None:
+    """Flax names the stack of what has names only; what has none was stacked beside it."""
+    blocks = _stacked().axes["blocks"]
+    assert blocks["up"] == {"kernel": ("layers", "embed", "mlp"), "bias": ("layers", None)}
+    assert blocks["norm"]["scale"] == ("layers", None)
+    assert blocks["out"] == {"kernel": ("layers", None, None), "bias": ("layers", None)}
+    decayed = decay_mask(_stacked().axes)
+    assert decayed["embed"]["embedding"] and not decayed["norm"]["scale"]
+    assert decayed["blocks"] == {
+        "norm": {"scale": False},
+        "up": {"kernel": True, "bias": False},
+        "out": {"kernel": True, "bias": False},
+    }
+
+
+@pytest.mark.quick
+def test_it_is_said_what_decays_without_names() -> None:
+    """Where nothing says which dim is the stack."""
+    notes = []
+    for named in (True, False):
+        model = _stacked(named)
+        experiment = jaxpar.make_experiment(config_on(), jax.devices()[:1], model=model)
+        notes.append([note for note in plan_notes(experiment) if "weight_decay" in note])
+    assert notes[0] == [] and len(notes[1]) == 1
+    assert (
+        "optimizer.adamw.weight_decay=0.1 takes blocks.norm.scale, blocks.out.bias, "
+        "blocks.up.bias for matrices" in notes[1][0]
+    )
+    no_decay = jaxpar.override(config_on(), {"optimizer.adamw.weight_decay": 0.0})
+    experiment = jaxpar.make_experiment(no_decay, jax.devices()[:1], model=_stacked(False))
+    assert not any("weight_decay" in note for note in plan_notes(experiment))
 
 
 @pytest.mark.quick
