@@ -6,18 +6,14 @@ the lower-case words in front are the command's name in messages.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import io
 import itertools
 import os
 import re
 import sys
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
@@ -30,17 +26,14 @@ from jaxpar.base.ranges import require_ranges
 from jaxpar.base.registry import require_names
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
+from jaxpar.cli.flags import Flag, flags_of, key_of, read_flags, replace_fields
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Args = TypeVar("Args", bound="DataclassInstance")
 """The dataclass of a command's arguments."""
-FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_PLAINLY = {  # what Python says of a value that is no number, and what its flag needs
-    ": invalid literal for int() with base 10: ": " is a whole number, found ",
-    ": could not convert string to float: ": " is a number, found ",
-}
+HELP_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 # A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack
 # True`).
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
@@ -96,9 +89,8 @@ def config_args(
 
 def given_keys(words: list[str]) -> set[str]:
     """The dotted keys of the flags among some words, and the names of a command's own."""
-    found = {_flag_key(word) for word in words} - {""}
-    today = RENAMED | {OLD_FLOOR: FLOOR}
-    return {today.get(key, key) for key in found}
+    found = {key_of(word) for word in words} - {""}
+    return {_today(key) for key in found}
 
 
 def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
@@ -189,94 +181,91 @@ def positional(
 
 
 def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
-    """`default` with the values of the flags, typed by tyro.
+    """`default` with the values of the flags.
+
+    Args:
+      usage: the command's docstring.
+      default: the command's arguments as they are without a flag.
+      words: the words behind the names that the command takes.
+
+    Returns:
+      The arguments. Where help is asked for, it is printed and the command ends.
 
     Raises:
-      UserError: a flag or a value that tyro refuses: one line, in place of its box; or a path that
-        is a URL.
+      UserError: no flag has such a name, or one has a value that it does not take; or a path is a
+        URL.
     """
-    said = io.StringIO()
-    prog = str(usage).partition(" [")[0]
-    words, old = _take_old_flags(words) if hasattr(default, "config") else (words, {})
-    words = _capitalize(words, type(default))
-    try:
-        with contextlib.redirect_stderr(said):
-            args, unknown = tyro.cli(
-                type(default),
-                args=words,
-                default=default,
-                prog=prog,
-                config=FLAGS,
-                return_unknown_args=True,
-            )
-    except SystemExit as stop:
-        if stop.code:
-            raise UserError(_boxed_text(said.getvalue())) from stop
-        raise
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        hint = _flag_hint(unknown, [key.removeprefix("config.") for key in flatten(default)])
-        name = " ".join(
-            itertools.takewhile(
-                lambda part: part.isalpha() and part.islower(),
-                prog.split(),
-            )
-        )
-        raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
-    if old:
+    if {"-h", "--help"}.intersection(words):
+        _print_help(usage, default)
+    flags = flags_of(type(default))
+    older = _older_flags() if hasattr(default, "config") else {}
+    values, left = read_flags({**flags, **older}, words)
+    if left:
+        raise UserError(_unknown_flag(usage, left, list(flags)))
+    given = {key_of(word) for word in words}
+    for old in older:
+        if old in given and _today(old) in given:
+            raise UserError(same_thing(old))
+    floor = values.pop(_OLD_FLOOR_FIELD, None)
+    args = replace_fields(default, values)
+    if floor is not None:
         settings: Any = args  # a type variable's fields are not known
-        args = dataclasses.replace(args, config=override(settings.config, old))
+        config = override(settings.config, {OLD_FLOOR: floor})
+        args = dataclasses.replace(args, config=config)
     _require_local_flags(args)
     before = flatten(default)
     after = flatten(args)
     # a run may have older values
-    given = {key: value for key, value in after.items() if value != before[key]}
-    require_ranges(type(args), given, inside="config.")
-    require_names(type(args), given, inside="config.")
+    changed = {key: value for key, value in after.items() if value != before[key]}
+    require_ranges(type(args), changed, inside="config.")
+    require_names(type(args), changed, inside="config.")
     return args
 
 
-def _capitalize(words: list[str], schema: type[DataclassInstance]) -> list[str]:
-    """The words with `true` and `false`, as TOML and messages write them, as `True` and `False`
-    after the flags that take these, as tyro writes them."""
-    flags = set(_switches(schema))
-    found = list[str]()
-    before = ""
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag in flags and value in ("true", "false"):
-            word = flag + equals + value.capitalize()
-        elif before in flags and word in ("true", "false"):
-            word = word.capitalize()
-        found.append(word)
-        before = word
-    return found
+def _print_help(usage: str | None, default: DataclassInstance) -> NoReturn:
+    """Print the flags with their values in `default`, as tyro lists them, and end."""
+    prog = str(usage).partition(" [")[0]
+    tyro.cli(type(default), args=["--help"], default=default, prog=prog, config=HELP_STYLE)
+    raise SystemExit(0)
 
 
-def _switches(schema: type[DataclassInstance], prefix: str = "--") -> Iterator[str]:
-    """The flags that take True or False."""
-    for name, hint in typing.get_type_hints(schema).items():
-        flag = prefix + name.replace("_", "-")
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from _switches(hint, prefix if name == "config" else f"{flag}.")
-        elif hint is bool or True in typing.get_args(hint):
-            yield flag
+_OLD_FLOOR_FIELD = f"config.{OLD_FLOOR}"
 
 
-def _flag_hint(unknown: list[str], known: list[str]) -> str:
+def _older_flags() -> dict[str, Flag]:
+    """The flags of earlier versions, which are taken for those of today."""
+    today = flags_of(ConfigArgs)
+    renamed = {old: today[new] for old, new in RENAMED.items()}
+    return {**renamed, OLD_FLOOR: Flag(_OLD_FLOOR_FIELD, float, "one")}
+
+
+def _today(key: str) -> str:
+    """The key of today that a key of an earlier version stands for; any other is itself."""
+    return FLOOR if key == OLD_FLOOR else RENAMED.get(key, key)
+
+
+def _unknown_flag(usage: str | None, left: list[str], known: list[str]) -> str:
+    """What to say of the words that no flag took, with what the first of them may have meant."""
+    parts = str(usage).partition(" [")[0].split()
+    command = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), parts))
+    word = left[0].partition("=")[0] or "''"
+    hint = _flag_hint(left, known)
+    return f"{command} takes no {word}{hint}: {command} --help lists its flags"
+
+
+def _flag_hint(left: list[str], known: list[str]) -> str:
     """What the first of some words that no flag takes may have meant, among the dotted keys that
     there are.
     """
-    word, equals, value = unknown[0].partition("=")
+    word, equals, value = left[0].partition("=")
     key = word.lstrip("-").replace("-", "_")
-    sections = {name.partition(".")[0] for name in known if "." in name}
-    if key in sections and not equals:  # --mesh tensor=2
-        inner, equals, value = unknown[1].partition("=") if len(unknown) > 1 else ("", "", "")
-        if f"{key}.{inner}" in known:
-            return (
-                f" (did you mean '--{key}.{inner.replace('_', '-')}{' ' * bool(equals)}{value}'?)"
-            )
-        return f" (it is a table: write --{key}.NAME VALUE)"
+    tables = {name.rpartition(".")[0] for name in known} - {""}
+    if key in tables and not equals:  # --mesh tensor=2
+        inner, equals, value = left[1].partition("=") if len(left) > 1 else ("", "", "")
+        if f"{key}.{inner}" not in known:
+            return f" (it is a table: write --{key}.NAME VALUE)"
+        flag = f"--{key}.{inner}".replace("_", "-")
+        return f" (did you mean '{flag} {value}'?)" if equals else f" (did you mean '{flag}'?)"
     if word.startswith("-") or equals:
         hint = suggest_key(key, known)
     else:
@@ -300,43 +289,6 @@ def _require_local_flags(args: DataclassInstance) -> None:
     require_local(*flags.get("config.data.mixture", ()))
 
 
-def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
-    """Return the words with flags of today, but without those of keys that meant something else,
-    and the values of these by dotted key.
-    """
-    kept = list[str]()
-    old = dict[str, float]()
-    given = {_flag_key(word) for word in words}
-    rest = iter(words)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        key = _flag_key(word)
-        if key in RENAMED:
-            if RENAMED[key] in given:
-                raise UserError(same_thing(key))
-            kept.append(f"--{RENAMED[key]}{equals}{value}")
-            continue
-        if key != OLD_FLOOR:
-            kept.append(word)
-            continue
-        if not equals:
-            value = next(rest, "")
-        try:
-            old[key] = float(value)
-        except ValueError as error:
-            raise UserError(f"{flag} is a number, found {value!r}") from error
-    if old and FLOOR in given:
-        raise UserError(same_thing(OLD_FLOOR))
-    return kept, old
-
-
-def _flag_key(word: str) -> str:
-    """The dotted key of a flag, `--train.batch=3`; empty where a word is none."""
-    if not word.startswith("--"):
-        return ""
-    return word[2:].partition("=")[0].replace("-", "_")
-
-
 def run_folder(name: str, given: str = "") -> Path:
     """The run folder: the one given, or what the config's name stands for: where it is a run
     folder, or the config.toml in one, that; else runs/NAME."""
@@ -353,20 +305,3 @@ def run_folder(name: str, given: str = "") -> Path:
     else:
         found = Path("runs") / path.stem
     return Path(given) if given else found
-
-
-def _boxed_text(box: str) -> str:
-    """The text of a tyro error box above its first rule."""
-    rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
-    text = " ".join(
-        itertools.takewhile(
-            lambda row: not row.startswith(("\u2500", "\u2570")),
-            rows,
-        )
-    )
-    text = text.removeprefix("Error parsing ").removesuffix(".")
-    return functools.reduce(
-        lambda text, words: text.replace(*words),
-        _PLAINLY.items(),
-        text,
-    )

@@ -309,11 +309,27 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ),
         (
             "train tiny --train.schedule cosin",
-            "invalid choice 'cosin' for argument '--train.schedule'",
+            "--train.schedule is one of cosine, wsd, constant, found 'cosin' "
+            "(did you mean 'cosine'?)",
         ),
-        ("train tiny --data.pack maybe", "invalid choice 'maybe' for argument '--data.pack'"),
-        ("train tiny --rules.mlp data tensr", "invalid choice 'tensr' for argument '--rules.mlp'"),
-        ("train tiny --train.steps", "Missing value for argument '--train.steps'"),
+        ("train tiny --data.pack maybe", "--data.pack is true or false, found 'maybe'"),
+        (
+            "train tiny --rules.mlp data tensr",
+            "--rules.mlp is one of stage, data, fsdp, context, expert, tensor, found 'tensr' "
+            "(did you mean 'tensor'?)",
+        ),
+        (
+            "train tiny --train.steps",
+            "--train.steps takes a value, and none follows: give a whole number",
+        ),
+        (
+            "show tiny --layer --masks a.png",
+            "--layer takes a value, and none follows: give a name, a path or other text",
+        ),
+        ("train tiny --run -x", "one that begins with a hyphen is written --run=-x"),
+        ("train tiny --verify=False", "--verify stands alone: leave out '=False'"),
+        ("train tiny --memory.keep full", "(it is a table: write --memory.keep.NAME VALUE)"),
+        ("train tiny --mesh tensor=2", "takes no --mesh (did you mean '--mesh.tensor 2'?)"),
     ],
 )
 def test_a_mistaken_command_line(words, message, refused):
