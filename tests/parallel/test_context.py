@@ -28,8 +28,9 @@ from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Call, reference
 from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
-from jaxpar.parallel import context
+from jaxpar.parallel import context, ring_attention
 from jaxpar.parallel.context import check_split, split_attention
+from jaxpar.parallel.context_task import UNROLLED
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 from jaxpar.rehearse.requested_collectives import requested_collectives
@@ -102,8 +103,10 @@ def split(
     plan: Plan,
     window: int = 0,
     segments: jax.Array | None = None,
+    unrolled: int = UNROLLED,
 ) -> Any:
     """The attention under a plan of arrays in natural order."""
+    how = split_of(plan)._replace(unrolled=unrolled)
     order = chunk_order(plan, plan.context.strategy)
 
     def attention(*args: jax.Array) -> jax.Array:
@@ -112,7 +115,7 @@ def split(
         else:
             documents = reorder(segments, order, 1)
         out = split_attention(
-            split_of(plan), mask_of(window), *(reorder(x, order, 1) for x in args), documents
+            how, mask_of(window), *(reorder(x, order, 1) for x in args), documents
         )
         return reorder(out, inverse(order), 1)
 
@@ -289,17 +292,18 @@ def test_scores_of_some_hundreds_merge():
 
 
 @pytest.mark.slow
-def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
+def test_a_long_ring_is_a_loop_with_the_same_answer():
     """Steps in the middle of a ring of many devices are one loop: fewer to compile, as many
     hops.
     """
     args = projections(2, 48, 3, 1, 6)
     segments = documents(2, 48)
     unrolled = values_and_gradients(split(plan_on(context=8), 0, segments), args)
-    monkeypatch.setattr(context, "UNROLLED", 3)
     plan = plan_on(context=8)
-    assert_close(values_and_gradients(split(plan, 0, segments), args), unrolled, 1e-6)
-    traced = jax.jit(lambda *x: values_and_gradients(split(plan), list(x))).trace(*args)
+    looped = values_and_gradients(split(plan, 0, segments, unrolled=3), args)
+    assert_close(looped, unrolled, 1e-6)
+    ring = split(plan, unrolled=3)
+    traced = jax.jit(lambda *x: values_and_gradients(ring, list(x))).trace(*args)
     assert sum(row.count for row in requested_collectives(traced.jaxpr, plan.mesh)) == 2 * (
         7 + 7 + 7
     )
@@ -312,13 +316,14 @@ def test_in_a_ring_of_any_length_each_device_s_keys_are_visited_once(n: int) -> 
     """
     work: Any = SimpleNamespace(
         size=n,
+        unrolled=UNROLLED,
         hop=lambda kv: jax.tree.map(lambda x: x + 1, kv),
     )
 
     def visit(seen: jax.Array, kv: Any, hops: Any) -> jax.Array:
         return seen.at[hops].add(kv[0])
 
-    found = context._around(
+    found = ring_attention._around(
         work,
         [jnp.int32(0)],
         lambda: jnp.zeros(n, jnp.int32),
@@ -409,11 +414,12 @@ def laid_out(plan: Plan, args: list[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def forward_and_backward(plan: Plan) -> Any:
+def forward_and_backward(plan: Plan, unrolled: int = UNROLLED) -> Any:
+    how = split_of(plan)._replace(unrolled=unrolled)
+
     def gradients(*args: jax.Array) -> Any:
-        return jax.vjp(lambda *x: split_attention(split_of(plan), Causal(), *x), *args[:3])[1](
-            args[3]
-        )
+        _, pull = jax.vjp(lambda *x: split_attention(how, Causal(), *x), *args[:3])
+        return pull(args[3])
 
     return gradients
 
@@ -521,8 +527,6 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
     """Forward and backward hold some 20 arrays of the size of a device's queries, and a tile,
     whatever n is.
     """
-    # XLA:CPU runs ahead where it can: a loop holds it to one hop
-    monkeypatch.setattr(context, "UNROLLED", 2)
     monkeypatch.setattr(chunked, "ROWS", 16)
     monkeypatch.setattr(chunked, "COLUMNS", 16)
     args = projections(1, 1024, 8, 2, 8)
@@ -551,7 +555,8 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
         if n == 1:
             function = alone
         else:
-            function = forward_and_backward(plan)
+            # XLA:CPU runs ahead where it can: a loop holds it to one hop
+            function = forward_and_backward(plan, unrolled=2)
         options = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
         compiled = (
             jax.jit(function, compiler_options=options).lower(*laid_out(plan, args)).compile()

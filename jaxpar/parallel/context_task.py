@@ -1,0 +1,132 @@
+"""What a strategy of context parallelism is given inside `manual`: the mask of any two chunks, and
+the hop to the next device.
+
+Shapes: B batch, T whole sequence, C chunk of it. A device has two chunks, the early one first: see
+`jaxpar.parallel.token_order`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxpar.base.mesh import MeshAxis
+from jaxpar.base.sharding import Layout
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.masks import (
+    And,
+    Causal,
+    Full,
+    Mask,
+    Segments,
+    in_documents,
+    of_distance,
+    places_in_documents,
+)
+from jaxpar.parallel.token_order import chunk_order, inverse, reorder
+
+PARTS = Call(out_dtype=jnp.float32)
+"""Partial answers, which are merged or added up."""
+UNROLLED = 8
+"""Up to so many devices every step of a ring is written out; beyond, the middle ones are a loop."""
+ChunkNumber = Array | int
+"""The number of a half, of a chunk, or of hops, known at run time or before."""
+
+
+class ContextTask(NamedTuple):
+    """What a strategy has to do, inside `manual`."""
+
+    layout: Layout
+    """The mesh and the rules."""
+    mask: Mask
+    """What a query sees, apart from documents: at most the keys at its own place or before."""
+    segments_BT: Int[Array, "B T"] | None
+    """The document of every token, in `chunk_order`."""
+    kernel: Any
+    """The implementation of attention, with a forward and a backward: see
+    `jaxpar.kernels.attention.call`."""
+    call: Call = PARTS
+    """How it makes a partial answer, apart from the places."""
+    unrolled: int = UNROLLED
+    """Up to how many devices every step of a ring is written out."""
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """The mesh axes that split the sequence."""
+        return self.layout.mesh_axes("attention_seq")
+
+    @property
+    def size(self) -> int:
+        """The number of devices that split the sequence."""
+        return self.layout.size("attention_seq")
+
+    @property
+    def chunks(self) -> tuple[Array, Array]:
+        """The numbers of this device's early and late chunk."""
+        place = jax.lax.axis_index(self.axes)
+        return place, 2 * self.size - 1 - place
+
+    @property
+    def seen(self) -> Mask:
+        """What a query sees where the sequence is whole."""
+        return with_documents(self.mask, self.segments_BT, self.segments_BT)
+
+    def hop(self, tree: Any) -> Any:
+        """Return what the device before this one has of every array."""
+        there = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
+
+    def segments_of(self, chunk: ChunkNumber, C: int) -> Int[Array, "B C"] | None:
+        """Return the documents of a chunk of C tokens in zigzag order; None = there are none."""
+        if self.segments_BT is None:
+            return None
+        place = jnp.where(
+            chunk < self.size,
+            2 * chunk,
+            2 * (2 * self.size - 1 - chunk) + 1,
+        )
+        return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
+
+    def pair(self, q_chunk: ChunkNumber, k_chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
+        """Return what the queries of one chunk of C tokens see of the keys of an earlier one."""
+        if self.mask == Causal():
+            return self.in_documents(Full(), q_chunk, k_chunk, C), self.call
+        places = self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
+        return self.in_documents(self.mask, q_chunk, k_chunk, C), places
+
+    def diagonal(self, chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
+        """Return what the queries of a chunk of C tokens see of its own keys."""
+        if of_distance(self.mask):
+            start = 0
+        else:
+            start = chunk * C
+        places = self.call._replace(q_start=start, k_start=start, multiple=C)
+        return self.in_documents(self.mask, chunk, chunk, C), places
+
+    def in_documents(self, mask: Mask, q_chunk: ChunkNumber, k_chunk: ChunkNumber, C: int) -> Mask:
+        """Return the mask of two chunks of C tokens, limited to a token's own document where there
+        are documents.
+
+        `&` does not serve here: where a chunk begins, its documents need not begin.
+        """
+        q_ids = self.segments_of(q_chunk, C)
+        kv_ids = self.segments_of(k_chunk, C)
+        if self.segments_BT is None or q_ids is None or kv_ids is None:
+            return mask
+        natural_BT = reorder(self.segments_BT, inverse(chunk_order(self.layout, "ring")), 1)
+        places_BT = places_in_documents(natural_BT)
+        q_places, kv_places = (
+            jax.lax.dynamic_slice_in_dim(places_BT, chunk * C, C, axis=1)
+            for chunk in (q_chunk, k_chunk)
+        )
+        return And(in_documents(mask, q_places, kv_places), Segments(q_ids, kv_ids))
+
+
+def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
+    """Return the mask, limited to a token's own document where there are ids."""
+    if q_ids is None or kv_ids is None:
+        return mask
+    return mask & Segments(q_ids, kv_ids)
