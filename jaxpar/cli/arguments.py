@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import tyro
 
 from jaxpar.base.config import Config, fit_schedule, load_config, override
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import UserError, require_local, visible
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
@@ -83,6 +83,7 @@ def config_args(
         args = _schedule_of_run(name, args, keys)
     elif load is load_config:
         args = shorten_schedule(args, keys)
+        _say_what_was_given(name)
     require_effects(name if load is load_config else "", args.config, keys)
     return name, args
 
@@ -132,6 +133,21 @@ def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
             f"train.steps={least} or more, or train.stop_at={train.steps} to stop there"
         )
     return dataclasses.replace(args, config=config)
+
+
+def _say_what_was_given(name: str) -> None:
+    """Say on standard error what a program gave to the run whose folder a config's name is, and
+    what a command takes in its place.
+    """
+    folder = run_folder(name)
+    is_of_run = folder in (Path(name), Path(name).parent)
+    if not is_of_run or not os.path.isdir(folder / "checkpoints"):
+        return
+    # Orbax, which only a run needs
+    from jaxpar.train.given_parts import given_notes
+
+    for note in given_notes(folder):
+        print(f"jaxpar: note: {visible(note)}", file=sys.stderr)
 
 
 def shorten_schedule(args: Any, keys: set[str]) -> Any:

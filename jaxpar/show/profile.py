@@ -18,6 +18,7 @@ from jaxpar.base.hardware import load_chip
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.of_config import rehearse
 from jaxpar.rehearse.report.tables import seconds_text, titled_table
+from jaxpar.train.given_parts import given_notes
 from jaxpar.train.run_folder import read_run_config
 
 Line = tuple[str, str, str]  # the scope, source and phase of a line of the model
@@ -57,6 +58,8 @@ def profile_parts(
     measured = measured_lines(facts, files[-1].parent)
     predicted = dict[Line, float]()
     note = f"{facts['devices']} x {facts['device_kind']}"
+    for given in given_notes(folder):
+        say(given)
     try:
         report = rehearse(read_run_config(folder), target or _target_of(facts), say=say)
         predicted = {
