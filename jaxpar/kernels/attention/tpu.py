@@ -52,8 +52,15 @@ from jaxpar.kernels.attention.call import (
     pad_to,
     through_cap,
 )
-from jaxpar.kernels.attention.visits import Visits, block_units, in_tile, most_steps, visits
-from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Mask, Tiles, numpy_for, segments_in
+from jaxpar.kernels.attention.visits import (
+    block_units,
+    check_list,
+    flatten_visits,
+    in_tile,
+    most_steps,
+    visits,
+)
+from jaxpar.kernels.masks import FULL, PARTIAL, Mask, Tiles, segments_in
 
 TILE = 512
 LONG_TILE = 1024
@@ -64,7 +71,6 @@ query sees.
 """
 _SUBLANES = 8
 _HEAD_DIM = 256
-_LIST_BYTES = 3 * 2**18  # the lists' share of a core's SMEM, which is 1 MiB
 
 ArrayKind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
 """The kinds of arrays: [B, H, S, h], [B, K, T, h] (or with `_Walk.across` [B, H, h, S], [B, K, h,
@@ -86,7 +92,7 @@ def refusal(
     try:
         tiles = _tiles(q_shape, k_shape[1], dtype, mask, call)
         batch = q_shape[0] if segments_in(mask) else 1
-        _check_list(batch * max(most_steps(mask, tiles, by_keys) for by_keys in (False, True)))
+        check_list(batch * max(most_steps(mask, tiles, by_keys) for by_keys in (False, True)))
     except Unserved as unserved:
         return str(unserved)
     return ""
@@ -427,7 +433,7 @@ def _walk(
         call,
         tile,
     )
-    steps = _flatten_visits(visits(mask, tiles, of_keys))
+    steps = flatten_visits(visits(mask, tiles, of_keys))
     B, L = steps.rows_BL.shape
     in_whole_lanes = tiles.block_q % LANES == 0 and tiles.block_k % LANES == 0
     codes_BL = steps.entries_BL << 2 | steps.states_BL
@@ -443,75 +449,6 @@ def _walk(
         stride=L if B > 1 else 0,
         across=in_whole_lanes and q_BSHh.shape[3] % LANES != 0,
     )
-
-
-class _Steps(NamedTuple):
-    """The visits of all rows, one after another in a list for each sequence; numpy, or jax where
-    the visits are.
-    """
-
-    rows_BL: Array | np.ndarray
-    """The row of each step."""
-    entries_BL: Array | np.ndarray
-    """The entry of `Visits` that it visits."""
-    states_BL: Array | np.ndarray
-    """Whether that tile is EMPTY, PARTIAL or FULL."""
-    length: int | Array
-    """The steps of the longest sequence."""
-
-
-def _flatten_visits(visited: Visits) -> _Steps:
-    """Put the rows of `visits` behind one another.
-
-    A row without visits also has a step, which writes its zeros. A sequence with fewer steps than
-    another stays at its last one, and visits nothing more.
-
-    Raises:
-      Unserved: there are more steps than SMEM holds.
-    """
-    entries_BRW, full_BR, some_BR = visited
-    traced = isinstance(entries_BRW, jax.Array)
-    xp = numpy_for(entries_BRW)
-    B, R, W = entries_BRW.shape
-
-    lengths_BR = xp.maximum(some_BR, 1)
-    ends_BR = xp.cumsum(lengths_BR, axis=1)
-    begins_BR = ends_BR - lengths_BR
-    totals_B1 = ends_BR[:, -1:]
-    longest = xp.max(totals_B1)
-    if traced:
-        L = R * W  # the most there can be
-        length = longest
-    else:
-        L = int(longest)
-        length = L
-    _check_list(B * L)
-
-    steps_L = np.arange(L)
-    steps_BL = xp.minimum(steps_L, totals_B1 - 1)
-    rows_BL = xp.sum(
-        ends_BR[:, None] <= steps_BL[:, :, None],
-        axis=2,
-    )
-
-    def of_row(x_BR: Array | np.ndarray) -> Array | np.ndarray:
-        return xp.take_along_axis(x_BR, rows_BL, axis=1)
-
-    visits_BL = steps_BL - of_row(begins_BR)  # the number of a step's visit in its row
-    is_visit_BL = (visits_BL < of_row(some_BR)) & (steps_L < totals_B1)
-    is_full_BL = visits_BL < of_row(full_BR)
-    states_BL = xp.where(is_visit_BL, xp.where(is_full_BL, FULL, PARTIAL), EMPTY)
-    entries_BL = xp.take_along_axis(
-        entries_BRW.reshape(B, R * W),
-        rows_BL * W + visits_BL,
-        axis=1,
-    )
-    return _Steps(rows_BL, entries_BL, states_BL, length)
-
-
-def _check_list(steps: int) -> None:
-    if 8 * steps > _LIST_BYTES:
-        raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
 
 
 def _tiles(

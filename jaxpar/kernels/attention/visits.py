@@ -68,16 +68,28 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
         )
     if of_keys:
         states = states.swapaxes(1, 2)
+    if xp is np:
+        return list_tiles(states)
+    return list_tiles(states, int(np.max(_most_visits(mask, tiles, of_keys))))
+
+
+def list_tiles(states: Places, longest: int | None = None) -> Visits:
+    """List the tiles of each row that are not empty, those that are full first.
+
+    Args:
+      states: EMPTY, PARTIAL or FULL of each tile [B, Q, K], numpy or jax.
+      longest: the most tiles that a row can have, at most K; None = what the longest row has, which
+        must be known while tracing.
+    """
+    xp = masks.numpy_for(states)
     some = xp.sum(states != EMPTY, axis=2)
     full = xp.sum(states == FULL, axis=2)
     # FULL > PARTIAL > EMPTY, and the sort is stable, so each kind keeps its order.
     order = xp.argsort(-states, axis=2, stable=True)
-    W = max(
-        1,
-        int(some.max()) if xp is np else int(np.max(_most_visits(mask, tiles, of_keys))),
-    )
+    if longest is None:
+        longest = int(some.max())
     place = xp.minimum(
-        np.arange(W),
+        np.arange(max(1, longest)),
         xp.maximum(some - 1, 0)[..., None],
     )
     entries = xp.where(
@@ -86,6 +98,84 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
         0,
     )
     return Visits(*(x.astype(np.int32) for x in (entries, full, some)))
+
+
+class Steps(NamedTuple):
+    """The visits of all rows, one after another in a list for each sequence; numpy, or jax where
+    the visits are.
+    """
+
+    rows_BL: Array | np.ndarray
+    """The row of each step."""
+    entries_BL: Array | np.ndarray
+    """The entry of `Visits` that it visits."""
+    states_BL: Array | np.ndarray
+    """Whether that tile is EMPTY, PARTIAL or FULL."""
+    length: int | Array
+    """The steps of the longest sequence."""
+
+
+LIST_BYTES = 3 * 2**18
+"""The share of the lists in a TPU core's scalar memory, which is 1 MiB."""
+
+
+def check_list(steps: int) -> None:
+    """Refuse more steps than a TPU's scalar memory holds, at two int32 each.
+
+    Raises:
+      Unserved: there are more.
+    """
+    if 8 * steps > LIST_BYTES:
+        raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
+
+
+def flatten_visits(visited: Visits) -> Steps:
+    """Put the rows of `visits` behind one another.
+
+    A row without visits also has a step, which writes its zeros. A sequence with fewer steps than
+    another stays at its last one, and visits nothing more.
+
+    Raises:
+      Unserved: there are more steps than SMEM holds.
+    """
+    entries_BRW, full_BR, some_BR = visited
+    traced = isinstance(entries_BRW, jax.Array)
+    xp = masks.numpy_for(entries_BRW)
+    B, R, W = entries_BRW.shape
+
+    lengths_BR = xp.maximum(some_BR, 1)
+    ends_BR = xp.cumsum(lengths_BR, axis=1)
+    begins_BR = ends_BR - lengths_BR
+    totals_B1 = ends_BR[:, -1:]
+    longest = xp.max(totals_B1)
+    if traced:
+        L = R * W  # the most there can be
+        length = longest
+    else:
+        L = int(longest)
+        length = L
+    check_list(B * L)
+
+    steps_L = np.arange(L)
+    steps_BL = xp.minimum(steps_L, totals_B1 - 1)
+    rows_BL = xp.sum(
+        ends_BR[:, None] <= steps_BL[:, :, None],
+        axis=2,
+    )
+
+    def of_row(x_BR: Array | np.ndarray) -> Array | np.ndarray:
+        return xp.take_along_axis(x_BR, rows_BL, axis=1)
+
+    visits_BL = steps_BL - of_row(begins_BR)  # the number of a step's visit in its row
+    is_visit_BL = (visits_BL < of_row(some_BR)) & (steps_L < totals_B1)
+    is_full_BL = visits_BL < of_row(full_BR)
+    states_BL = xp.where(is_visit_BL, xp.where(is_full_BL, FULL, PARTIAL), EMPTY)
+    entries_BL = xp.take_along_axis(
+        entries_BRW.reshape(B, R * W),
+        rows_BL * W + visits_BL,
+        axis=1,
+    )
+    return Steps(rows_BL, entries_BL, states_BL, length)
 
 
 def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
