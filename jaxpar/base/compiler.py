@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, short, suggest
-from jaxpar.base.hardware import chip_of
+from jaxpar.base.hardware import chip_of, lowering_platform
 from jaxpar.base.jax_compat import (
     KNOWN_OPTIONS,
     SCOPED_VMEM,
@@ -144,10 +144,7 @@ def _require_known(own: tuple[tuple[str, Option], ...], mesh: Mesh) -> None:
     Raises:
       UserError: the compiler refuses an option.
     """
-    if _platform(mesh) == "gpu":
-        lowered_for = "cuda"
-    else:
-        lowered_for = _platform(mesh)
+    lowered_for = lowering_platform(mesh.devices.flat[0])
     nothing = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     jitted = jax.jit(lambda x: x, compiler_options=dict(own))
     try:

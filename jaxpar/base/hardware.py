@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+import jax
+
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.toml import find_toml, from_toml, presets
@@ -30,6 +32,15 @@ def usable_bytes(hbm_bytes: int, platform: str) -> int:
     if platform in ("gpu", "cuda"):
         return int(GPU_POOL * hbm_bytes)
     return hbm_bytes
+
+
+def lowering_platform(device: jax.Device) -> str:
+    """The platform that a program for a device, which need not be here, is lowered for: `cpu`,
+    `cuda` or `tpu`.
+    """
+    if device.platform == "gpu":
+        return "cuda"
+    return device.platform
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ values by dotted key.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import tomllib
@@ -82,7 +83,7 @@ def from_dict(
       UserError: a key is not known (the message has the nearest one), or a value has the wrong
         type.
     """
-    hints = typing.get_type_hints(schema)
+    hints = _type_hints(schema)
     for key in value:
         if key not in hints:
             raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
@@ -96,6 +97,12 @@ def from_dict(
     return schema(
         **{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()}
     )
+
+
+@functools.cache
+def _type_hints(schema: type) -> dict[str, Any]:
+    """The types of a schema's fields, which are written as text and take long to read."""
+    return typing.get_type_hints(schema)
 
 
 def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:

@@ -367,9 +367,8 @@ def bench_command(words: list[str]) -> int:
     from jaxpar.train.require_memory import require_memory
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
-    config = check(args.config)
     say = console().print
-    experiment = make_experiment(config, start(config.mesh))
+    experiment = make_experiment(args.config)
     require_memory(experiment, machine_memory())
     say(table(bench_step(experiment, args.rounds, args.calls, say=say)))
     return 0
@@ -384,9 +383,8 @@ def bench_generate_command(words: list[str]) -> int:
     from jaxpar.train.plans import make_experiment
 
     _, args = config_args(bench_generate_command.__doc__, BenchGenerateArgs, words)
-    config = check(args.config)
     say = console().print
-    experiment = make_experiment(config, start(config.mesh))
+    experiment = make_experiment(args.config)
     rows = bench_generate(
         experiment, args.batch, args.prompt_tokens, args.new_tokens, args.rounds, say
     )

@@ -18,7 +18,7 @@ import jax
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.hardware import Hardware, hardware_of, usable_bytes
+from jaxpar.base.hardware import Hardware, hardware_of, lowering_platform, usable_bytes
 from jaxpar.base.runtime import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
@@ -83,13 +83,11 @@ def resolve_and_compile(
     experiment = choose_overlap(experiment, target, say)
     if not experiment.config.memory.budget:
         return experiment, None
-    first = experiment.devices[0]
-    hardware = hardware_of(first.device_kind) or Hardware()
-    platform = platform_of(first)
     if target is not None:
         hardware = target.hardware
-        platform = target.platform
-    best, _ = solve_budget(experiment, platform, hardware, say, target)
+    else:
+        hardware = hardware_of(experiment.devices[0].device_kind) or Hardware()
+    best, _ = solve_budget(experiment, experiment.platform, hardware, say, target)
     return best.experiment, best.program
 
 
@@ -185,7 +183,7 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
     if text == "auto":
         known = hardware.hbm_bytes or memory_of(device)
         if known:
-            return min(int(known * (1 - MARGIN)), usable_bytes(known, platform_of(device)))
+            return min(int(known * (1 - MARGIN)), usable_bytes(known, lowering_platform(device)))
         raise UserError(
             "memory.budget = auto: this device does not say how much memory it has: give it, as "
             "in 14GiB"
@@ -194,13 +192,6 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
     if not match or match[2] not in _UNITS:
         raise UserError(f"memory.budget = {text!r} is no size: write 14GiB, 900MiB, 80GB, or auto")
     return round(float(match[1]) * _UNITS[match[2]])
-
-
-def platform_of(device: jax.Device) -> str:
-    """The platform that a program for this device is lowered for."""
-    if device.platform == "gpu":
-        return "cuda"
-    return device.platform
 
 
 def _candidates(

@@ -11,7 +11,6 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import check_folders, console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe, total_sizes
-from jaxpar.base.runtime import start
 from jaxpar.base.sharding import placements
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import UNIT, schedule
@@ -55,7 +54,7 @@ def show(
     auto = "overlap auto: shown as xla, without Domino; train and rehearse choose"
     notes = [auto] if config.overlap.is_open else []
     config = replace(config, mesh=mesh, overlap=config.overlap.without_auto())
-    experiment = make_experiment(config, start(mesh))
+    experiment = make_experiment(config)
     plan = experiment.plan
     model = experiment.model
     rows = placements(experiment.state.params, model.axes, plan)

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
-from jaxpar.base.config import Config, TrainConfig, check
+from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import Batches, machine_memory, run_together, start
+from jaxpar.base.runtime import Batches, machine_memory, run_together
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def evaluate_folder(
       UserError: there is no checkpoint, it is of another model, there is no validation data, or the
         mesh does not fit.
     """
-    experiment = make_experiment(check(config, training=False), start(config.mesh), model)
+    experiment = make_experiment(config, model=model, training=False)
     config = experiment.config
     plan = experiment.plan
     run_together(lambda: require_memory(experiment, machine_memory(), training=False))

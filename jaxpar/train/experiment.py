@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxpar.base.config import Config
+from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.plan import Plan
 from jaxpar.models import AnyModel
 from jaxpar.train.optimizer import AnyOptimizer, Optimizer, as_optimizer
@@ -58,6 +59,11 @@ class Experiment:
     def devices(self) -> list[jax.Device]:
         """The devices of the mesh, in its order."""
         return list(self.plan.mesh.devices.flat)
+
+    @property
+    def platform(self) -> str:
+        """The platform that its programs are lowered for: `cpu`, `cuda` or `tpu`."""
+        return lowering_platform(self.devices[0])
 
     @property
     def microbatches(self) -> int:

@@ -13,23 +13,22 @@ import jax
 from grain import DatasetIterator
 
 from jaxpar.base.compiler import options_text, step_options
-from jaxpar.base.config import Config, check, require_settled
+from jaxpar.base.config import Config, require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import machine_memory, run_together, start, told_by_first
+from jaxpar.base.runtime import machine_memory, run_together, told_by_first
 from jaxpar.base.sharding import local_bytes
-from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, train_batches
+from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import schedule_note
-from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
+from jaxpar.train.own_tokenizer import keep_tokenizer
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, restore_state
-from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
+from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.run_folder import Checkpoints, compare_run, keep_config, replaced_values
 from jaxpar.train.step import TrainState, batch_rows, init_state
-from jaxpar.train.template_date import with_template_date
 
 Say = Callable[[str], None]
 
@@ -83,9 +82,10 @@ def open_run(
     """
     made = _checked(experiment)
     run_together(lambda: require_memory(made, machine_memory()))
-    config = with_template_date(made.config, folder)
-    corpus = corpus or made.corpus or _load(config, folder, say)
-    experiment = replace(made, config=config, corpus=corpus)
+    if corpus is not None:
+        made = replace(made, corpus=corpus)
+    experiment, corpus = with_run_data(made, folder, say)
+    config = experiment.config
     for note in (*plan_notes(experiment), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
         say(note)
     if offload_asked(experiment.plan):
@@ -115,25 +115,15 @@ def open_run(
 def _checked(experiment: Config | Experiment) -> Experiment:
     """The experiment, held against what a training needs."""
     if isinstance(experiment, Config):
-        given = experiment
-    else:
-        given = experiment.config
-    config = check(given)
+        experiment = make_experiment(experiment)
+    config = experiment.config
     require_settled(config)
     if config.model.lora.rank and not config.train.init:
         raise UserError(
             "model.lora trains beside frozen weights, and there are none: name their folder in "
             "train.init"
         )
-    if isinstance(experiment, Config):
-        return make_experiment(config, start(config.mesh))
     return experiment
-
-
-def _load(config: Config, folder: Path, say: Say) -> Corpus:
-    """The data of a config."""
-    data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
-    return run_together(lambda: load_corpus(data, config.model.vocab_size))
 
 
 def keep_run(run: OpenRun) -> None:

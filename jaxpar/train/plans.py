@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 
 from jaxpar.base.activation_names import Keep
 from jaxpar.base.compiler import option_notes, step_options
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
+from jaxpar.base.runtime import start
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
@@ -41,6 +42,7 @@ def make_experiment(
     model: AnyModel | None = None,
     optimizer: AnyOptimizer = None,
     corpus: Corpus | None = None,
+    training: bool = True,
 ) -> Experiment:
     """Make what a config needs to run on these devices, and check it as a whole.
 
@@ -49,37 +51,34 @@ def make_experiment(
 
     Args:
       config: every setting.
-      devices: the devices of the mesh, which may be those of a target; None = all that are here.
+      devices: the devices of the mesh, which may be those of a target; None = those that the
+        commands take, of `jaxpar.start(config.mesh)`: simulated ones where `mesh.platform` is cpu,
+        those of all processes where `mesh.distributed` is set, else all that are here.
       model: the model, perhaps with parts of one's own, or a whole `jaxpar.models.OwnModel`, for
         which `config.model` means nothing; None = that of `config.model`.
       optimizer: any optax transformation, or an `Optimizer`; None = that of `config.optimizer`.
       corpus: the data, where they are loaded already; None = `config.data` says where they are.
+      training: whether it is to be trained. Otherwise what only training reads may have any value
+        of its type, as a run of an earlier version may.
+
+    Returns:
+      The experiment, whose `config` is the one given, but for the model's own sizes.
 
     Raises:
-      UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the
-        optimizer state is split neither as its parameters nor further, XLA does not know an option,
-        `context.check_split` refuses the plan, or the optimizer cannot be run with it (see
-        `require_runnable`).
+      UserError: `check` refuses a setting, the devices cannot be had (see `jaxpar.start`), the mesh
+        does not fit them, mesh axes do not divide a dim or the batch, the optimizer state is split
+        neither as its parameters nor further, XLA does not know an option, the devices' host memory
+        cannot be used as it is asked for, `context.check_split` refuses the plan, or the optimizer
+        cannot be run with it (see `require_runnable`).
     """
+    if model is not None and not model.has_blocks:
+        config = replace(config, model=model.config)
+    check(config, training)
     if model is None:
         model = Model(config.model)
-    elif not model.has_blocks:
-        config = replace(config, model=model.config)
-        check_own_model(config)
-    elif model.config != config.model:
-        raise UserError("the model has other sizes than the config: make it of config.model")
-    mesh = make_mesh(config.mesh, devices)
-    plan = _plan_on(mesh, config, model)
-    experiment = Experiment(config, model, plan, optimizer, corpus)
-    require_runnable(experiment.optimizer, plan)
-    check_parameters(experiment)
-    check_batch(experiment)
-    check_names(experiment)
-    if config.compiler.options:
-        step_options(mesh, config.compiler.options)
-    if asked := offload_asked(experiment.plan):
-        check_offload(asked, mesh.devices.flat[0], config.memory.offload_anyway)
-    return experiment
+    if devices is None:
+        devices = start(config.mesh)
+    return _assemble(config, devices, model, optimizer, corpus)
 
 
 def with_config(
@@ -90,26 +89,63 @@ def with_config(
     """Make an experiment anew with other settings, and with the same model where its own are the
     same.
 
+    What was settled for an experiment is held against its model, mesh and batch again; the values
+    of the single settings are not (`make_experiment` has done so).
+
     Args:
       experiment: the experiment whose parts are used again.
       config: the other settings.
       devices: other devices; None = those of the experiment.
 
+    Returns:
+      The other experiment.
+
     Raises:
-      UserError: as of `make_experiment`.
+      UserError: as of `make_experiment`, but for `check` and `jaxpar.start`.
     """
-    model = experiment.model.with_config(config.model)
-    return make_experiment(
+    return _assemble(
         config,
         devices or experiment.devices,
-        model,
+        experiment.model.with_config(config.model),
         experiment.own_optimizer,
         experiment.corpus,
     )
 
 
+def _assemble(
+    config: Config,
+    devices: list[jax.Device],
+    model: AnyModel,
+    optimizer: AnyOptimizer,
+    corpus: Corpus | None,
+) -> Experiment:
+    """An experiment of these parts, which are held against each other."""
+    if not model.has_blocks:
+        check_own_model(config)
+    elif model.config != config.model:
+        raise UserError("the model has other sizes than the config: make it of config.model")
+    mesh = make_mesh(config.mesh, devices)
+    experiment = Experiment(config, model, _plan_on(mesh, config, model), optimizer, corpus)
+    require_runnable(experiment.optimizer, experiment.plan)
+    check_parameters(experiment)
+    check_batch(experiment)
+    check_names(experiment)
+    if config.compiler.options:
+        step_options(mesh, config.compiler.options)
+    if asked := offload_asked(experiment.plan):
+        check_offload(asked, mesh.devices.flat[0], config.memory.offload_anyway)
+    return experiment
+
+
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """Make the plan of a config on these devices (None = all): that of `make_experiment`.
+    """Make the plan of a config: that of `make_experiment`.
+
+    Args:
+      config: every setting.
+      devices: the devices of the mesh; None = as in `make_experiment`.
+
+    Returns:
+      The plan.
 
     Raises:
       UserError: as of `make_experiment`.

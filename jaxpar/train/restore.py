@@ -20,13 +20,11 @@ from jaxpar.base.config import (
     ModelConfig,
     PrecisionConfig,
     TrainConfig,
-    check,
 )
 from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import start
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import AnyModel, Model, Params, in_parts, peft
@@ -534,7 +532,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
-    experiment = make_experiment(check(config), start(config.mesh))
+    experiment = make_experiment(config)
     model = experiment.model
     if finished_steps(target):
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
@@ -570,7 +568,7 @@ def export_run(
         raise UserError(
             f"--adapter: {source} was trained without LoRA, so it has none: leave it out"
         )
-    experiment = make_experiment(check(config, training=False), start(config.mesh))
+    experiment = make_experiment(config, training=False)
     experiment = replace(experiment, plan=drop_stages(experiment.plan))
     model = in_parts(experiment.model, "an export")
     step, params = load_run(source, step, experiment)

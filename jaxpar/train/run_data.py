@@ -1,19 +1,22 @@
-"""The data of a run: `data.json` in its folder says which they are, and a run that goes on compares
-them with it.
+"""The data of a run: they are loaded as its folder says, `data.json` there says which they are,
+and a run that goes on compares them with it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.runtime import write_whole
-from jaxpar.data.corpus import Corpus
+from jaxpar.base.runtime import run_together, write_whole
+from jaxpar.data.corpus import Corpus, load_corpus
 from jaxpar.data.identity import Piece, difference, identify
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.run_folder import (
     finished_steps,
     is_run,
@@ -21,6 +24,7 @@ from jaxpar.train.run_folder import (
     read_run_config,
     refused_changes,
 )
+from jaxpar.train.template_date import with_template_date
 
 DATA = "data.json"
 
@@ -42,8 +46,44 @@ NOT_COMPARED = Compared((), False, False, "")
 """On processes other than the first, which compares and writes."""
 
 
+def with_run_data(
+    experiment: Experiment, folder: Path, say: Callable[[str], None]
+) -> tuple[Experiment, Corpus]:
+    """Load the data that a run is trained on, unless the experiment has them.
+
+    Of a run that has trained, its own copy of the tokenizer is taken, and the date that its chat
+    template wrote when it began. All processes must call this.
+
+    Args:
+      experiment: the experiment, with or without its data.
+      folder: the run folder, or where it will be.
+      say: gets a line where a file of the tokenizer is no longer that of the run.
+
+    Returns:
+      The experiment with its data and the date in its config, and the data.
+
+    Raises:
+      UserError: the data are missing or bad (see `load_corpus`), another tokenizer is asked for
+        than that of the run, or a file cannot be read.
+    """
+    config = with_template_date(experiment.config, folder)
+    corpus = experiment.corpus
+    if corpus is None:
+        data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
+        corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
+    return replace(experiment, config=config, corpus=corpus), corpus
+
+
 def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
     """Compare the data of a config with those that the run in a folder was trained on, if it was.
+
+    Args:
+      folder: the run folder, or where it will be.
+      config: the config that the run is to go on with.
+      corpus: its data.
+
+    Returns:
+      What came of it; `keep_data` writes its pieces.
 
     Raises:
       UserError: they are others, and neither `data.accept_changed` nor an error that ended the run
@@ -86,6 +126,12 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
 def read_data(file: Path) -> tuple[list[Piece], str]:
     """Return what `keep_data` has written: the pieces, and the error that ended the run over them.
 
+    Args:
+      file: the data.json of a run folder.
+
+    Returns:
+      The pieces, and the error; empty = the run did not stop over its data.
+
     Raises:
       UserError: the file is damaged.
     """
@@ -109,6 +155,15 @@ def _is_piece(row: Any) -> bool:
 
 
 def keep_data(folder: Path, pieces: Sequence[Piece], broken: str = "") -> None:
-    """Write which data a run is trained on, and if it stopped over them, the error."""
+    """Write which data a run is trained on, and if it stopped over them, the error.
+
+    Args:
+      folder: the run folder.
+      pieces: what the data are made of.
+      broken: the error that ended the run over them; empty = none did.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
     rows = ",\n  ".join(json.dumps(list(piece), ensure_ascii=False) for piece in pieces)
     write_whole(folder / DATA, f'{{"broken": {json.dumps(broken)}, "files": [\n  {rows}\n]}}\n')

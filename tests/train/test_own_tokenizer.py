@@ -19,7 +19,7 @@ from jaxpar.data.tokenizer import BytesTokenizer, encode_prompt, load_tokenizer
 from jaxpar.launch import local
 from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
-from jaxpar.train import evaluate, loop, open_run
+from jaxpar.train import evaluate, loop, run_data
 from jaxpar.train.own_tokenizer import (
     export_tokenizer,
     exported_ids,
@@ -237,8 +237,8 @@ def test_data_are_read_with_the_runs_own(
     config = override(Config(data=data), {"mesh.platform": "cpu", "mesh.data": 8})
     module, call = {
         "eval": (evaluate, lambda: evaluate.evaluate_folder(config, tmp_path / "run")),
-        "train.run": (open_run, lambda: loop.run(config, tmp_path / "run")),
-        "jaxpar train": (local, lambda: local.train_config(config, tmp_path / "run")),
+        "train.run": (run_data, lambda: loop.run(config, tmp_path / "run")),
+        "jaxpar train": (run_data, lambda: local.train_config(config, tmp_path / "run")),
     }[which]
 
     def read(data: DataConfig, vocab_size: int) -> None:

@@ -79,7 +79,8 @@ class Case:
     def plan(self, precision: str) -> Plan:
         """Return the plan under test, in this precision."""
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
-        return make_experiment(config, self.devices, self.model, self.optimizer).plan
+        made = make_experiment(config, self.devices, self.model, self.optimizer, training=False)
+        return made.plan
 
 
 def one_device(

@@ -83,7 +83,7 @@ def _experiment(case: Case, alone: bool) -> Experiment:
         memory = replace(config.memory, optimizer="device", parameters="device")
         config = replace(config, mesh=MeshSpec(), memory=memory)
         devices = devices[:1]
-    return make_experiment(config, devices, case.model, case.optimizer)
+    return make_experiment(config, devices, case.model, case.optimizer, training=False)
 
 
 def _moved(
