@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
+from jaxpar.bench.torch_step import OPTIMIZERS
 from jaxpar.models.hf_families import hf_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import device_memory, mfu
@@ -123,10 +124,18 @@ def bench_step(
     """Time training steps of a config, and of `transformers` in PyTorch at the same shape and
     precision.
 
-    Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens that
-    is already in memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it
-    eagerly on a CPU; where it cannot run, `say` is told why. Each takes `rounds` turns of `steps`
-    steps.
+    Both do forward, backward, clipping by global norm and the optimizer's step on one batch of
+    random tokens that is already in memory, and wait for the loss. PyTorch compiles its step on a
+    GPU and runs it eagerly on a CPU. Its optimizer is the one of `torch.optim` with the config's
+    name. Each takes `rounds` turns of `steps` steps.
+
+    Args:
+      experiment: the model, its plan, devices and optimizer.
+      rounds: the turns of each side.
+      steps: the steps of a turn.
+      beside_torch: whether PyTorch is asked at all.
+      say: is called with what there is to say: the ratio with its quartiles, or why PyTorch cannot
+        run, as where it has no such optimizer; then ours is timed alone.
 
     Returns:
       A row for each of the two, with the milliseconds of a step.
@@ -145,6 +154,7 @@ def bench_step(
     with contextlib.ExitStack() as stack:
         if beside_torch:
             try:
+                require_torch_optimizer(experiment)
                 theirs = stack.enter_context(torch_steps(config))
                 by = str(theirs(1)["by"])
                 candidates[by] = lambda: last.update({by: theirs(steps)})
@@ -180,8 +190,8 @@ def train_steps(experiment: Experiment) -> Callable[[int], float]:
     """
     parts = (experiment.model, experiment.config, experiment.plan)
     batch = random_batch(experiment.config, experiment.plan)
-    step = make_train_step(*parts)
-    state = init_state(*parts)
+    step = make_train_step(*parts, experiment.optimizer)
+    state = init_state(*parts, optimizer=experiment.optimizer)
 
     def run(n: int) -> float:
         nonlocal state
@@ -209,6 +219,26 @@ def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
     )
 
 
+def require_torch_optimizer(experiment: Experiment) -> None:
+    """Ask that PyTorch has the optimizer of an experiment.
+
+    Raises:
+      ChildProcessError: it has not, or a program gave the optimizer.
+    """
+    if experiment.own_optimizer is not None:
+        raise ChildProcessError("the optimizer that was given has no counterpart there")
+    optimizer = experiment.config.optimizer
+    if optimizer.name not in OPTIMIZERS:
+        raise ChildProcessError(
+            f"torch.optim has no optimizer.name={optimizer.name}: try {', '.join(OPTIMIZERS)}"
+        )
+    if optimizer.name == "adafactor" and optimizer.adafactor.momentum:
+        raise ChildProcessError(
+            f"torch.optim.Adafactor has no momentum, and optimizer.adafactor.momentum="
+            f"{optimizer.adafactor.momentum:g}: try 0"
+        )
+
+
 def torch_steps(config: Config) -> contextlib.AbstractContextManager[Callable[[int], BenchRow]]:
     """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their
     memory: see `torch_process`.
@@ -220,7 +250,8 @@ def torch_steps(config: Config) -> contextlib.AbstractContextManager[Callable[[i
         "vocab_size": vocab,
         "dropout": config.model.dropout,
         "train": vars(config.train),
-        "adamw": vars(config.optimizer.adamw),
+        "optimizer": config.optimizer.name,
+        "settings": vars(config.optimizer.settings),
         "seq_len": config.data.seq_len,
         "compute": config.precision.compute,
         "platform": jax.default_backend(),

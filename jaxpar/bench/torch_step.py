@@ -16,6 +16,15 @@ from typing import Any
 
 import numpy as np
 
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "sgd": "SGD",
+    "adafactor": "Adafactor",
+    "muon": "Muon",
+}
+"""The names of torch.optim by those of `optimizer.name`; PyTorch has no other."""
+
 
 def main() -> None:
     """Take as many steps as each line of input asks for, until the other side is gone."""
@@ -30,13 +39,18 @@ def main() -> None:
         cuda = asked["platform"] == "gpu"
         if cuda and not torch.cuda.is_available():
             return print(json.dumps({"missing": f"torch {torch.__version__} sees no GPU"}))
+        kind = OPTIMIZERS[asked["optimizer"]]
+        if not hasattr(torch.optim, kind):
+            said = {"missing": f"torch {torch.__version__} has no torch.optim.{kind}"}
+            return print(json.dumps(said))
         run = run or training(torch, transformers, asked, "cuda" if cuda else "cpu")
         said = run(int(line))
         if cuda:
             peak = torch.cuda.max_memory_allocated() / 2**30
         else:
             peak = None
-        by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda else "eager")
+        how = "compiled" if cuda else "eager"
+        by = f"transformers, torch {torch.__version__}, {how}, {kind}"
         print(json.dumps({"by": by, "peak, GiB": peak, **said}), flush=True)
     return None
 
@@ -47,8 +61,14 @@ def training(
     """`run(n)` takes n steps on the same random tokens and returns the last `loss`, which it waits
     for.
 
-    On a GPU it uses torch.compile, PyTorch's own attention and fused AdamW. Autocast gives the
-    config's precision.
+    On a GPU it uses torch.compile, PyTorch's own attention and fused optimizers where it has them.
+    Autocast gives the config's precision.
+
+    Args:
+      torch: the module.
+      transformers: the module.
+      asked: what the command line said.
+      device: where PyTorch computes, "cpu" or "cuda".
     """
     train = asked["train"]
     shape = asked["model"]
@@ -63,12 +83,7 @@ def training(
         device
     )
     forward = torch.compile(model) if cuda else model
-    chosen = asked["adamw"]
-    betas = (chosen["beta1"], chosen["beta2"])
-    decay = chosen["weight_decay"]
-    adamw = torch.optim.AdamW(
-        model.parameters(), train["learning_rate"], betas, chosen["eps"], decay, fused=cuda
-    )
+    optimizers = optimizers_of(torch, model, asked, cuda)
     size = train["batch"], asked["seq_len"] + 1
     ids = (
         torch.from_numpy(
@@ -95,12 +110,59 @@ def training(
                 )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), train["clip_norm"] or float("inf"))
-            adamw.step()
-            adamw.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
             last = loss.detach()
         return {"loss": float(last)}
 
     return run
+
+
+def optimizers_of(torch: Any, model: Any, asked: dict[str, Any], cuda: bool) -> list[Any]:
+    """The optimizers of PyTorch that do what the config's does, each for its parameters.
+
+    They read and write the same arrays, and take as long; PyTorch's decay is of all parameters,
+    and its Adafactor and Muon differ in details from those of optax.
+
+    Args:
+      torch: the module.
+      model: the model whose parameters they update.
+      asked: what the command line said: `optimizer` is its name, `settings` are its numbers.
+      cuda: whether it runs on a GPU.
+    """
+    name = asked["optimizer"]
+    chosen = asked["settings"]
+    rate = asked["train"]["learning_rate"]
+    decay = chosen.get("weight_decay", 0.0)
+
+    def adam(kind: Any, params: Any) -> Any:
+        betas = (chosen["beta1"], chosen["beta2"])
+        return kind(params, rate, betas, chosen["eps"], weight_decay=decay, fused=cuda)
+
+    params = list(model.parameters())
+    if name == "adamw":
+        return [adam(torch.optim.AdamW, params)]
+    if name == "adam":
+        return [adam(torch.optim.Adam, params)]
+    if name == "sgd":
+        momentum = {"momentum": chosen["momentum"], "nesterov": chosen["nesterov"]}
+        return [torch.optim.SGD(params, rate, weight_decay=decay, fused=cuda, **momentum)]
+    if name == "adafactor":
+        return [torch.optim.Adafactor(params, rate, -chosen["decay_rate"], weight_decay=decay)]
+    tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    hidden = [one for one in params if one.ndim == 2 and id(one) not in tables]
+    taken = {id(one) for one in hidden}
+    muon = torch.optim.Muon(
+        hidden,
+        rate,
+        decay,
+        chosen["momentum"],
+        chosen["nesterov"],
+        ns_steps=chosen["iterations"],
+        adjust_lr_fn="match_rms_adamw" if chosen["rms"] else "original",
+    )
+    return [muon, adam(torch.optim.AdamW, [one for one in params if id(one) not in taken])]
 
 
 if __name__ == "__main__":
