@@ -19,9 +19,7 @@ from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
-from jaxpar.models import Model
-from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import beside_state, saved_part
 from jaxpar.train.run_folder import (
     Checkpoints,
@@ -130,15 +128,15 @@ def test_an_old_run_is_evaluated_generated_from_and_exported(
     for changes, _ in OLD.values():
         old = override(old, changes)
     run = tmp_path / "run"
-    model = Model(old.model)
-    plan = make_plan(old, jax.devices()[:1])
-    state = init_state(model, override(old, {"train.seed": 1}), plan)
+    experiment = make_experiment(old, jax.devices()[:1], training=False)
+    model = experiment.model
+    state = init_state(model, override(old, {"train.seed": 1}), experiment.plan)
     keep_config(run, old)
     checkpoints = Checkpoints(run / "checkpoints", old.checkpoint)
     checkpoints.save(
         5,
         saved_part(state, model),
-        beside_state(Experiment(old, model, plan), None, None, None),
+        beside_state(experiment, None, None, None),
     )
     checkpoints.close()
     assert main(["eval", str(run)]) == 0
