@@ -118,6 +118,19 @@ class Model:
             return self
         return Model(config, *self.parts, ops)
 
+    def require_documents(self) -> None:
+        """Refuse several documents in a row, as `data.pack` has them, where the blocks would mix
+        them.
+
+        Raises:
+          UserError: the blocks take no `segments_BS`.
+        """
+        blocks = self._split["blocks"]
+        if "segments_BS" not in blocks.takes:
+            raise UserError(
+                f"packed documents, and {blocks.name} takes no `segments_BS`: set data.pack=false"
+            )
+
     def init(
         self,
         key: jax.Array,
@@ -221,10 +234,8 @@ class Model:
         `config.kinds`. The sums are its router's, if it has one, over the tokens that are text
         (None = all are)."""
         split = self._split["blocks"]
-        if segments_BS is not None and "segments_BS" not in split.takes:
-            raise UserError(
-                f"packed documents, and {split.name} takes no `segments_BS`: set data.pack=false"
-            )
+        if segments_BS is not None:
+            self.require_documents()
         with jax.named_scope("block"):
             # Here and not in the block, so that every block's input can be offloaded.
             x_BSD = named(x_BSD, "block_input")

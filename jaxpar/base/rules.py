@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.mesh import MESH_AXES, ConfigMeshAxis, MeshAxis, describe
+from jaxpar.base.toml import TABLE
 
 _OwnedAxis = Literal[
     "batch",
@@ -115,8 +116,10 @@ class ShardingRules:
     each sends its tokens to the devices that have the experts they chose. The logical axis `rank`,
     the small dim of a LoRA matrix, has no rule: it is never split.
 
-    A rule may name an axis of any mesh; a layout checks that its own mesh has it. Logical axes of
-    one's own have no field here: give the layout a dict.
+    A rule may name an axis of any mesh; a layout checks that its own mesh has it. `own` has the
+    rules of logical axes of one's own, which only a block or a model of one's own can name: words
+    such as `state=tensor`, or `state=data,fsdp`, or `state=` for one that is whole. In a TOML file
+    they may be a table, `[rules.own]`; in Python a dict is plainer (`as_rules`).
     """
 
     batch: tuple[ConfigMeshAxis, ...] = _default("data", "fsdp", "expert")
@@ -133,45 +136,72 @@ class ShardingRules:
     layers: tuple[ConfigMeshAxis, ...] = _default()
     experts: tuple[ConfigMeshAxis, ...] = _default("expert")
     stage: tuple[ConfigMeshAxis, ...] = _default("stage")
+    own: tuple[str, ...] = field(default=(), metadata=TABLE)
 
     def __post_init__(self) -> None:
         """Accept a bare mesh axis in place of a tuple of one, a list, and None in place of an empty
-        tuple.
+        tuple. Own rules are sorted, so that equal rules are equal in whatever order they came.
 
         Raises:
-          UserError: a mesh axis is no name or stands twice, or a rule is of another type. A set has
-            no order, and each process of a run would lay arrays out in an order of its own.
+          UserError: a mesh axis is no name or stands twice, a rule is of another type, or one's own
+            logical axis has no name, one that stands twice, or that of an axis of the library. A
+            set has no order, and each process of a run would lay arrays out in an order of its own.
         """
-        for name in _RULES:
+        for name in RULE_NAMES:
             axes = _mesh_axes_of(getattr(self, name), f"rules.{name}")
             object.__setattr__(self, name, axes)
+        if self.own != ():
+            object.__setattr__(self, "own", _own_words(_read_own(self.own)))
 
     @property
-    def own(self) -> tuple[tuple[LogicalAxis, tuple[MeshAxis, ...]], ...]:
-        """The rules of logical axes that are the caller's own, by name; see `as_rules`."""
-        return ()
+    def own_rules(self) -> dict[LogicalAxis, tuple[MeshAxis, ...]]:
+        """The mesh axes of each logical axis that is the caller's own."""
+        return _read_own(self.own)
 
     @property
     def logical_axes(self) -> tuple[LogicalAxis, ...]:
         """Every logical axis that an array may name under these rules."""
-        return (*LOGICAL_AXES, *(name for name, _ in self.own))
+        return (*LOGICAL_AXES, *self.own_rules)
 
 
-_RULES = tuple(field.name for field in fields(ShardingRules))
-"""The logical axes that have a rule."""
+RULE_NAMES = tuple(rule.name for rule in fields(ShardingRules) if rule.name != "own")
+"""The logical axes of the library that have a rule."""
+
+
+def _read_own(words: object) -> dict[LogicalAxis, tuple[MeshAxis, ...]]:
+    """The rules of one's own axes, from the words of `rules.own`."""
+    given = (words,) if isinstance(words, str) else words
+    if not isinstance(given, tuple | list):
+        raise UserError(
+            f'rules.own is a list of words, and was given {short(given)}: write ["state=data,fsdp"]'
+        )
+    found: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}
+    for word in given:
+        if not isinstance(word, str) or "=" not in word:
+            raise UserError(
+                f"rules.own: {short(word)} is no logical axis with its mesh axes: write "
+                '"state=data,fsdp", or "state=" for one that is whole'
+            )
+        name, _, axes = word.partition("=")
+        name = name.strip()
+        if not name or name in LOGICAL_AXES:
+            raise UserError(
+                f"rules.own: {word!r} names no logical axis of your own: the library's are "
+                f"{', '.join(LOGICAL_AXES)}, and their rules stand in [rules]"
+            )
+        if name in found:
+            raise UserError(f"rules.own names the logical axis {name!r} twice: leave one out")
+        named = tuple(axis.strip() for axis in axes.split(",")) if axes.strip() else ()
+        found[name] = _mesh_axes_of(named, f"rules.own.{name}")
+    return found
+
+
+def _own_words(rules: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> tuple[str, ...]:
+    """Write the rules of one's own axes as words, sorted by name: the inverse of `_read_own`."""
+    return tuple(f"{name}={','.join(axes)}" for name, axes in sorted(rules.items()))
+
+
 DEFAULT_RULES = ShardingRules()
-
-
-@dataclass(frozen=True)
-class _ExtendedRules(ShardingRules):
-    """Rules with logical axes of the caller's own."""
-
-    extension: tuple[tuple[LogicalAxis, tuple[MeshAxis, ...]], ...] = ()
-    """Their rules, sorted by name, so that equal rules are equal in whatever order they came."""
-
-    @property
-    def own(self) -> tuple[tuple[LogicalAxis, tuple[MeshAxis, ...]], ...]:
-        return self.extension
 
 
 def as_rules(given: RulesLike) -> ShardingRules:
@@ -201,18 +231,32 @@ def as_rules(given: RulesLike) -> ShardingRules:
             "leave it out"
         )
     table.pop("rank", None)
-    known = {name: axes for name, axes in table.items() if name in _RULES}
+    known = {name: axes for name, axes in table.items() if name in RULE_NAMES}
     own = {
         name: _mesh_axes_of(axes, f"rules.{name}")
         for name, axes in table.items()
-        if name not in _RULES
+        if name not in RULE_NAMES
     }
-    for name in own:
-        if near := suggest(name, LOGICAL_AXES, alike=0.8):
-            _warn_once(f"the rules name a logical axis of your own, {name!r}{near}")
-    if not own:
-        return ShardingRules(**known)
-    return _ExtendedRules(**known, extension=tuple(sorted(own.items())))
+    words = _own_words(own)
+    if _read_own(words) != own:
+        raise UserError(
+            f"the rules name logical axes of your own, {', '.join(map(repr, own))}: a name has no "
+            "'=' or ',' and no spaces around it"
+        )
+    return ShardingRules(**known, own=words)
+
+
+def _warn_of_near_name(name: LogicalAxis) -> None:
+    """Say that a logical axis of the caller's own looks like one of the library's: it may be one
+    that is spelt wrong, whose rule then splits nothing.
+    """
+    swapped = [axis for axis in LOGICAL_AXES if sorted(axis) == sorted(name) and axis[0] == name[0]]
+    if swapped:
+        near = f" (did you mean {swapped[0]!r}?)"
+    else:
+        near = suggest(name, LOGICAL_AXES, alike=0.75)
+    if near:
+        _warn_once(f"the rules name a logical axis of your own, {name!r}{near}")
 
 
 def _table_of(given: object) -> dict[str, Any]:
@@ -263,14 +307,16 @@ def fit_to_mesh(rules: ShardingRules, mesh: Mesh | AbstractMesh) -> ShardingRule
     if present == MESH_AXES and not rules.own and not _foreign(rules):
         return rules
     fitted: dict[str, tuple[MeshAxis, ...]] = {}
-    for name in _RULES:
+    for name in RULE_NAMES:
         fitted[name] = _present_axes(name, getattr(rules, name), present)
     for name, leader in _FOLLOWS.items():
         default = getattr(rules, name)
         if isinstance(default, DefaultRule) and default and not fitted[name]:
             fitted[name] = DefaultRule(fitted[leader])
-    own = tuple((name, _present_axes(name, axes, present)) for name, axes in rules.own)
-    changes: dict[str, Any] = {**fitted, "extension": own} if own else {**fitted}
+    for name, axes in rules.own_rules.items():
+        _present_axes(name, axes, present)
+        _warn_of_near_name(name)
+    changes: dict[str, Any] = {**fitted}
     rules = replace(rules, **changes)
     if present != MESH_AXES:
         _warn_of_idle_axes(rules, mesh)
@@ -279,7 +325,7 @@ def fit_to_mesh(rules: ShardingRules, mesh: Mesh | AbstractMesh) -> ShardingRule
 
 def _foreign(rules: ShardingRules) -> bool:
     """Whether a rule names an axis that `make_mesh` does not make."""
-    return any(axis not in MESH_AXES for name in _RULES for axis in getattr(rules, name))
+    return any(axis not in MESH_AXES for name in RULE_NAMES for axis in getattr(rules, name))
 
 
 def _present_axes(
@@ -338,17 +384,17 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
       UserError: no rule names it, and it is none of `LOGICAL_AXES`: what it was meant to be split
         over cannot be known, and leaving it whole would be silent.
     """
-    if axis in _RULES:
+    if axis in RULE_NAMES:
         return getattr(rules, axis) or (getattr(rules, _AS[axis]) if axis in _AS else ())
     if axis == "rank":
         return ()
-    for name, axes in rules.own:
-        if name == axis:
-            return axes
+    if axis in rules.own_rules:
+        return rules.own_rules[axis]
     known = rules.logical_axes
     raise UserError(
         f"no logical axis {axis!r}{suggest(str(axis), known)}: they are {', '.join(known)}; "
-        f'one of your own is named by the layout\'s rules, as {{"{axis}": None}} where it is whole'
+        f'one of your own is named by the layout\'s rules, as {{"{axis}": None}} where it is '
+        f'whole, or by a run\'s setting rules.own=["{axis}="]'
     )
 
 

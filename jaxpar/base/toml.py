@@ -113,6 +113,8 @@ def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"
     near = suggest(key, hints)
+    if prefix == "rules.":
+        return f"{near}: a logical axis of your own is named in [rules.own]"
     if near or not (meant and prefix):
         return near
     return f" (did you mean {meant!r}?)"

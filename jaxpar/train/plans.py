@@ -68,8 +68,9 @@ def make_experiment(
       UserError: `check` refuses a setting, the devices cannot be had (see `jaxpar.start`), the mesh
         does not fit them, mesh axes do not divide a dim or the batch, the optimizer state is split
         neither as its parameters nor further, XLA does not know an option, the devices' host memory
-        cannot be used as it is asked for, `context.check_split` refuses the plan, or the optimizer
-        cannot be run with it (see `require_runnable`).
+        cannot be used as it is asked for, `context.check_split` refuses the plan, documents are
+        packed and the blocks would mix them, or the optimizer cannot be run with it (see
+        `require_runnable`).
     """
     if model is not None and not model.has_blocks:
         config = replace(config, model=model.config)
@@ -129,6 +130,8 @@ def _assemble(
     require_runnable(experiment.optimizer, experiment.plan)
     check_parameters(experiment)
     check_batch(experiment)
+    if config.data.pack and isinstance(model, Model):
+        model.require_documents()
     check_names(experiment)
     if config.compiler.options:
         step_options(mesh, config.compiler.options)

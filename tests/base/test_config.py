@@ -20,6 +20,7 @@ from jaxpar.base.config import (
     parse,
 )
 from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.rules import ShardingRules
 from jaxpar.base.toml import flatten, to_toml
 
 pytestmark = pytest.mark.quick
@@ -35,9 +36,11 @@ LEAVES: dict[type, st.SearchStrategy] = {
 def values(hint: Any) -> st.SearchStrategy:
     """Any value of an annotated type."""
     if dataclasses.is_dataclass(hint):
-        return st.builds(
-            hint, **{name: values(inner) for name, inner in typing.get_type_hints(hint).items()}
-        )
+        inner = {name: values(one) for name, one in typing.get_type_hints(hint).items()}
+        if hint is ShardingRules:  # of which one field has words of a form
+            own = [(), ("gates=",), ("gates=tensor", "state=data,fsdp")]
+            inner["own"] = st.sampled_from(own)
+        return st.builds(hint, **inner)
     if typing.get_origin(hint) is Literal:
         return st.sampled_from(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
@@ -141,6 +144,7 @@ def changed(key: str, value: Any) -> Config:
         "overlap.domino": "on",
         "context.strategy": "ulysses",
         "rules.stage": ["data"],
+        "rules.own": ["gates=tensor"],
         "kernels.attention": "chunked",
         "pipeline.schedule": "gpipe",
         "pipeline.stash": "stage",

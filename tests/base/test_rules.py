@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -18,7 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.base import rules as rules_module
+from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
+from jaxpar.base.rules import as_rules
+from jaxpar.base.toml import to_toml
 
 pytestmark = pytest.mark.quick
 
@@ -126,6 +130,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jaxpar.Layout(foreign(), {3: "model"}),  # pyright: ignore[reportArgumentType]
         "a dict or a list of pairs, and were given {3",
     ),
+    "a name that no word can have": (
+        lambda: jaxpar.Layout(foreign(), {"a=b": "model"}),
+        "the rules name logical axes of your own, 'a=b': a name has no '='",
+    ),
+    "an axis of ours among one's own": (
+        lambda: jaxpar.ShardingRules(own=("mlp=tensor",)),
+        "rules.own: 'mlp=tensor' names no logical axis of your own",
+    ),
+    "an axis of one's own twice": (
+        lambda: jaxpar.ShardingRules(own=("state=tensor", "state=data")),
+        "rules.own names the logical axis 'state' twice",
+    ),
+    "a word without its mesh axes": (
+        lambda: jaxpar.ShardingRules(own=("state",)),
+        "rules.own: 'state' is no logical axis with its mesh axes",
+    ),
     "a flat list": (
         lambda: jaxpar.Layout(foreign(), ["embed", "model"]),  # pyright: ignore[reportArgumentType]
         "a dict or a list of pairs, and were given",
@@ -160,10 +180,43 @@ def test_a_mesh_axis_that_splits_nothing_is_said(caplog: pytest.LogCaptureFixtur
         jaxpar.Layout(foreign(), {"mlp": "model", "gates": None})
         assert not caplog.messages
         jaxpar.Layout(foreign())
-        jaxpar.Layout(foreign(), {"embd": "model"})
-    idle, near = caplog.messages
+    (idle,) = caplog.messages
     assert idle.startswith("no rule names the mesh axis model=4, so its devices all do the same")
-    assert near == "the rules name a logical axis of your own, 'embd' (did you mean 'embed'?)"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("mpl", "mlp"), ("mlp2", "mlp"), ("emb", "embed"), ("hedas", "heads")]
+)
+def test_a_name_of_one_s_own_that_looks_like_ours_is_said(
+    written: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be meant, so it is no error: `mlp2` is split as its rule says."""
+    rules_module._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="jaxpar"):
+        layout = jaxpar.Layout(foreign(), {written: "model", "gates": None})
+    assert layout.spec((written,)) == P("model")
+    assert caplog.messages == [
+        f"the rules name a logical axis of your own, {written!r} (did you mean {meant!r}?)"
+    ]
+
+
+def test_rules_of_one_s_own_are_words_in_a_file(tmp_path: Path) -> None:
+    """So a run with them can be saved and resumed; their order means nothing."""
+    wanted = jaxpar.ShardingRules(own=("state=data,fsdp", "gates="))
+    assert wanted == as_rules({"gates": None, "state": ("data", "fsdp")})
+    assert wanted.own_rules == {"gates": (), "state": ("data", "fsdp")}
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nfamily = "gpt2"\n[rules.own]\nstate = "data, fsdp"\ngates = ""\n',
+        encoding="utf-8",
+    )
+    config = load_config(str(file))
+    assert config.rules == wanted
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(str(file)) == config
+    file.write_text('[rules]\nstate_dim = "tensor"\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"unknown key rules.state_dim.* in \[rules.own\]$"):
+        load_config(str(file))
 
 
 def test_default_rules_stay_defaults_where_they_are_copied_and_sent() -> None:

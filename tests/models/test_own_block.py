@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import train, verify
@@ -88,6 +89,35 @@ class Mean(nnx.Module):
 def experiment_of(blocks: Any = ParallelBlock, **changes: Any) -> Experiment:
     config = override(Config(), SIZES | CUBE | changes)
     return jaxpar.make_experiment(config, model=Model(config.model, blocks=blocks))
+
+
+class Gated(nnx.Module):
+    """A block with a logical axis of its own, `gates`, and no documents."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.open = matrix(rngs, (config.embed, 8), ("embed", "gates"))
+        self.close = matrix(rngs, (8, config.embed), ("gates", "embed"))
+
+    def __call__(self, x_BSD: jax.Array, ops: Any) -> jax.Array:
+        gates = ops.column_linear(x_BSD, self.open[...], ("gates",))
+        return x_BSD + ops.row_linear(jax.nn.sigmoid(gates), self.close[...], ("gates",))
+
+
+def test_a_logical_axis_of_its_own_is_split_as_a_run_s_rules_say() -> None:
+    with pytest.raises(UserError, match=r"no logical axis 'gates'.*rules.own=\[\"gates=\"\]"):
+        experiment_of(Gated)
+    experiment = experiment_of(Gated, **{"rules.own": ("gates=tensor",)})
+    assert experiment.state.params["blocks"]["open"].sharding.spec == P(None, "fsdp", "tensor")
+    found = verify.config(experiment)
+    assert found.equal, found
+
+
+def test_packed_documents_are_refused_before_a_step_is_traced() -> None:
+    rules = {"rules.own": ("gates=",)}
+    with pytest.raises(
+        UserError, match="packed documents, and blocks=Gated takes no `segments_BS`"
+    ):
+        experiment_of(Gated, **rules, **{"data.pack": True})
 
 
 @pytest.mark.quick

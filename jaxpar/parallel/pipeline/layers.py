@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -160,15 +159,12 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
     """
     stages = set(plan.mesh_axes("stage"))
     rules = plan.rules
-    for field in fields(rules):
-        axis: Any = field.name
-        if axis not in ("layers", "stage") and (
-            shared := stages.intersection(plan.mesh_axes(axis))
-        ):
+    for axis in rules.logical_axes:
+        shared = stages.intersection(plan.mesh_axes(axis))
+        if shared and axis not in ("layers", "stage"):
             raise UserError(
                 f"rules.{axis} splits over {' x '.join(shared)}, whose devices are stages of a "
-                "pipeline: take it out "
-                f"of --rules.{axis}, or let rules.stage be another axis"
+                f"pipeline: take it out of rules.{axis}, or let rules.stage be another axis"
             )
     if set(plan.mesh_axes("layers")) != stages:
         raise UserError(
