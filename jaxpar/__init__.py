@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpar import data, kernels, models, parallel, plan, rehearse, show, train, verify
-    from jaxpar.base.config import Config, check, load_config, override
+    from jaxpar.base.checks import check
+    from jaxpar.base.config import Config, load_config, override
     from jaxpar.base.errors import UserError
     from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
     from jaxpar.base.plan import Plan
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from jaxpar.train.state_layout import optimizer_state
 
 _NAMES = {
-    "base.config": ("Config", "check", "load_config", "override"),
+    "base.checks": ("check",),
+    "base.config": ("Config", "load_config", "override"),
     "base.errors": ("UserError",),
     "base.mesh": ("DcnSpec", "MeshSpec", "make_mesh"),
     "base.plan": ("Plan",),

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, check, parse
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, ModelConfig, parse
 from jaxpar.base.toml import presets
 from jaxpar.cli import arguments, commands, launch, rehearse
 from jaxpar.cli import main as cli

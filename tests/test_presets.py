@@ -6,7 +6,8 @@ import tomllib
 
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, check, load_config, parse
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, ModelConfig, load_config, parse
 from jaxpar.base.mesh import axis_sizes, devices_needed, resolve
 from jaxpar.base.toml import presets, to_toml
 

@@ -1,27 +1,25 @@
-"""The schema of an experiment as frozen dataclasses, which are loaded from TOML, checked, saved and
-compared.
+"""The schema of an experiment as frozen dataclasses, which are loaded from TOML, changed and
+compared. `jaxpar.base.checks` refuses one whose values are wrong.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
-from jaxpar.base.errors import UserError, require_local, short
+from jaxpar.base.errors import UserError
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.optimizer_config import OptimizerConfig
 from jaxpar.base.plan import Context, Overlap, Pipeline
-from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, ranges, require_ranges
-from jaxpar.base.registry import SINKS, SOURCES, OneOf, require_names
+from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range
+from jaxpar.base.registry import SINKS, SOURCES, OneOf
 from jaxpar.base.sharding import ShardingRules, fit_rules
-from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
-from jaxpar.base.training_rules import only_training, outdated_keys, training_rules
+from jaxpar.base.toml import TABLE, as_tables, find_toml, flatten, from_dict, read_tables
 
 _FLOOR = (
     "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must "
@@ -411,11 +409,6 @@ RESUMABLE = (
 _PATHS = ("train.init", "data.tokenizer")
 """Keys whose value names one file or folder, which may be written in several ways."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""What Python makes of bytes of a file's name that are no UTF-8."""
-_MOST_PARAMETERS = 10**14
-_MOST_TOKENS = 2**30  # of a global batch
-
 
 def load_config(name: str) -> Config:
     """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
@@ -452,19 +445,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     for key in changes:
         if key not in known:
             raise UserError(f"override: unknown key {key}{suggest_key(key, known)}")
-    return from_dict(Config, _tables(known | dict(changes)), "override")
-
-
-def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key as nested tables, as a TOML file gives them."""
-    tables: dict[str, Any] = {}
-    for key, value in values.items():
-        *parents, last = key.split(".")
-        table = tables
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[last] = list(value) if isinstance(value, tuple) else value
-    return tables
+    return from_dict(Config, as_tables(known | dict(changes)), "override")
 
 
 def incompatible_changes(old: Config, new: Config) -> list[str]:
@@ -489,139 +470,6 @@ def incompatible_changes(old: Config, new: Config) -> list[str]:
 def _is_same_path(one: str, other: str) -> bool:
     """Whether two words name one place: `model`, `./model/`."""
     return bool(one and other) and os.path.abspath(one) == os.path.abspath(other)
-
-
-def require_local_data(data: DataConfig) -> None:
-    """Raise a UserError where a path of the data or of the tokenizer is a URL."""
-    require_local(data.path, data.val_path, data.tokenizer, *data.mixture)
-
-
-def check(config: Config, training: bool = True) -> Config:
-    """Return the config, or refuse it; no device or file is looked at, and nothing is built.
-
-    Args:
-      config: the config.
-      training: whether it is to be trained. Otherwise what only training reads may have any value
-        of its type, as a run of an earlier version may.
-
-    Raises:
-      UserError: a value has the wrong type, a number is not in its range, or settings contradict
-        each other.
-    """
-    _require_types(config)
-    values = flatten(config)
-    require_ranges(
-        Config, {key: value for key, value in values.items() if training or not only_training(key)}
-    )
-    require_names(Config, values)
-    _require_size(config)
-    model = config.model
-    train = config.train
-    data = config.data
-    require_local(train.init)
-    require_local_data(data)
-    rules: list[tuple[bool, str]] = [
-        (
-            model.rope_factor != 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor,
-            f"model.rope_low_freq_factor={model.rope_low_freq_factor:g} is not below "
-            "model.rope_high_freq_factor="
-            f"{model.rope_high_freq_factor:g}: between the two RoPE goes from scaled to not scaled",
-        ),
-        (
-            model.head_dim == 0 and model.embed % model.heads != 0,
-            f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set "
-            "model.head_dim",
-        ),
-        (
-            model.kv_heads > 0 and model.heads % model.kv_heads != 0,
-            f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}",
-        ),
-        (not model.masks, 'model.masks is empty: masks = ["causal"] is the usual one'),
-        (
-            model.lora.rank > 0 and not model.lora.targets,
-            "model.lora.targets=[] adapts nothing: name a matrix",
-        ),
-        (
-            model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
-            f"model.experts_per_token={model.experts_per_token} is not in "
-            f"1..model.experts={model.experts}",
-        ),
-        (
-            config.overlap.domino == "on" and model.dropout > 0,
-            f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop "
-            "other entries than the "
-            "whole, leave one of them out",
-        ),
-        (
-            data.seq_len > model.max_seq_len,
-            f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}",
-        ),
-        (
-            train.batch % train.accumulation != 0,
-            f"train.batch={train.batch} does not split into "
-            f"train.accumulation={train.accumulation} microbatches: "
-            f"try train.batch={-(-train.batch // train.accumulation) * train.accumulation}",
-        ),
-    ]
-    if training:
-        rules += [(rule.broken, rule.message) for rule in training_rules(config)]
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
-    return config
-
-
-def outdated(config: Config) -> set[str]:
-    """The dotted keys of what only training reads, of which a config has values that `check`
-    refuses.
-    """
-    return outdated_keys(config, flatten(config), ranges(Config))
-
-
-def _require_types(config: Config) -> None:
-    """Refuse a value of another type than the schema's, as a program may give a dataclass."""
-    values = flatten(config)
-    typed = flatten(from_dict(Config, _tables(values), "config"))
-    for key, value in values.items():
-        if isinstance(typed[key], tuple) and not isinstance(value, tuple):
-            raise UserError(f"config: {key} is a tuple, found {value!r}: write {typed[key]!r}")
-        texts = [
-            text
-            for text in (value if isinstance(value, tuple) else (value,))
-            if isinstance(text, str)
-        ]
-        if any(_SURROGATE.search(text) for text in texts):
-            raise UserError(
-                f"{key} is no text that can be written as UTF-8, found {short(value)}: rename "
-                "the file"
-            )
-
-
-def _require_size(config: Config) -> None:
-    """Refuse a model or a batch that no machine has room for, by its sizes alone."""
-    model = config.model
-    train = config.train
-    data = config.data
-    heads = model.heads + model.kv_head_count
-    attention = 2 * model.embed * model.head_size * heads
-    mlp = 2 * model.embed * model.mlp * max(model.experts, 1)
-    tables = model.embed * (model.vocab_size + model.max_seq_len)
-    parameters = tables + model.layers * (attention + mlp)
-    if parameters > _MOST_PARAMETERS:
-        raise UserError(
-            f"model.layers={model.layers:,}, embed={model.embed:,}, mlp={model.mlp:,}, "
-            f"heads={model.heads:,}, experts="
-            f"{model.experts:,}, vocab_size={model.vocab_size:,} and "
-            f"max_seq_len={model.max_seq_len:,} are a model of "
-            f"{parameters:.1e} parameters or more: at most {_MOST_PARAMETERS:.0e} are taken"
-        )
-    tokens = train.batch * data.seq_len
-    if tokens > _MOST_TOKENS:
-        raise UserError(
-            f"train.batch={train.batch:,} sequences of data.seq_len={data.seq_len:,} are "
-            f"{tokens:,} tokens a step: at "
-            f"most {_MOST_TOKENS:,} are taken"
-        )
 
 
 def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
@@ -660,18 +508,3 @@ def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
     """
     model = config.model
     return fit_rules(config.rules, model.heads, model.kv_head_count, sizes)[0]
-
-
-def require_settled(config: Config) -> None:
-    """Raise a UserError where `overlap` is `auto` or `memory.budget` is set, which
-    `jaxpar.plan.resolve` settles.
-    """
-    overlap = [
-        f"overlap.{key} = auto" for key, value in vars(config.overlap).items() if value == "auto"
-    ]
-    if config.memory.budget:
-        budget = [f"memory.budget = {config.memory.budget}"]
-    else:
-        budget = []
-    if still := [*overlap, *budget]:
-        raise UserError(f"{', '.join(still)}: still to be settled, by jaxpar.plan.resolve(config)")

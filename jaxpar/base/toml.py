@@ -213,3 +213,25 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
             else {prefix + name: value}
         )
     return leaves
+
+
+def as_tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as nested tables, as a TOML file gives them: `flatten` undone.
+
+    Args:
+      values: each value by its dotted key: `{"mesh.dcn.data": 1, ...}`.
+
+    Returns:
+      Tables of tables, in which a tuple is a list, for `from_dict`.
+    """
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        table = tables
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        if isinstance(value, tuple):
+            table[last] = list(value)
+        else:
+            table[last] = value
+    return tables

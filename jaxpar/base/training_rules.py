@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxpar.base.config import Config
 from jaxpar.base.ranges import Range
-
-Config = Any
-"""A `jaxpar.base.config.Config`, whose module imports this one."""
 
 _TABLES = ("train.", "optimizer.", "checkpoint.", "metrics.")
 _KEYS = frozenset(

@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 import jax
 from rich.console import RenderableType
 
-from jaxpar.base.config import Bos, Config, DataConfig, check
+from jaxpar.base.checks import check
+from jaxpar.base.config import Bos, Config, DataConfig
 from jaxpar.base.console import PACKAGES, bytes_text, check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset

@@ -14,7 +14,8 @@ import grain
 import grain.experimental
 import numpy as np
 
-from jaxpar.base.config import DataConfig, require_local_data
+from jaxpar.base.checks import require_local_data
+from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.parts import Part

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from rich.progress import track
 
-from jaxpar.base.config import DataConfig, require_local_data
+from jaxpar.base.checks import require_local_data
+from jaxpar.base.config import DataConfig
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole

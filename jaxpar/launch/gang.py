@@ -20,7 +20,8 @@ from uuid import uuid4
 
 import jax
 
-from jaxpar.base.config import RESOLVED, Config, check, parse
+from jaxpar.base.checks import check
+from jaxpar.base.config import RESOLVED, Config, parse
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.mesh import devices_needed

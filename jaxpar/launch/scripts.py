@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxpar.base.config import Config, check, load_config
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Cloud, load_chip
 from jaxpar.base.toml import find_toml, flatten, presets

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.config import Config, check, require_settled
+from jaxpar.base.checks import check, require_settled
+from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.mesh import MESH_AXES, describe
 from jaxpar.base.sharding import placements

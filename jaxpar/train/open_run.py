@@ -12,8 +12,9 @@ from typing import NamedTuple
 import jax
 from grain import DatasetIterator
 
+from jaxpar.base.checks import require_settled
 from jaxpar.base.compiler import options_text, step_options
-from jaxpar.base.config import Config, require_settled
+from jaxpar.base.config import Config
 from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import machine_memory, run_together, told_by_first

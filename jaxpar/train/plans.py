@@ -11,8 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.base.activation_names import Keep
+from jaxpar.base.checks import check
 from jaxpar.base.compiler import option_notes, step_options
-from jaxpar.base.config import Config, check
+from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan

@@ -19,14 +19,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpar.base.config import (
-    RESOLVED,
-    CheckpointConfig,
-    Config,
-    incompatible_changes,
-    outdated,
-    parse,
-)
+from jaxpar.base.checks import outdated
+from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, require_local
 from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxpar.base.config import Config, ModelConfig, check
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.mesh import MeshSpec, make_mesh

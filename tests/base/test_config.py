@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.base.checks import check
 from jaxpar.base.config import (
     Config,
-    check,
     fit_schedule,
     incompatible_changes,
     load_config,

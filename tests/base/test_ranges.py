@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.base.checks import check
 from jaxpar.base.config import (
     Config,
     MetricsConfig,
     ModelConfig,
     TrainConfig,
-    check,
     load_config,
     override,
     parse,

@@ -14,7 +14,8 @@ import grain
 import numpy as np
 import pytest
 
-from jaxpar.base.config import Config, DataConfig, check, override
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SOURCES
 from jaxpar.base.unused_settings import idle_keys
@@ -114,7 +115,7 @@ def test_a_config_is_checked_by_what_is_registered(own: None) -> None:
 def test_a_config_is_checked_without_what_reads_data() -> None:
     """A command that reads none starts without grain."""
     code = (
-        "import sys; from jaxpar.base.config import Config, check; check(Config()); "
+        "import sys; from jaxpar import Config, check; check(Config()); "
         "assert 'jaxpar.data.sources' in sys.modules and 'grain' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,8 @@ import pytest
 from experiments import experiment_of
 from tiers import some
 
-from jaxpar.base.config import Config, check, override
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan

@@ -20,7 +20,8 @@ import pytest
 import jaxpar
 from jaxpar import parallel
 from jaxpar.base import registry
-from jaxpar.base.config import Config, check, override
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Overlap, Plan

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, check, load_config, outdated, override
+from jaxpar.base.checks import check, outdated
+from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.toml import to_toml

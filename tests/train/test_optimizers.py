@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from traced_steps import config_of
 
-from jaxpar.base.config import CheckpointConfig, Config, check, override, parse
+from jaxpar.base.checks import check
+from jaxpar.base.config import CheckpointConfig, Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import local_bytes, path_name
 from jaxpar.models import Model

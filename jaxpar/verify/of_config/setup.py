@@ -13,7 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.base import mesh as meshes
-from jaxpar.base.config import Config, KernelsConfig, check, rules_of
+from jaxpar.base.checks import check
+from jaxpar.base.config import Config, KernelsConfig, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import DcnSpec, MeshSpec, axis_sizes, describe, devices_needed, total_sizes
 from jaxpar.base.plan import Plan
