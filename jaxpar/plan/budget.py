@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 
+from jaxpar.base.activation_names import Action
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
@@ -22,7 +23,16 @@ from jaxpar.base.hardware import Hardware, hardware_of, lowering_platform, usabl
 from jaxpar.base.runtime import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
-from jaxpar.plan.memory_search import CompiledSolution, MemorySearch, Say, searches
+from jaxpar.plan.memory_search import (
+    CompiledSolution,
+    Outer,
+    Prediction,
+    Say,
+    SearchSpace,
+    compile_solution,
+    corrected,
+    first_predictions,
+)
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, with_config
@@ -91,6 +101,28 @@ def resolve_and_compile(
     return best.experiment, best.program
 
 
+class Candidate(NamedTuple):
+    """An assignment that could be compiled, and what is thought of it."""
+
+    prediction: Prediction
+    solution: Solution
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a device that it is predicted to take."""
+        return self.prediction.bytes(self.solution)
+
+    @property
+    def rank(self) -> float:
+        """The seconds by which candidates are compared."""
+        return self.prediction.rank(self.solution)
+
+    def is_of(self, one: CompiledSolution) -> bool:
+        """Whether it is what was compiled there."""
+        outer = self.prediction.space.outer
+        return one.outer == outer and one.solution.actions == self.solution.actions
+
+
 def solve_budget(
     experiment: Experiment,
     platform: str,
@@ -98,78 +130,125 @@ def solve_budget(
     say: Say = lambda line: None,
     target: Target | None = None,
 ) -> tuple[CompiledSolution, list[CompiledSolution]]:
-    """Find the fastest settings that fit `memory.budget`, and return them with all that was
-    compiled on the way to them.
+    """Find the fastest settings that fit `memory.budget`.
 
     What `memory.may` names may change as well as the activations. If the devices are those of a
     target, its rehearsal says how long compute waits for the host, and which of the compiled
     assignments is the fastest.
 
+    Args:
+      experiment: an experiment with a budget.
+      platform: the platform that its steps are compiled for.
+      hardware: the figures of its devices.
+      say: gets a line before and after each compilation, and one for the answer.
+      target: the target that the devices are of; None = they are at hand.
+
+    Returns:
+      The settings, and all that was compiled on the way to them.
+
     Raises:
-      UserError: the budget is below what the plan takes with the least kept; the message says what
-        would lower that.
+      UserError: the budget is no size, or below what the plan takes with the least kept; the
+        message says what would lower that.
     """
     config = experiment.config
     budget = budget_bytes(config.memory.budget, hardware, experiment.devices[0])
-    searched = searches(experiment, platform, hardware, say)
-    least = min(searched, key=lambda one: one.predicted_bytes(one.least))
+    predictions = first_predictions(experiment, platform, hardware, say)
+    # of the space that is thought to need the least, from the first guess on
+    smallest = min(predictions, key=lambda one: one.bytes(one.space.least)).space.outer
     tried = list[CompiledSolution]()
     best = None
     last = ""
     while len(tried) < _ROUNDS:
-        # The first guess leaves a margin: a compilation that does not fit is lost.
-        if tried:
-            rooms = (budget,)
-        else:
-            rooms = (int(budget * (1 - MARGIN)), budget)
-        found = next(
-            (some for room in rooms if (some := _candidates(searched, room, tried))),
-            [],
-        )
-        pick = min(
-            found,
-            key=lambda pair: pair[0].rank(pair[1]),
-            default=None,
-        )
-        if best and (pick is None or pick[0].rank(pick[1]) > _WORTH * best[0].rank(best[1])):
+        by_outer = {one.space.outer: one for one in predictions}
+        candidate = _next_candidate(by_outer, by_outer[smallest], budget, tried, best)
+        if candidate is None:
             break
-        # the safest one that is left
-        if best is None and (pick is None or len(tried) == _ROUNDS - 1):
-            pick = next(
-                (
-                    (least, one)
-                    for one in (least.least, least.away)
-                    if not least.was_tried(one, tried)
-                ),
-                pick,
-            )
-        if pick is None:
-            break
-        search, solution = pick
-        sizes = f"predicted {bytes_text(search.predicted_bytes(solution))} of {bytes_text(budget)}"
         say(
-            f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: "
-            f"{reasons(search, solution)}; {sizes}"
+            f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: {reasons(candidate)}; "
+            f"predicted {bytes_text(candidate.bytes)} of {bytes_text(budget)}"
         )
         began = time.perf_counter()
-        again = search.compile(solution, target)
+        found = compile_solution(candidate.prediction, candidate.solution, target)
         last = f" (the last took {time.perf_counter() - began:.0f} s)"
-        for one in searched:
-            one.learn(again, search)
-        tried.append(again)
-        sizes = f"predicted {bytes_text(again.predicted)}, compiled {bytes_text(again.compiled)}"
-        say(f"{sizes} of {bytes_text(budget)}{_rehearsal_text(again)}")
-        if again.compiled <= budget and (best is None or not _is_slower(again, best[2])):
-            best = search, solution, again
+        predictions = [corrected(one, found) for one in predictions]
+        tried.append(found)
+        sizes = f"predicted {bytes_text(found.predicted)}, compiled {bytes_text(found.compiled)}"
+        say(f"{sizes} of {bytes_text(budget)}{_rehearsal_text(found)}")
+        if found.compiled <= budget and (best is None or not _is_slower(found, best)):
+            best = found
+    by_outer = {one.space.outer: one for one in predictions}
     if best is None:
-        raise UserError(
-            _too_small_message(budget, min(tried, key=lambda one: one.compiled), least, config)
-        )
-    search, solution, found = best
-    say(
-        f"memory.budget {config.memory.budget}: {reasons(search, solution)}{_rehearsal_text(found)}"
-    )
-    return found, tried
+        nearest = min(tried, key=lambda one: one.compiled)
+        raise UserError(_too_small_message(budget, nearest, by_outer[smallest].space, config))
+    why = reasons(Candidate(by_outer[best.outer], best.solution))
+    say(f"memory.budget {config.memory.budget}: {why}{_rehearsal_text(best)}")
+    return best, tried
+
+
+def _next_candidate(
+    predictions: Mapping[Outer, Prediction],
+    smallest: Prediction,
+    budget: int,
+    tried: Sequence[CompiledSolution],
+    best: CompiledSolution | None,
+) -> Candidate | None:
+    """Choose what to compile next.
+
+    Args:
+      predictions: what is thought of each search space.
+      smallest: that of the space which is thought to need the least.
+      budget: the bytes of a device that a step may take.
+      tried: what has been compiled.
+      best: the best of it that fits; None = nothing fits yet.
+
+    Returns:
+      The candidate; None = nothing is left that is worth a compilation.
+    """
+    # The first guess leaves a margin: a compilation that does not fit is lost.
+    if tried:
+        rooms = (budget,)
+    else:
+        rooms = (int(budget * (1 - MARGIN)), budget)
+    fastest = _fastest_candidate(list(predictions.values()), rooms, tried)
+    if best is not None:
+        known = Candidate(predictions[best.outer], best.solution)
+        if fastest is None or fastest.rank > _WORTH * known.rank:
+            return None
+        return fastest
+    is_last = len(tried) == _ROUNDS - 1
+    if fastest is not None and not is_last:
+        return fastest
+    # the safest one that is left
+    for solution in (smallest.space.least, smallest.space.away):
+        safest = Candidate(smallest, solution)
+        if not any(safest.is_of(one) for one in tried):
+            return safest
+    return fastest
+
+
+def _fastest_candidate(
+    predictions: Sequence[Prediction], rooms: Sequence[int], tried: Sequence[CompiledSolution]
+) -> Candidate | None:
+    """The fastest candidate that has not been tried and is predicted to fit into the first of some
+    rooms that has any.
+    """
+    for room in rooms:
+        found = _candidates(predictions, room)
+        left = [one for one in found if not any(one.is_of(other) for other in tried)]
+        if left:
+            return min(left, key=lambda one: one.rank)
+    return None
+
+
+def _candidates(predictions: Sequence[Prediction], room: int) -> Iterator[Candidate]:
+    """The fastest solution of each search space that is predicted to fit, both with and without
+    activations in host memory.
+    """
+    for prediction in predictions:
+        for away in (False, True):
+            solution = prediction.solve(room, away)
+            if solution is not None:
+                yield Candidate(prediction, solution)
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
@@ -194,20 +273,6 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def _candidates(
-    searched: Sequence[MemorySearch], room: int, tried: Sequence[CompiledSolution]
-) -> list[tuple[MemorySearch, Solution]]:
-    """The fastest untried solution of each search that is predicted to fit, both with and without
-    host memory.
-    """
-    return [
-        (one, solution)
-        for one in searched
-        for away in (False, True)
-        if (solution := one.solve(room, away)) is not None and not one.was_tried(solution, tried)
-    ]
-
-
 def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
     """Whether a step is slower than another by the rehearsal, if there is one."""
     return (
@@ -217,40 +282,39 @@ def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
     )
 
 
-def reasons(search: MemorySearch, solution: Solution) -> str:
-    """Explain a solution: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
-    parts = []
-    names = defaultdict[str, list[str]](list)
-    for item, action in zip(search.items, solution.actions, strict=True):
+def reasons(candidate: Candidate) -> str:
+    """Explain a candidate: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), up`."""
+    solution = candidate.solution
+    space = candidate.prediction.space
+    costs = candidate.prediction.costs
+    outer = space.outer
+    names = defaultdict[Action, list[str]](list)
+    for item, action in zip(space.items, solution.actions, strict=True):
         names[action] += item.names
-    offloaded, recomputed, saved = (
-        ", ".join(names[action]) for action in ("offload", "recompute", "save")
-    )
-    costs = search.costs
-    outer = search.outer
-    step = search.costs.forward + search.costs.backward
-    if offloaded:
+    step = costs.forward + costs.backward
+    parts = []
+    if names["offload"]:
         waits = costs.seconds(solution.host, solution.again) - step - solution.again
         if waits < 1e-4:
             hidden = f"hidden behind {1e3 * step:.0f} ms of compute"
         else:
             hidden = f"waits {1e3 * waits:.0f} ms"
-        parts.append(f"offload {offloaded} ({bytes_text(solution.host)}, {hidden})")
-    if recomputed:
+        size = bytes_text(solution.host)
+        parts.append(f"offload {', '.join(names['offload'])} ({size}, {hidden})")
+    if names["recompute"]:
         if step:
             share = 100 * solution.again / step
         else:
             share = 0
-        parts.append(f"recompute {recomputed} (+{share:.1f} % of the compute)")
-    if saved:
-        parts.append(f"save {saved} ({bytes_text(solution.device)})")
-    if streamed := [name for name in ("optimizer", "parameters") if getattr(outer, name)]:
-        size = bytes_text(search.state.host)
-        parts.append(
-            f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.moved:.0f} ms)"
-        )
+        parts.append(f"recompute {', '.join(names['recompute'])} (+{share:.1f} % of the compute)")
+    if names["save"]:
+        parts.append(f"save {', '.join(names['save'])} ({bytes_text(solution.device)})")
+    if outer.streamed:
+        size = bytes_text(space.state.host)
+        added = f"+{1e3 * space.moved:.0f} ms"
+        parts.append(f"{' and '.join(outer.streamed)} in host memory ({size}, {added})")
     if outer.accumulation > 1:
-        parts.append(f"train.accumulation {search.config.train.accumulation}")
+        parts.append(f"train.accumulation {space.config.train.accumulation}")
     if outer.loss_mib:
         parts.append(f"memory.loss_mib {outer.loss_mib}")
     return ", ".join(parts)
@@ -268,34 +332,42 @@ def _rehearsal_text(one: CompiledSolution) -> str:
 
 
 def _too_small_message(
-    budget: int, tried: CompiledSolution, least: MemorySearch, config: Config
+    budget: int, nearest: CompiledSolution, space: SearchSpace, config: Config
 ) -> str:
     """The message that says what a plan takes at the least, and what would lower it."""
-    state = least.state
-    may = config.memory.may
-    rest = tried.compiled - state.device - least.least.device
-    parts = {name: getattr(state, name).device for name in ("parameters", "optimizer", "gradients")}
-    parts |= {"activations": least.least.device, "what a layer and the loss work with": rest}
+    state = space.state
+    kept = space.least.device
+    parts = {
+        "parameters": state.parameters.device,
+        "optimizer": state.optimizer.device,
+        "gradients": state.gradients.device,
+        "activations": kept,
+        "what a layer and the loss work with": nearest.compiled - state.device - kept,
+    }
     said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
-    wanted = [
-        f"memory.may=[{', '.join((*may, name))}]"
-        for name in ("optimizer", "parameters")
-        if name not in may
-    ]
-    narrow = ("params",)
-    if config.optimizer.rounds_first_moments:
-        narrow = ("moments", *narrow)
-    wide = [name for name in narrow if getattr(config.precision, name) == "float32"]
-    wanted += [f"precision.{name}=bfloat16" for name in wide]
-    if (
-        "accumulation" not in may
-        and config.train.batch // config.train.accumulation > least.experiment.plan.size("batch")
-    ):
-        wanted.append(f"train.accumulation={2 * config.train.accumulation}")
-    wanted.append(f"mesh.fsdp={2 * least.experiment.plan.mesh.shape['fsdp']}")
     return (
         f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan "
         "takes with the least "
-        f"kept on the device, {bytes_text(tried.compiled)}: {said}. What would lower it: "
-        f"{', '.join(wanted)}"
+        f"kept on the device, {bytes_text(nearest.compiled)}: {said}. What would lower it: "
+        f"{', '.join(_smaller_settings(space, config))}"
     )
+
+
+def _smaller_settings(space: SearchSpace, config: Config) -> list[str]:
+    """The settings with which a plan would take less."""
+    may = config.memory.may
+    train = config.train
+    plan = space.experiment.plan
+    wanted = []
+    for name in ("optimizer", "parameters"):
+        if name not in may:
+            wanted.append(f"memory.may=[{', '.join((*may, name))}]")
+    if config.precision.moments == "float32" and config.optimizer.rounds_first_moments:
+        wanted.append("precision.moments=bfloat16")
+    if config.precision.params == "float32":
+        wanted.append("precision.params=bfloat16")
+    splits = train.batch // train.accumulation > plan.size("batch")
+    if splits and "accumulation" not in may:
+        wanted.append(f"train.accumulation={2 * train.accumulation}")
+    wanted.append(f"mesh.fsdp={2 * plan.mesh.shape['fsdp']}")
+    return wanted

@@ -60,6 +60,11 @@ class Item(NamedTuple):
     names: tuple[str, ...]
     options: tuple[Option, ...]
 
+    def without_offload(self) -> Item:
+        """The same activations without the choice of host memory."""
+        kept = [option for option in self.options if option.action != "offload"]
+        return Item(self.names, tuple(kept))
+
 
 class ActionCosts(NamedTuple):
     """The costs that a solution's time consists of: the seconds of one device in one step."""
@@ -90,32 +95,49 @@ class Solution(NamedTuple):
     again: float
     actions: tuple[Action, ...]
 
+    def with_option(self, option: Option) -> Solution:
+        """This assignment with the next item treated so."""
+        return Solution(
+            self.device + option.device,
+            self.host + option.host,
+            self.again + option.seconds,
+            (*self.actions, option.action),
+        )
+
+    def sends_and_makes_no_more_than(self, other: Solution) -> bool:
+        """Whether it is as good as another, or better, in host bytes and in seconds."""
+        return self.host <= other.host and self.again <= other.again
+
 
 def frontier(items: Sequence[Item]) -> list[Solution]:
-    """Every assignment that no other beats in device bytes, host bytes and seconds together."""
-    found = [Solution(0, 0, 0.0, ())]
+    """Every assignment that no other beats in device bytes, host bytes and seconds together.
+
+    Args:
+      items: the activations with their choices; an assignment has an action for each, in order.
+
+    Returns:
+      The assignments, in order of device bytes.
+    """
+    unbeaten = [Solution(0, 0, 0.0, ())]
     for item in items:
-        grown = sorted(
-            Solution(
-                one.device + option.device,
-                one.host + option.host,
-                one.again + option.seconds,
-                (*one.actions, option.action),
-            )
-            for one in found
-            for option in item.options
-        )
-        # They come in order of device bytes, so only earlier ones that lead in (host, seconds) can
-        # beat the next.
-        found = []
-        leading = list[tuple[int, float]]()
-        for one in grown:
-            if any(host <= one.host and again <= one.again for host, again in leading):
-                continue
-            leading = [(h, a) for h, a in leading if not (one.host <= h and one.again <= a)]
-            leading.append((one.host, one.again))
-            found.append(one)
-    return found
+        grown = [one.with_option(option) for one in unbeaten for option in item.options]
+        unbeaten = _unbeaten(grown)
+    return unbeaten
+
+
+def _unbeaten(solutions: list[Solution]) -> list[Solution]:
+    """The solutions that no other beats, in order of device bytes."""
+    unbeaten = []
+    # In this order only earlier ones can beat the next, and of those it is enough to look at the
+    # ones that lead in host bytes and seconds.
+    leaders = list[Solution]()
+    for one in sorted(solutions):
+        if any(leader.sends_and_makes_no_more_than(one) for leader in leaders):
+            continue
+        leaders = [leader for leader in leaders if not one.sends_and_makes_no_more_than(leader)]
+        leaders.append(one)
+        unbeaten.append(one)
+    return unbeaten
 
 
 def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | None:

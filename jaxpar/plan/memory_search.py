@@ -7,11 +7,10 @@ loss) is guessed, and corrected by what the compiler says of an assignment.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -23,6 +22,7 @@ from jaxpar.base.jax_compat import compiler_message
 from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
 from jaxpar.plan.choose_remat import (
     ActionCosts,
+    Item,
     Solution,
     costs_of,
     frontier,
@@ -36,7 +36,7 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import Timeline, simulate
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import with_config
-from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.state_memory import StateBytes, state_bytes
 from jaxpar.train.step import in_host, make_train_step
 
 # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
@@ -54,92 +54,78 @@ class Outer(NamedTuple):
     loss_mib: int = 0
     """The `memory.loss_mib`; 0 = the config's."""
 
+    @property
+    def streamed(self) -> list[str]:
+        """What of the state lies in host memory: `optimizer`, `parameters`."""
+        names = []
+        if self.optimizer:
+            names.append("optimizer")
+        if self.parameters:
+            names.append("parameters")
+        return names
+
     def apply(self, config: Config) -> Config:
         """The config with these choices."""
-        optimizer, parameters = (
-            "offload" if away else "device" for away in (self.optimizer, self.parameters)
+        memory = replace(
+            config.memory,
+            optimizer=_where(self.optimizer),
+            parameters=_where(self.parameters),
+            loss_mib=self.loss_mib or config.memory.loss_mib,
         )
-        loss = self.loss_mib or config.memory.loss_mib
-        memory = replace(config.memory, optimizer=optimizer, parameters=parameters, loss_mib=loss)
         train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
         return replace(config, memory=memory, train=train)
 
 
-class CompiledSolution(NamedTuple):
-    """A compiled assignment, with its bytes a device as predicted and by the compiler, and the step
-    in the rehearsal (None = not played, because the devices are at hand)."""
+def _where(away: bool) -> Literal["device", "offload"]:
+    if away:
+        return "offload"
+    return "device"
 
+
+@dataclass(frozen=True, eq=False)
+class SearchSpace:
+    """The assignments of activations under one choice of everything else, and what is known of them
+    from shapes alone.
+
+    Attributes:
+      outer: that choice.
+      experiment: the experiment under it, which recomputes everything.
+      platform: the platform that it is compiled for.
+      hardware: the figures of its devices.
+      items: the activations, each with the ways to treat it.
+      costs: what the seconds of an assignment consist of.
+      state: the bytes of the training state.
+      work: a guess of the bytes that a block or the loss works with.
+      least: the assignment of the fewest bytes on the device, of several the fastest.
+      away: another of as few, with the most in host memory: a block that makes less again works
+        with less.
+    """
+
+    outer: Outer
     experiment: Experiment
-    solution: Solution
-    predicted: int
-    compiled: int
-    moved: float
-    """The seconds of streaming state, which nothing hides."""
-    played: Timeline | None = None
-    program: jax.stages.Compiled | None = None
-    """The compiled step; None = the compiler refused it."""
-
-
-class MemorySearch:
-    """The assignments of activations under one choice of everything else."""
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        outer: Outer,
-        platform: str,
-        hardware: Hardware,
-    ):
-        self.outer = outer
-        self.platform = platform
-        self._hardware = hardware
-        asked = experiment.config.memory
-        least = replace(asked, policy="full", keep=Keep(), budget="")
-        config = outer.apply(replace(experiment.config, memory=least))
-        self.experiment = with_config(experiment, config)
-        offload = _may_offload(experiment.devices[0], platform, asked.offload_anyway)
-        self.items = items_of(self.experiment, hardware, offload)
-        self.costs = costs_of(self.experiment, hardware)
-        self.state = state_bytes(self.experiment, platform)
-        self.moved = self.state.streamed / self.costs.link
-        self.work = work_bytes(self.experiment)
-        self.compiled = False
-        self.update = self.state.update
-        found = frontier(self.items)
-        self.least = min(
-            found,
-            key=lambda one: (
-                one.device,
-                self.costs.seconds(one.host, one.again),
-            ),
-        )
-        # Of equal device bytes this has the most in host memory: a block that makes less again
-        # works with less.
-        self.away = min(found, key=lambda one: (one.device, -one.host))
-
-    @cached_property
-    def fixed_seconds(self) -> float:
-        """The seconds that every assignment of this search takes in addition, the same for all."""
-        return self.moved + other_seconds(self.experiment, self._hardware)
-
-    def solve(self, budget: int, away: bool = True) -> Solution | None:
-        """The fastest assignment that is predicted to fit; without `away` it keeps no activations
-        in host memory.
-        """
-        if self.state.device + self.update > budget:
-            return None
-        items = [
-            item._replace(
-                options=tuple(one for one in item.options if away or one.action != "offload")
-            )
-            for item in self.items
-        ]
-        return solve(items, self.costs, budget - self.state.device - self.work)
+    platform: str
+    hardware: Hardware
+    items: list[Item]
+    costs: ActionCosts
+    state: StateBytes
+    work: int
+    least: Solution
+    away: Solution
 
     @property
     def config(self) -> Config:
         """The config with the outer choices, which recomputes everything."""
         return self.experiment.config
+
+    @property
+    def moved(self) -> float:
+        """The seconds of streaming state, which nothing hides."""
+        return self.state.streamed / self.costs.link
+
+    @cached_property
+    def fixed_seconds(self) -> float:
+        """The seconds that every assignment takes in addition, the same for all."""
+        return self.moved + other_seconds(self.experiment, self.hardware)
 
     def assign(self, solution: Solution) -> Config:
         """Return the config with the actions of a solution for its activations."""
@@ -150,77 +136,194 @@ class MemorySearch:
             memory=replace(self.config.memory, keep=Keep(**keep)),
         )
 
-    def was_tried(self, solution: Solution, tried: Sequence[CompiledSolution]) -> bool:
-        return self.assign(solution) in [one.experiment.config for one in tried]
 
-    def rank(self, solution: Solution) -> float:
-        """The seconds by which assignments are compared."""
-        away = solution.host or self.outer.optimizer or self.outer.parameters
-        return self.seconds(solution) * (_AWAY if away else 1)
+def search_space(
+    experiment: Experiment, outer: Outer, platform: str, hardware: Hardware
+) -> SearchSpace:
+    """Make the search space of one choice of everything but activations.
 
-    def learn(self, one: CompiledSolution, of: MemorySearch) -> None:
-        """Learn the exposed share from a compiled assignment, and the work too until this search
-        has compiled one.
+    Raises:
+      UserError: the experiment cannot be made with that choice.
+    """
+    asked = experiment.config.memory
+    recomputing = replace(asked, policy="full", keep=Keep(), budget="")
+    config = outer.apply(replace(experiment.config, memory=recomputing))
+    changed = with_config(experiment, config)
+    offload = _may_offload(experiment.devices[0], platform, asked.offload_anyway)
+    items = items_of(changed, hardware, offload)
+    costs = costs_of(changed, hardware)
+    assignments = frontier(items)
+    return SearchSpace(
+        outer,
+        changed,
+        platform,
+        hardware,
+        items,
+        costs,
+        state_bytes(changed, platform),
+        work_bytes(changed),
+        least=min(assignments, key=lambda one: (one.device, costs.seconds(one.host, one.again))),
+        away=min(assignments, key=lambda one: (one.device, -one.host)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What is thought of the assignments of a search space, as far as compilations have corrected
+    it (see `corrected`).
+
+    Attributes:
+      space: the search space.
+      costs: its costs, with the exposed share of transfers that was last seen.
+      work: the bytes that a block or the loss works with.
+      update: the bytes that the update works with.
+      compiled: whether an assignment of this space has been compiled.
+    """
+
+    space: SearchSpace
+    costs: ActionCosts
+    work: int
+    update: int
+    compiled: bool = False
+
+    def solve(self, budget: int, away: bool = True) -> Solution | None:
+        """The fastest assignment that is predicted to fit; without `away` it keeps no activations
+        in host memory.
         """
-        self.costs = self.costs._replace(exposed=_exposed_share(one, self.costs))
-        if self is not of and not self.compiled:
-            self.work = max(self.work + one.compiled - one.predicted, 0)
+        state = self.space.state.device
+        if state + self.update > budget:
+            return None
+        items = self.space.items
+        if not away:
+            items = [item.without_offload() for item in items]
+        return solve(items, self.costs, budget - state - self.work)
 
-    def predicted_bytes(self, solution: Solution) -> int:
+    def bytes(self, solution: Solution) -> int:
         """The bytes of a device in the backward, or in the update, when no activations are left,
         whichever is more.
         """
-        return self.state.device + max(solution.device + self.work, self.update)
+        return self.space.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
-        return self.costs.seconds(solution.host, solution.again, self.fixed_seconds)
+        """The seconds of a step."""
+        return self.costs.seconds(solution.host, solution.again, self.space.fixed_seconds)
 
-    def compile(self, solution: Solution, target: Target | None) -> CompiledSolution:
-        """Compile an assignment; the next prediction learns from what the compiler says."""
-        assigned = with_config(self.experiment, self.assign(solution))
-        predicted = self.predicted_bytes(solution)
-        found, text, program = compiled_bytes(assigned, self.platform)
-        self.compiled = True
-        if solution.device + self.work >= self.update:
-            self.work = found - self.state.device - solution.device
-        else:
-            self.update = found - self.state.device
-        if target is not None and text:
-            played = simulate(text, self.experiment.plan.mesh, target)
-        else:
-            played = None
-        return CompiledSolution(assigned, solution, predicted, found, self.moved, played, program)
+    def rank(self, solution: Solution) -> float:
+        """The seconds by which assignments are compared."""
+        if solution.host or self.space.outer.streamed:
+            return self.seconds(solution) * _AWAY
+        return self.seconds(solution)
 
 
-def searches(
+class CompiledSolution(NamedTuple):
+    """A compiled assignment.
+
+    Attributes:
+      experiment: the experiment with it.
+      outer: the choice of everything else.
+      solution: the assignment.
+      predicted: the bytes of a device that were predicted.
+      compiled: those that the compiler says.
+      moved: the seconds of streaming state, which nothing hides.
+      played: the step in the rehearsal; None = not played, because the devices are at hand.
+      program: the compiled step; None = the compiler refused it.
+    """
+
+    experiment: Experiment
+    outer: Outer
+    solution: Solution
+    predicted: int
+    compiled: int
+    moved: float
+    played: Timeline | None = None
+    program: jax.stages.Compiled | None = None
+
+
+def first_predictions(
     experiment: Experiment,
     platform: str,
     hardware: Hardware,
     say: Say = lambda line: None,
-) -> list[MemorySearch]:
-    """Make a search for each choice besides activations, leaving out parts into which the batch
-    does not split.
+) -> list[Prediction]:
+    """Predict from shapes alone, for each choice besides activations into which the batch splits.
+
+    Args:
+      experiment: what the budget is for.
+      platform: the platform that it is compiled for.
+      hardware: the figures of its devices.
+      say: gets a line where nothing may be offloaded.
+
+    Returns:
+      A prediction for each choice.
+
+    Raises:
+      UserError: the experiment cannot be made where it keeps nothing (see `with_config`).
     """
     config = experiment.config
-    found = []
+    spaces = []
     for outer in _outers(experiment, platform, say):
         try:
-            found.append(MemorySearch(experiment, outer, platform, hardware))
+            spaces.append(search_space(experiment, outer, platform, hardware))
         except UserError:
             if outer.accumulation == 1:
                 raise
     # A loss that holds less is a choice where the loss is what decides how much a plan works with.
-    for one in list(found):
-        forms = [
-            one,
-            *(
-                MemorySearch(experiment, one.outer._replace(loss_mib=mib), platform, hardware)
-                for mib in (256, 64)
-                if mib < config.memory.loss_mib
-            ),
-        ]
-        found += [form for before, form in itertools.pairwise(forms) if form.work < before.work]
-    return found
+    for space in list(spaces):
+        before = space.work
+        for mib in (256, 64):
+            if mib < config.memory.loss_mib:
+                smaller = space.outer._replace(loss_mib=mib)
+                form = search_space(experiment, smaller, platform, hardware)
+                if form.work < before:
+                    spaces.append(form)
+                before = form.work
+    return [Prediction(space, space.costs, space.work, space.state.update) for space in spaces]
+
+
+def compile_solution(
+    prediction: Prediction, solution: Solution, target: Target | None
+) -> CompiledSolution:
+    """Compile an assignment, and for a target play it out.
+
+    Raises:
+      UserError: the compiler refuses the step for another reason than its memory.
+    """
+    space = prediction.space
+    assigned = with_config(space.experiment, space.assign(solution))
+    allocated, text, program = compiled_bytes(assigned, space.platform)
+    if target is not None and text:
+        played = simulate(text, assigned.plan.mesh, target)
+    else:
+        played = None
+    return CompiledSolution(
+        assigned,
+        space.outer,
+        solution,
+        prediction.bytes(solution),
+        allocated,
+        space.moved,
+        played,
+        program,
+    )
+
+
+def corrected(prediction: Prediction, one: CompiledSolution) -> Prediction:
+    """Return a prediction as a compiled assignment corrects it.
+
+    The exposed share of transfers is what its rehearsal shows. Its own space has the bytes that the
+    compiler says; others are taken to be as far off as it was, until they have been compiled.
+    """
+    costs = prediction.costs._replace(exposed=_exposed_share(one, prediction.costs))
+    if one.outer == prediction.space.outer:
+        rest = one.compiled - prediction.space.state.device
+        if one.solution.device + prediction.work >= prediction.update:
+            work = rest - one.solution.device
+            return replace(prediction, costs=costs, compiled=True, work=work)
+        return replace(prediction, costs=costs, compiled=True, update=rest)
+    if prediction.compiled:
+        return replace(prediction, costs=costs)
+    off = one.compiled - one.predicted
+    return replace(prediction, costs=costs, work=max(prediction.work + off, 0))
 
 
 def compiled_bytes(
@@ -289,19 +392,18 @@ def _outers(experiment: Experiment, platform: str, say: Say) -> list[Outer]:
     """The choices besides activations; what the config already offloads stays in host memory."""
     config = experiment.config
     memory = config.memory
-    may = config.memory.may
     # An optimizer that is not updated layer by layer keeps all on the device.
     host = experiment.optimizer.by_layer and _may_offload(
         experiment.devices[0], platform, memory.offload_anyway, say
     )
-    may_leave = host and "optimizer" in may and config.optimizer.settings.has_moments
-    optimizer = {memory.optimizer == "offload"} | ({True} if may_leave else set())
-    parameters = {memory.parameters == "offload"} | (
-        {True} if host and "parameters" in may else set()
-    )
-    rows = config.train.batch // config.train.accumulation
-    times = [
-        1,
-        *(n for n in (2, 4, 8, 16) if "accumulation" in may and rows % n == 0),
-    ]
+    optimizer = {memory.optimizer == "offload"}
+    if host and "optimizer" in memory.may and config.optimizer.settings.has_moments:
+        optimizer.add(True)
+    parameters = {memory.parameters == "offload"}
+    if host and "parameters" in memory.may:
+        parameters.add(True)
+    times = [1]
+    if "accumulation" in memory.may:
+        rows = config.train.batch // config.train.accumulation
+        times += [n for n in (2, 4, 8, 16) if rows % n == 0]
     return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]

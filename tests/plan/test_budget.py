@@ -20,7 +20,7 @@ from jaxpar.hlo.parse import parse_module
 from jaxpar.plan import memory_search as subject
 from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
-from jaxpar.plan.memory_search import CompiledSolution, MemorySearch, compiled_bytes
+from jaxpar.plan.memory_search import CompiledSolution, SearchSpace, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
@@ -129,6 +129,7 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
         timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
         return CompiledSolution(
             make_experiment(Config(), jax.devices()[:1]),
+            subject.Outer(),
             Solution(0, host, 0.0, ()),
             0,
             0,
@@ -210,24 +211,25 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(
     )
     devices = jax.devices()[:2]
     monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
-    searched = subject.searches(make_experiment(config, devices), "cuda", Hardware())
-    assert {one.outer.loss_mib for one in searched} > {0}
+    predictions = subject.first_predictions(make_experiment(config, devices), "cuda", Hardware())
+    assert {one.space.outer.loss_mib for one in predictions} > {0}
     whole, less = (
-        next(one for one in searched if one.outer == outer)
+        next(one for one in predictions if one.space.outer == outer)
         for outer in (subject.Outer(), subject.Outer(loss_mib=64))
     )
-    assert less.work < whole.work and less.config.memory.loss_mib == 64
-    assert less.rank(less.least) > less.seconds(less.least), (
-        "what goes to host memory is taken to be slower"
-    )
+    assert less.work < whole.work and less.space.config.memory.loss_mib == 64
+    least = less.space.least
+    assert less.rank(least) > less.seconds(least), "what goes to host memory is taken to be slower"
     (here,) = {one.solve(1 << 40, away=False) for one in (less,)}
     assert here is not None and here.host == 0 and less.rank(here) == less.seconds(here)
-    before = less.work
-    less.learn(
-        CompiledSolution(config, here, predicted=100, compiled=130, moved=0.0),
-        whole,
+    compiled = CompiledSolution(
+        whole.space.experiment, subject.Outer(), here, predicted=100, compiled=130, moved=0.0
     )
-    assert less.work == before + 30
+    assert subject.corrected(less, compiled).work == less.work + 30
+    state = whole.space.state.device
+    own = subject.corrected(whole, compiled._replace(compiled=state + here.device + 7))
+    assert own.work == 7 and own.compiled
+    assert subject.corrected(own, compiled._replace(outer=less.space.outer)).work == 7
 
 
 def test_a_tpu_allocates_the_peak_of_what_is_alive() -> None:
@@ -277,7 +279,7 @@ SHARES = (0.25, 0.5, 0.8)
 """Budgets between the least and everything kept."""
 
 
-def best_of_all(items: list[Item], search: MemorySearch, room: int) -> float:
+def best_of_all(items: list[Item], search: SearchSpace, room: int) -> float:
     """The least seconds of every assignment that fits, tried one by one."""
     device = np.zeros(1)
     host = np.zeros(1)
@@ -307,7 +309,7 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
     experiment = make_experiment(base, devices)
-    search = MemorySearch(experiment, subject.Outer(), "cuda", target.hardware)
+    search = subject.search_space(experiment, subject.Outer(), "cuda", target.hardware)
     everything = (
         search.state.device + search.work + sum(item.options[0].device for item in search.items)
     )
