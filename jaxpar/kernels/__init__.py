@@ -1,5 +1,5 @@
-"""Attention behind one function, the masks that it takes, and matmuls of grouped rows. No kernel
-knows of a mesh.
+"""Attention behind one function, the masks that it takes, and matmuls of grouped rows and with
+block-sparse matrices. No kernel knows of a mesh.
 
     out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, masks.Causal() &
     masks.Window(1023))

@@ -40,9 +40,8 @@ def matmul(
     Both gradients are as sparse: that of x is made of the same blocks, and that of the matrix is
     zero outside of them. Products are summed in float32.
 
-    The kernels are after the blocks that are kept, so that their time and what they read grow with
-    those. They are worth it from about three quarters of zeros on: above that density the plain
-    matmul is faster, whose tiles are larger.
+    The time of the kernels, and what they read, grows with the number of blocks that are kept.
+    Rehearsed on TPUs they are worth it from three quarters of zeros on; see docs/benchmarks_log.md.
 
     Args:
       x: rows, of any leading dims; float32 or bfloat16.
