@@ -115,16 +115,17 @@ def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
     """
     found: dict[str, Any] = {}
     own = beside(tokenizer, TEMPLATE)
-    for folder in TEMPLATE_FOLDERS:
-        found |= {
-            file.stem: read_text(file) for file in sorted(beside(tokenizer, folder).glob("*.jinja"))
-        }
+    folders = [beside(tokenizer, folder) for folder in TEMPLATE_FOLDERS]
+    config = beside(tokenizer, TOKENIZER_CONFIG)
+    processor = beside(tokenizer, PROCESSOR_TEMPLATE)
+    for folder in folders:
+        found |= {file.stem: read_text(file) for file in sorted(folder.glob("*.jinja"))}
     if own.exists():
         found["default"] = read_text(own)
     if found:
         return found, str(own)
     kinds = {"chat_template": str | list[dict[str, Any]] | dict[str, Any] | None}
-    for file in (beside(tokenizer, TOKENIZER_CONFIG), beside(tokenizer, PROCESSOR_TEMPLATE)):
+    for file in (config, processor):
         if file.exists():
             given = read_json(file, kinds).get("chat_template")
         else:
@@ -137,7 +138,7 @@ def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
             texts = {str(name): text for name, text in given.items() if isinstance(text, str)}
             if texts:
                 return texts, str(file)
-    return {}, str(beside(tokenizer, TOKENIZER_CONFIG))
+    return {}, str(config)
 
 
 def writes_date(tokenizer: str | Path) -> bool:

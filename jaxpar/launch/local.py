@@ -15,7 +15,6 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import memory_of, run_together, write_whole
-from jaxpar.data.corpus import unigram_entropy
 from jaxpar.plan import resolve
 from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
@@ -52,16 +51,15 @@ def train_config(
     experiment = make_experiment(config)
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
-    experiment, corpus = with_run_data(experiment, folder, say)
+    experiment, _ = with_run_data(experiment, folder, say)
     settled = resolve(experiment, say=say)
     if verify:
         run_together(lambda: require(settled, settled.devices, say))
-    entropy = unigram_entropy(corpus.train.sample)
     drawn = time.monotonic()
 
     def draw() -> None:
         try:
-            _draw_loss(settled, folder, entropy)
+            _draw_loss(settled, folder)
         except Exception as error:  # a picture is no reason to end a run
             say(f"warning: no {folder / 'loss.png'}: {error}")
 
@@ -106,11 +104,11 @@ def _write_memory(experiment: Experiment, compiled: Compiled, file: Path) -> Non
     write_whole(file, json.dumps(account, indent=1) + "\n")
 
 
-def _draw_loss(experiment: Experiment, folder: Path, entropy: float) -> None:
+def _draw_loss(experiment: Experiment, folder: Path) -> None:
+    """Draw loss.png of a run folder from its metrics."""
     from jaxpar.show.figures import loss_figure, save_figure  # matplotlib, which no step waits for
 
     parameters = count_text(experiment.model.parameter_count())
     title = f"{folder.name}: {experiment.config.model.family}, {parameters} parameters"
-    save_figure(
-        loss_figure(read_metrics(folder), title, {"unigram entropy": entropy}), folder / "loss.png"
-    )
+    known = {"unigram entropy": experiment.unigram_entropy}
+    save_figure(loss_figure(read_metrics(folder), title, known), folder / "loss.png")

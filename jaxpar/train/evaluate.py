@@ -18,14 +18,14 @@ from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, machine_memory, run_together
-from jaxpar.data.corpus import Part, load_corpus, val_batches
+from jaxpar.data.corpus import Part, val_batches
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
-from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
+from jaxpar.train.run_data import load_run_corpus
 from jaxpar.train.run_folder import is_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
 
@@ -118,9 +118,7 @@ def evaluate_folder(
     for note in kernel_notes(experiment, training=False):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)
-    if is_run(folder):
-        data = run_together(lambda: with_own_tokenizer(data, folder, say))
-    corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
+    corpus = load_run_corpus(data, config.model.vocab_size, folder, say)
     for note in corpus.tokenizer.notes if corpus.tokenizer else ():
         say(note)
     if corpus.val is None:

@@ -55,6 +55,16 @@ class Experiment:
         """A training batch as ShapeDtypeStructs with shardings, each [B, S]."""
         return batch_shapes(self.config, self.plan)
 
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """The entropy of its text's unigrams in nats a token: the best loss without context. Its
+        data are loaded.
+        """
+        from jaxpar.data.corpus import unigram_entropy
+
+        assert self.corpus is not None
+        return unigram_entropy(self.corpus.train.sample)
+
     @property
     def devices(self) -> list[jax.Device]:
         """The devices of the mesh, in its order."""

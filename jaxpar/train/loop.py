@@ -19,7 +19,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.runtime import Batches, ask_to_stop, raised_together, run_together, stop_signals
-from jaxpar.data.corpus import Corpus, HostBatch, skipped_records, unigram_entropy
+from jaxpar.data.corpus import Corpus, HostBatch, skipped_records
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Params
 from jaxpar.train.evaluations import FINAL, Evaluations, is_due
@@ -106,7 +106,7 @@ def _train(opened: OpenRun, watch: Watch, report: Report | None) -> Result:
     config = opened.experiment.config
     main = jax.process_index() == 0
     show = ProgressLine(config.train.steps, opened.first, main)
-    entropy = unigram_entropy(opened.corpus.train.sample)
+    entropy = opened.experiment.unigram_entropy
     running = Running()
     evaluations = Evaluations(opened, show.say, running)
     missed = evaluations.missed()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json
 from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.data.corpus import Corpus, load_corpus
@@ -60,7 +60,8 @@ def with_run_data(
       say: gets a line where a file of the tokenizer is no longer that of the run.
 
     Returns:
-      The experiment with its data and the date in its config, and the data.
+      The experiment with its data and the date in its config, which is the one given where it has
+      both, and the data.
 
     Raises:
       UserError: the data are missing or bad (see `load_corpus`), another tokenizer is asked for
@@ -69,9 +70,34 @@ def with_run_data(
     config = with_template_date(experiment.config, folder)
     corpus = experiment.corpus
     if corpus is None:
-        data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
-        corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
+        corpus = load_run_corpus(config.data, config.model.vocab_size, folder, say)
+    elif config == experiment.config:
+        return experiment, corpus  # with the shapes that it has found out already
     return replace(experiment, config=config, corpus=corpus), corpus
+
+
+def load_run_corpus(
+    data: DataConfig, vocab_size: int, folder: Path, say: Callable[[str], None]
+) -> Corpus:
+    """Load data by the tokenizer of a run: its own copy, where the run has weights.
+
+    All processes must call this.
+
+    Args:
+      data: how the data are asked for.
+      vocab_size: the vocabulary of the model.
+      folder: the run folder, or where it will be, or a folder that is no run.
+      say: gets a line where a file of the tokenizer is no longer that of the run.
+
+    Returns:
+      The data.
+
+    Raises:
+      UserError: as of `with_run_data`.
+    """
+    return run_together(
+        lambda: load_corpus(with_own_tokenizer(data, folder, say), vocab_size),
+    )
 
 
 def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:

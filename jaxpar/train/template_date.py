@@ -28,30 +28,37 @@ def with_template_date(config: Config, folder: Path) -> Config:
       config: a config, whose own date stays if it has one.
       folder: the run folder, which has the date once the run has trained.
 
+    Returns:
+      The config with the date of the run's first start, which is today's where it has not trained;
+      the config as it is where no date is written.
+
     Raises:
       UserError: a file of the tokenizer or of the run cannot be read.
     """
     writes = "template_date" in SOURCES[config.data.source].reads
     if not writes or config.data.template_date:
         return config
-    kept = run_together(lambda: _kept_date(folder))
-    if kept is None:
-        if run_together(lambda: writes_date(config.data.tokenizer)):
-            kept = _today()
-        else:
-            kept = ""
-    return replace(config, data=replace(config.data, template_date=kept))
+    written = run_together(lambda: _known_date(folder, config.data.tokenizer))
+    if written is None:
+        written = _today()
+    if not written:
+        return config
+    return replace(config, data=replace(config.data, template_date=written))
 
 
-def _kept_date(folder: Path) -> str | None:
-    """Return the date of a run that has trained, which may be empty in one of an older version;
-    None for a new run.
+def _known_date(folder: Path, tokenizer: str) -> str | None:
+    """Return the date that is written whatever day it is; empty = none; None = today's.
+
+    That of a run that has trained is empty in one of an older version.
     """
     steps = finished_steps(folder)
-    if not is_run(folder) or steps == [0]:  # an import has not trained yet
+    if is_run(folder) and steps != [0]:  # an import has not trained yet
+        kept = read_run_config(folder).data.template_date
+        if kept or steps:
+            return kept
+    if writes_date(tokenizer):
         return None
-    found = read_run_config(folder).data.template_date
-    return found if steps else found or None
+    return ""
 
 
 def _today() -> str:

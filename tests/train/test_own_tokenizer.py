@@ -235,16 +235,16 @@ def test_data_are_read_with_the_runs_own(
     file.write_text(json.dumps(CHARS | {"chars": "bca"}))
     data = write_run(tmp_path / "run", str(file), CHARS)
     config = override(Config(data=data), {"mesh.platform": "cpu", "mesh.data": 8})
-    module, call = {
-        "eval": (evaluate, lambda: evaluate.evaluate_folder(config, tmp_path / "run")),
-        "train.run": (run_data, lambda: loop.run(config, tmp_path / "run")),
-        "jaxpar train": (run_data, lambda: local.train_config(config, tmp_path / "run")),
+    call = {
+        "eval": lambda: evaluate.evaluate_folder(config, tmp_path / "run"),
+        "train.run": lambda: loop.run(config, tmp_path / "run"),
+        "jaxpar train": lambda: local.train_config(config, tmp_path / "run"),
     }[which]
 
     def read(data: DataConfig, vocab_size: int) -> None:
         raise Read(data.tokenizer)
 
-    monkeypatch.setattr(module, "load_corpus", read)
+    monkeypatch.setattr(run_data, "load_corpus", read)
     with pytest.raises(Read, match=str(tmp_path / "run/tokenizer.json")):
         call()
 

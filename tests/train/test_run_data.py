@@ -19,7 +19,8 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.run_data import compare_data, keep_data
+from jaxpar.train.plans import make_experiment
+from jaxpar.train.run_data import compare_data, keep_data, with_run_data
 from jaxpar.train.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
@@ -196,6 +197,14 @@ def test_a_run_that_has_not_trained_and_a_corpus_of_ones_own(tmp_path: Path) -> 
     flipped[3] ^= 1
     (other,) = identify(mine._replace(train=replace(mine.train, tokens=flipped)))
     assert piece.length == other.length and piece.hash != other.hash
+
+
+def test_an_experiment_that_has_its_data_is_handed_on_as_it_is(tmp_path: Path) -> None:
+    """Its shapes, its optimizer and the entropy of its text are not worked out a second time."""
+    config = Config(data=write(tmp_path / "texts", "text", LINES), mesh=MeshSpec(data=8))
+    loaded, corpus = with_run_data(make_experiment(config), tmp_path / "run", print)
+    again, same = with_run_data(loaded, tmp_path / "run", print)
+    assert again is loaded and same is corpus is loaded.corpus
 
 
 def test_long_files_are_known_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
