@@ -413,6 +413,12 @@ _PATHS = ("train.init", "data.tokenizer")
 def load_config(name: str) -> Config:
     """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
 
+    Args:
+      name: the preset's name, or the path of a file or a run folder.
+
+    Returns:
+      The config, whose values `jaxpar.base.checks.check` may still refuse.
+
     Raises:
       UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of
         the wrong type.
@@ -421,10 +427,20 @@ def load_config(name: str) -> Config:
 
 
 def parse(text: str, origin: str = "config") -> Config:
-    """A config from TOML text; `origin` names it in messages.
+    """A config from TOML text.
 
     The config.toml of a run has every key. One that it lacks was not known when the run was made,
     and is as it was.
+
+    Args:
+      text: the TOML.
+      origin: what a message calls it.
+
+    Returns:
+      The config.
+
+    Raises:
+      UserError: the text is no TOML, a key is not known, or a value has the wrong type.
     """
     tables = renew_tables(read_tables(text, origin), TrainConfig.learning_rate, origin)
     config = from_dict(Config, tables, origin)
@@ -436,6 +452,13 @@ def parse(text: str, origin: str = "config") -> Config:
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
     """A config with dotted keys changed: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
+
+    Args:
+      config: the config.
+      changes: the new values by dotted key.
+
+    Returns:
+      The changed config.
 
     Raises:
       UserError: a key is not known, or a value has the wrong type.
@@ -451,6 +474,13 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
 def incompatible_changes(old: Config, new: Config) -> list[str]:
     """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64",
     ...]`.
+
+    Args:
+      old: the config that a run was made with.
+      new: the one that it is to go on with.
+
+    Returns:
+      A line for each key that may not change in a run; empty = it can go on.
     """
     before = flatten(old)
     after = flatten(new)
@@ -505,6 +535,13 @@ def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
     """The rules of a config's plan on a mesh of these sizes, changed where there are more devices
     than heads.
+
+    Args:
+      config: every setting.
+      sizes: the devices along each mesh axis.
+
+    Returns:
+      The rules of its plan, as `fit_rules` changes them.
     """
     model = config.model
     return fit_rules(config.rules, model.heads, model.kv_head_count, sizes)[0]

@@ -47,6 +47,13 @@ class Registry(Generic[T]):
         """Register an entry and return it. One that was defined at the same place replaces the one
         before it, so that a notebook's cell may be run again.
 
+        Args:
+          name: a word.
+          entry: what it names.
+
+        Returns:
+          The entry.
+
         Raises:
           UserError: the name is not a word, or another entry has it.
         """
@@ -62,16 +69,28 @@ class Registry(Generic[T]):
         return entry
 
     def remove(self, name: str) -> None:
-        """Take a name out again, as a test does at its end."""
+        """Take a name out again, as a test does at its end.
+
+        Args:
+          name: a registered name.
+        """
         del self._entries[name]
 
     def names(self) -> tuple[str, ...]:
-        """Every name, ours first, in the order in which they were registered."""
+        """Every name, ours first, in the order in which they were registered.
+
+        Returns:
+          The names.
+        """
         self._load_home()
         return tuple(self._entries)
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Every name with its entry."""
+        """Every name with its entry.
+
+        Returns:
+          Pairs of a name and its entry, as of now.
+        """
         self._load_home()
         return iter(list(self._entries.items()))
 
@@ -105,7 +124,15 @@ def _place_of(entry: object) -> str:
 
 
 def unknown(name: object, known: tuple[str, ...]) -> str:
-    """What a message says of a name that is none of those known: `is one of a, b, found 'c'`."""
+    """What a message says of a name that is none of those known: `is one of a, b, found 'c'`.
+
+    Args:
+      name: what was found.
+      known: the names that there are.
+
+    Returns:
+      The end of a sentence, with the nearest name if one is near.
+    """
     return f"is one of {', '.join(known)}, found {short(name)}{suggest(str(name), known)}"
 
 
@@ -132,6 +159,13 @@ class OneOf:
     def require(self, key: str, value: object) -> None:
         """Raise a UserError, which names the key, where a value, or one of a tuple of values, is
         none of them.
+
+        Args:
+          key: the dotted key of the setting.
+          value: its value.
+
+        Raises:
+          UserError: a name is not registered, and is none of `also`.
         """
         for name in value if isinstance(value, tuple) else (value,):
             known = (*self.registry.names(), *self.also)
@@ -141,7 +175,14 @@ class OneOf:
 
 @functools.cache
 def named_settings(schema: type) -> dict[str, OneOf]:
-    """The settings of a dataclass that name something registered, by dotted key."""
+    """The settings of a dataclass that name something registered, by dotted key.
+
+    Args:
+      schema: a dataclass, whose sections are dataclasses too.
+
+    Returns:
+      What each may name.
+    """
     return dict(_named_settings(schema, ""))
 
 
@@ -179,6 +220,14 @@ def registering(
 ) -> Callable[[Kept], Kept]:
     """A decorator that registers what it is put on, as the entry that `entry_of` makes of it, and
     leaves it as it is.
+
+    Args:
+      registry: where it is registered.
+      name: under which name.
+      entry_of: makes the entry of what is decorated.
+
+    Returns:
+      The decorator, which raises the UserError of `Registry.add`.
     """
 
     def decorate(function: Kept) -> Kept:

@@ -27,7 +27,14 @@ names and values.
 
 
 def presets(package: str) -> dict[str, Traversable]:
-    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`), sorted by name."""
+    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`), sorted by name.
+
+    Args:
+      package: the package's name.
+
+    Returns:
+      Each file by its name without `.toml`.
+    """
     files = [file for file in resources.files(package).iterdir() if file.name.endswith(".toml")]
     return {
         file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)
@@ -35,7 +42,18 @@ def presets(package: str) -> dict[str, Traversable]:
 
 
 def find_toml(name: str, package: str) -> tuple[str, str]:
-    """The text of a preset of a data package or of a file, and the name that messages give it."""
+    """The text of a preset of a data package or of a file, and the name that messages give it.
+
+    Args:
+      name: the preset's name, or the path of a file or a run folder.
+      package: the data package.
+
+    Returns:
+      The text, and its name.
+
+    Raises:
+      UserError: there is no such preset or file, it is a URL, or it cannot be read.
+    """
     known = presets(package)
     if name in known:
         return known[name].read_text(encoding=UTF8), name
@@ -54,6 +72,16 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
 def read_tables(text: str, origin: str) -> dict[str, Any]:
     """The tables of TOML text, as nested dicts; a UserError, in which `origin` names the text,
     where it is no TOML.
+
+    Args:
+      text: the TOML.
+      origin: what a message calls it.
+
+    Returns:
+      The tables.
+
+    Raises:
+      UserError: it is no TOML.
     """
     try:
         return tomllib.loads(text)
@@ -65,7 +93,19 @@ def read_tables(text: str, origin: str) -> dict[str, Any]:
 
 
 def from_toml(schema: type[T], text: str, origin: str) -> T:
-    """An instance of the dataclass `schema` from TOML text; see `from_dict`."""
+    """An instance of the dataclass `schema` from TOML text; see `from_dict`.
+
+    Args:
+      schema: a frozen dataclass.
+      text: the TOML.
+      origin: what a message calls it.
+
+    Returns:
+      The instance.
+
+    Raises:
+      UserError: the text is no TOML, a key is not known, or a value has the wrong type.
+    """
     return from_dict(schema, read_tables(text, origin), origin)
 
 
@@ -77,7 +117,14 @@ def from_dict(
 ) -> T:
     """An instance of the dataclass `schema` from nested dicts, as a TOML file gives them.
 
-    A message calls the source `origin` and has `prefix` before a key.
+    Args:
+      schema: a frozen dataclass.
+      value: tables of tables, by key.
+      origin: what a message calls their source.
+      prefix: what a message has before a key: `mesh.`.
+
+    Returns:
+      The instance; what is not given has its default.
 
     Raises:
       UserError: a key is not known (the message has the nearest one), or a value has the wrong
@@ -186,6 +233,13 @@ def _words_of(
 def to_toml(config: object, header: str = "") -> str:
     """A config, or a section of one, as TOML with every key written out; `parse` reads back an
     equal one.
+
+    Args:
+      config: the dataclass.
+      header: a comment above it; empty = none.
+
+    Returns:
+      The text.
     """
     tables = {"": [f"# {line}" for line in header.splitlines()]}
     for key, value in flatten(config).items():
@@ -204,7 +258,15 @@ def _toml_value(value: object) -> str:
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:
-    """Every value of a config by its dotted key: `{"mesh.dcn.data": 1, ...}`."""
+    """Every value of a config by its dotted key: `{"mesh.dcn.data": 1, ...}`.
+
+    Args:
+      config: a dataclass, or one of its sections.
+      prefix: what stands before each key: `mesh.`.
+
+    Returns:
+      The values, in the order of the schema.
+    """
     leaves: dict[str, Any] = {}
     for name, value in vars(config).items():
         leaves |= (

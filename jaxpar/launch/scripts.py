@@ -58,8 +58,14 @@ _VENV = "/tmp/jaxpar"
 def script(kind: str, source: str, config: Config, where: Placement) -> str:
     """Return the text of a script or manifest of a kind that `TEMPLATES` has.
 
-    `source` is the config's name or path, as given, and `config` that config with the settings of
-    the command line.
+    Args:
+      kind: a key of `TEMPLATES`.
+      source: the config's name or path, as given.
+      config: that config with the settings of the command line.
+      where: the target, and what else the kind needs to know.
+
+    Returns:
+      The text.
 
     Raises:
       UserError: the mesh does not fit the target, this kind cannot start on it, or something is

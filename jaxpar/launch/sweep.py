@@ -43,6 +43,12 @@ def grid(over: Sequence[str]) -> list[list[str]]:
     """Return every combination of `["mesh.tensor=1,2", ...]`, as settings: `[["mesh.tensor=1",
     ...], ...]`.
 
+    Args:
+      over: a setting with its values, each: `mesh.tensor=1,2`.
+
+    Returns:
+      The settings of each combination.
+
     Raises:
       UserError: a word names no values, or there is none.
     """
@@ -72,6 +78,9 @@ def sweep(
       folder: storage that all machines of the cluster share. Runs that are in it go on.
       per_trial: CPUs, GPUs or TPU chips of a run; 0 = all that one machine has.
       address: see `jaxpar.launch.gang.ray_started`.
+
+    Returns:
+      How each ended, in the order of `trials`.
 
     Raises:
       UserError: Ray is not here, or has too few chips.
@@ -169,7 +178,14 @@ def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
 
 
 def results_table(results: Sequence[Trial]) -> Table:
-    """The table of a sweep, a row for each combination."""
+    """The table of a sweep, a row for each combination.
+
+    Args:
+      results: what `sweep` returned; all have the same settings.
+
+    Returns:
+      The table.
+    """
     # a value may have spaces
     words = [re.split(r" (?=\w+\.[\w.]+=)", trial.settings) for trial in results]
     keys = [word.partition("=")[0] for word in words[0]]

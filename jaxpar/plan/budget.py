@@ -87,7 +87,19 @@ def resolve(
 def resolve_and_compile(
     experiment: Experiment, target: Target | None = None, say: Say = lambda line: None
 ) -> tuple[Experiment, jax.stages.Compiled | None]:
-    """Do as `resolve` does, and also return the step if a budget had it compiled, or else None."""
+    """Do as `resolve` does, and also return the step if a budget had it compiled, or else None.
+
+    Args:
+      experiment: see `resolve`.
+      target: see `resolve`.
+      say: see `resolve`.
+
+    Returns:
+      The settled experiment, and its compiled step or None.
+
+    Raises:
+      UserError: see `resolve`.
+    """
     if target is not None and experiment.devices != target.devices():
         experiment = with_config(experiment, experiment.config, target.devices())
     experiment = choose_overlap(experiment, target, say)
@@ -118,7 +130,14 @@ class Candidate(NamedTuple):
         return self.prediction.rank(self.solution)
 
     def is_of(self, one: CompiledSolution) -> bool:
-        """Whether it is what was compiled there."""
+        """Whether it is what was compiled there.
+
+        Args:
+          one: a compiled assignment.
+
+        Returns:
+          Whether it is.
+        """
         outer = self.prediction.space.outer
         return one.outer == outer and one.solution.actions == self.solution.actions
 
@@ -255,6 +274,14 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
     """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin, on a GPU
     what JAX's pool may take of it.
 
+    Args:
+      text: the `memory.budget` of a config.
+      hardware: the figures of the devices.
+      device: one of them, which is asked where the figures lack its memory.
+
+    Returns:
+      The bytes of one device.
+
     Raises:
       UserError: the text is not a size, or is `auto` for a device that does not say how much memory
         it has.
@@ -283,7 +310,14 @@ def _is_slower(one: CompiledSolution, than: CompiledSolution) -> bool:
 
 
 def reasons(candidate: Candidate) -> str:
-    """Explain a candidate: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), up`."""
+    """Explain a candidate: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), up`.
+
+    Args:
+      candidate: the assignment and what is thought of it.
+
+    Returns:
+      The words of one line.
+    """
     solution = candidate.solution
     space = candidate.prediction.space
     costs = candidate.prediction.costs

@@ -53,6 +53,13 @@ def choose_overlap(
       target: the target whose compiler says how long a form takes; None = the devices are at hand,
         and timed.
       say: is called with a line for each form that is tried.
+
+    Returns:
+      The experiment with that overlap; the one given where nothing was open.
+
+    Raises:
+      UserError: the compiler refuses an option, or the mesh does not divide what a form
+        splits.
     """
     config = experiment.config
     if not config.overlap.is_open:
@@ -73,6 +80,14 @@ def time_forms(
 
     What is open in the config's overlap is tried. They come in the order of the trials; the first
     is `xla` wherever it may be chosen.
+
+    Args:
+      experiment: its plan is on the devices of the target, if there is one.
+      target: see `choose_overlap`.
+      say: is called with a line for each form that is tried.
+
+    Returns:
+      The seconds by overlap.
     """
     config = experiment.config
     plan = experiment.plan
@@ -105,7 +120,14 @@ def _fastest(seconds: dict[Overlap, float]) -> Overlap:
 
 
 def words(overlap: Overlap) -> str:
-    """Write the forms in one line: `mlp_scatter bidirectional, else xla`."""
+    """Write the forms in one line: `mlp_scatter bidirectional, else xla`.
+
+    Args:
+      overlap: forms, none of which is `auto`.
+
+    Returns:
+      The line.
+    """
     gather = overlap.gather
     scatter = overlap.scatter
     if scatter == gather:
@@ -124,6 +146,14 @@ def words(overlap: Overlap) -> str:
 def trial(experiment: Experiment, target: Target | None) -> float:
     """The seconds of a block, forward and backward, in the plan's form: played for a target, or
     timed on devices.
+
+    Args:
+      experiment: its plan has the form.
+      target: the target whose compiler says how long it takes; None = it is timed, on all
+        processes.
+
+    Returns:
+      The seconds; of devices at hand those that the first process measured.
     """
     sizes = experiment.config.model
     layers = min(LAYERS, sizes.layers)

@@ -61,7 +61,11 @@ class Item(NamedTuple):
     options: tuple[Option, ...]
 
     def without_offload(self) -> Item:
-        """The same activations without the choice of host memory."""
+        """The same activations without the choice of host memory.
+
+        Returns:
+          The item.
+        """
         kept = [option for option in self.options if option.action != "offload"]
         return Item(self.names, tuple(kept))
 
@@ -79,7 +83,16 @@ class ActionCosts(NamedTuple):
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
         """The time of a step that sends these bytes of activations to the host and back, makes
         others again in `again` seconds, and has `moved` seconds of other transfers, which nothing
-        hides."""
+        hides.
+
+        Args:
+          host: the bytes of activations that go to host memory.
+          again: the seconds of making others again.
+          moved: the seconds of other transfers.
+
+        Returns:
+          The seconds.
+        """
         each = host / self.link if host else 0.0
         too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
         return self.forward + self.backward + again + max(too_long, self.exposed * 2 * each) + moved
@@ -96,7 +109,14 @@ class Solution(NamedTuple):
     actions: tuple[Action, ...]
 
     def with_option(self, option: Option) -> Solution:
-        """This assignment with the next item treated so."""
+        """This assignment with the next item treated so.
+
+        Args:
+          option: how the next item is treated.
+
+        Returns:
+          The longer assignment.
+        """
         return Solution(
             self.device + option.device,
             self.host + option.host,
@@ -105,7 +125,14 @@ class Solution(NamedTuple):
         )
 
     def sends_and_makes_no_more_than(self, other: Solution) -> bool:
-        """Whether it is as good as another, or better, in host bytes and in seconds."""
+        """Whether it is as good as another, or better, in host bytes and in seconds.
+
+        Args:
+          other: an assignment of the same items.
+
+        Returns:
+          Whether it is.
+        """
         return self.host <= other.host and self.again <= other.again
 
 
@@ -143,6 +170,14 @@ def _unbeaten(solutions: list[Solution]) -> list[Solution]:
 def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | None:
     """The fastest assignment that takes at most `room` bytes of the device, or None if there is
     none.
+
+    Args:
+      items: the activations with their choices.
+      costs: what the seconds of an assignment consist of.
+      room: bytes of one device.
+
+    Returns:
+      The assignment; of several as fast that which sends the fewest bytes to the host.
     """
     fits = [one for one in frontier(items) if one.device <= room]
     return min(
@@ -157,8 +192,16 @@ def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | No
 
 
 def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[Item]:
-    """List the named activations of a model under a plan, with the cost of each choice; `offload`
-    tells whether host memory may be used."""
+    """List the named activations of a model under a plan, with the cost of each choice.
+
+    Args:
+      experiment: the experiment.
+      hardware: the figures of its devices.
+      offload: whether host memory may be used.
+
+    Returns:
+      The items; none for a whole model of one's own.
+    """
     config = experiment.config
     plan = experiment.plan
     listed = {one.name: one for one in activations(experiment)}
@@ -278,6 +321,13 @@ def _attention_flops(experiment: Experiment) -> float:
 def costs_of(experiment: Experiment, hardware: Hardware) -> ActionCosts:
     """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward,
     with LoRA 2 of 4.
+
+    Args:
+      experiment: the experiment.
+      hardware: the figures of its devices; what they lack is guessed.
+
+    Returns:
+      The costs.
     """
     config = experiment.config
     plan = experiment.plan
@@ -292,7 +342,15 @@ def costs_of(experiment: Experiment, hardware: Hardware) -> ActionCosts:
 def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
     """The seconds that accumulation and the form of the loss add to a step: what is sent, as if
     nothing hid it, and the loss's chunks, or its scores made twice (see
-    `jaxpar.parallel.cross_entropy.tiling`)."""
+    `jaxpar.parallel.cross_entropy.tiling`).
+
+    Args:
+      experiment: the experiment.
+      hardware: the figures of its devices.
+
+    Returns:
+      The seconds.
+    """
     config = experiment.config
     plan = experiment.plan
     if not experiment.model.has_blocks:

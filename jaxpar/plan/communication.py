@@ -74,6 +74,9 @@ def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
 
     Args:
       experiment: an experiment whose overlap is settled. Its devices need not be here.
+
+    Returns:
+      The collectives; none on one device.
     """
     plan = experiment.plan
     if plan.mesh.size == 1:
@@ -88,7 +91,14 @@ def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
 def bytes_by_collective(
     collectives: Iterable[StepCollective],
 ) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
-    """Add up the bytes that one device sends in a step, by kind of collective and mesh axes."""
+    """Add up the bytes that one device sends in a step, by kind of collective and mesh axes.
+
+    Args:
+      collectives: those of a step.
+
+    Returns:
+      The bytes by (kind, mesh axes).
+    """
     total = defaultdict[tuple[CollectiveKind, tuple[str, ...]], float](float)
     for one in collectives:
         total[one.kind, one.axes] += one.step_bytes
@@ -101,6 +111,12 @@ def recompute_bytes(experiment: Experiment) -> Mapping[str, float]:
 
     They are what the gradient of a block sends more when that activation alone is not kept. What
     the plan keeps does not matter.
+
+    Args:
+      experiment: an experiment whose overlap is settled.
+
+    Returns:
+      The bytes by the name of the activation.
     """
     return _recompute_bytes(one_block(experiment))
 

@@ -32,6 +32,13 @@ def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
 
     What a block works with, the loss and the update do not exist at once, so that the largest
     counts. On the platform `cpu` host memory is the device's own.
+
+    Args:
+      experiment: the experiment. Its devices need not be here.
+      platform: the platform that it runs on: `cpu`, `cuda` or `tpu`.
+
+    Returns:
+      The parts, in bytes of one device.
     """
     plan = experiment.plan
     state = state_bytes(experiment, platform)
@@ -76,6 +83,12 @@ def work_bytes(experiment: Experiment) -> int:
     device, and its weights where they are gathered. The loss has scores of some tokens in float32
     and in the compute dtype, and the gathered vocabulary matrix with its gradient. The lookup has
     the gathered table with its gradient.
+
+    Args:
+      experiment: the experiment.
+
+    Returns:
+      The bytes of one device; 0 for a whole model of one's own, which is not taken apart.
     """
     plan = experiment.plan
     if not experiment.model.has_blocks:
@@ -113,7 +126,14 @@ class LossCut(NamedTuple):
 
 
 def loss_cut(experiment: Experiment) -> LossCut:
-    """Return how the loss divides a microbatch under a plan."""
+    """Return how the loss divides a microbatch under a plan.
+
+    Args:
+      experiment: the experiment, whose model has blocks.
+
+    Returns:
+      The sizes of one device's part.
+    """
     plan = experiment.plan
     V, D = experiment.model.shapes()["embed"]["tokens"].shape
     sequences = experiment.sequences // plan.size("batch")
@@ -132,7 +152,17 @@ def out_of_memory(
     has: int,
 ) -> str:
     """Tell the user in one line of a step that does not fit: the runtime's message, the step's
-    `memory_account`, and the bytes that a device has (0 = not known)."""
+    `memory_account`, and the bytes that a device has (0 = not known).
+
+    Args:
+      message: what the runtime said.
+      parts: what `memory_account` predicted.
+      experiment: the experiment that does not fit.
+      has: the bytes that a device has; 0 = not known.
+
+    Returns:
+      The line.
+    """
     config = experiment.config
     fsdp = experiment.plan.mesh.shape["fsdp"]
     if has:

@@ -65,7 +65,14 @@ class Outer(NamedTuple):
         return names
 
     def apply(self, config: Config) -> Config:
-        """The config with these choices."""
+        """The config with these choices.
+
+        Args:
+          config: the config that they are choices for.
+
+        Returns:
+          The changed config.
+        """
         memory = replace(
             config.memory,
             optimizer=_where(self.optimizer),
@@ -128,7 +135,14 @@ class SearchSpace:
         return self.moved + other_seconds(self.experiment, self.hardware)
 
     def assign(self, solution: Solution) -> Config:
-        """Return the config with the actions of a solution for its activations."""
+        """Return the config with the actions of a solution for its activations.
+
+        Args:
+          solution: an action for each item of this space.
+
+        Returns:
+          The config with its `memory.keep`.
+        """
         pairs = zip(self.items, solution.actions, strict=True)
         keep: dict[str, Action] = {name: action for item, action in pairs for name in item.names}
         return replace(
@@ -141,6 +155,15 @@ def search_space(
     experiment: Experiment, outer: Outer, platform: str, hardware: Hardware
 ) -> SearchSpace:
     """Make the search space of one choice of everything but activations.
+
+    Args:
+      experiment: what the budget is for.
+      outer: the choice of everything else.
+      platform: the platform that it is compiled for.
+      hardware: the figures of its devices.
+
+    Returns:
+      The search space.
 
     Raises:
       UserError: the experiment cannot be made with that choice.
@@ -187,8 +210,14 @@ class Prediction:
     compiled: bool = False
 
     def solve(self, budget: int, away: bool = True) -> Solution | None:
-        """The fastest assignment that is predicted to fit; without `away` it keeps no activations
-        in host memory.
+        """The fastest assignment that is predicted to fit.
+
+        Args:
+          budget: the bytes that one device may take.
+          away: whether activations may lie in host memory.
+
+        Returns:
+          The assignment; None = none is predicted to fit.
         """
         state = self.space.state.device
         if state + self.update > budget:
@@ -201,15 +230,35 @@ class Prediction:
     def bytes(self, solution: Solution) -> int:
         """The bytes of a device in the backward, or in the update, when no activations are left,
         whichever is more.
+
+        Args:
+          solution: an assignment of this space.
+
+        Returns:
+          The predicted bytes.
         """
         return self.space.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
-        """The seconds of a step."""
+        """The seconds of a step.
+
+        Args:
+          solution: an assignment of this space.
+
+        Returns:
+          The predicted seconds, with those that all assignments take.
+        """
         return self.costs.seconds(solution.host, solution.again, self.space.fixed_seconds)
 
     def rank(self, solution: Solution) -> float:
-        """The seconds by which assignments are compared."""
+        """The seconds by which assignments are compared.
+
+        Args:
+          solution: an assignment of this space.
+
+        Returns:
+          The predicted seconds, which are raised where host memory is used.
+        """
         if solution.host or self.space.outer.streamed:
             return self.seconds(solution) * _AWAY
         return self.seconds(solution)
@@ -285,6 +334,14 @@ def compile_solution(
 ) -> CompiledSolution:
     """Compile an assignment, and for a target play it out.
 
+    Args:
+      prediction: what is thought of the search space.
+      solution: an assignment of it.
+      target: the target to play it out for; None = the devices are at hand.
+
+    Returns:
+      The compiled assignment, with what was predicted of it.
+
     Raises:
       UserError: the compiler refuses the step for another reason than its memory.
     """
@@ -312,6 +369,13 @@ def corrected(prediction: Prediction, one: CompiledSolution) -> Prediction:
 
     The exposed share of transfers is what its rehearsal shows. Its own space has the bytes that the
     compiler says; others are taken to be as far off as it was, until they have been compiled.
+
+    Args:
+      prediction: what is thought of a search space.
+      one: a compiled assignment, of this or another space.
+
+    Returns:
+      The prediction from now on.
     """
     costs = prediction.costs._replace(exposed=_exposed_share(one, prediction.costs))
     if one.outer == prediction.space.outer:
@@ -329,9 +393,15 @@ def corrected(prediction: Prediction, one: CompiledSolution) -> Prediction:
 def compiled_bytes(
     experiment: Experiment, platform: str
 ) -> tuple[int, str, jax.stages.Compiled | None]:
-    """Compile the training step; return the bytes of a device that it allocates, its text, and the
-    program. If the compiler refuses it for its memory, return the bytes that it names, an empty
-    text and None.
+    """Compile the training step, to see the bytes of a device that it allocates.
+
+    Args:
+      experiment: the experiment, which has no budget.
+      platform: the platform that it is compiled for.
+
+    Returns:
+      The bytes, the text of the program and the program; where the compiler refuses it for its
+      memory the bytes that it names, an empty text and None.
 
     Raises:
       UserError: the compiler refuses the step for another reason.

@@ -154,6 +154,13 @@ def exported_ids(source: Path, bos: Bos) -> dict[str, Any]:
     """Return the token ids for the config.json of a run's export: those of the folder that it was
     imported from, or what its tokenizer says; none where there is neither.
 
+    Args:
+      source: the run folder.
+      bos: the `data.bos` of the run.
+
+    Returns:
+      Ids by their key in config.json: `{"eos_token_id": 2}`.
+
     Raises:
       UserError: a file cannot be read.
     """
@@ -171,6 +178,10 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     weights.
 
     What the files beside it declare is that of the data until the run has trained.
+
+    Args:
+      tokenizer: that of the data.
+      folder: the run folder.
 
     Raises:
       UserError: the run has another, or a file cannot be read.
@@ -206,6 +217,9 @@ def with_own_tokenizer(
       folder: the run folder, or where it will be.
       say: gets a line where the file that the run's config names has become another, or the files
         beside it declare something else than those of the run.
+
+    Returns:
+      The data with the path of that copy as their tokenizer, or as they are.
 
     Raises:
       UserError: another tokenizer is asked for than that of the run, or a file cannot be read.

@@ -189,6 +189,13 @@ def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
 def check_parameters(experiment: Experiment) -> None:
     """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op
     converts between.
+
+    Args:
+      experiment: the experiment.
+
+    Raises:
+      UserError: a dim of a parameter is not divided by its mesh axes, or no op converts
+        between two layouts.
     """
     model = experiment.model
     plan = experiment.plan
@@ -205,6 +212,9 @@ def check_parameters(experiment: Experiment) -> None:
 
 def check_own_model(config: Config) -> None:
     """Refuse settings of what a whole model of one's own has not.
+
+    Args:
+      config: a config whose model is the whole model.
 
     Raises:
       UserError: one is set, or sequences are longer than the model takes.
@@ -236,7 +246,15 @@ def check_own_model(config: Config) -> None:
 
 
 def check_batch(experiment: Experiment) -> None:
-    """Refuse a batch or a sequence that the mesh does not divide."""
+    """Refuse a batch or a sequence that the mesh does not divide.
+
+    Args:
+      experiment: the experiment.
+
+    Raises:
+      UserError: the data-parallel shards do not divide a microbatch, Domino does not halve a
+        device's, or the sequence is not divided.
+    """
     plan = experiment.plan
     train = experiment.config.train
     sizes = experiment.config.model
@@ -269,6 +287,12 @@ def check_batch(experiment: Experiment) -> None:
 def plan_notes(experiment: Experiment) -> list[str]:
     """Return what a plan does differently from what its config asks for, a line for each in the
     log.
+
+    Args:
+      experiment: the experiment, whose overlap is settled.
+
+    Returns:
+      The lines; empty = nothing.
     """
     config = experiment.config
     plan = experiment.plan
@@ -301,6 +325,13 @@ def plan_notes(experiment: Experiment) -> list[str]:
 def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
     """Say why attention in training, or in evaluation, uses no kernel although the devices have
     some.
+
+    Args:
+      experiment: the experiment.
+      training: whether it is trained, and no evaluation.
+
+    Returns:
+      A line for each reason; empty = a kernel serves, or none was asked for.
     """
     plan = experiment.plan
     config = experiment.config
@@ -329,7 +360,14 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
 
 
 def offload_asked(plan: Plan) -> str:
-    """Name the settings that ask for host memory; empty if none does."""
+    """Name the settings that ask for host memory; empty if none does.
+
+    Args:
+      plan: the plan.
+
+    Returns:
+      `memory.keep.block_input = offload, memory.optimizer = offload`, or an empty text.
+    """
     names = [f"keep.{name}" for name in plan.offloads]
     names += [name for name in ("optimizer", "parameters") if getattr(plan, name) == "offload"]
     return ", ".join(f"memory.{name} = offload" for name in names)
