@@ -1,7 +1,7 @@
 """The optimizers that a config may name, each with the settings that it has.
 
 `[optimizer] name = "lion"` takes its numbers from `[optimizer.lion]`. What they do to a step is in
-`jaxpar.train.optimizers`.
+`jaxpar.train.named_optimizers`.
 """
 
 from __future__ import annotations

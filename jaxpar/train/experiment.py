@@ -15,7 +15,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.plan import Plan
 from jaxpar.models import AnyModel
-from jaxpar.train.optimizer import AnyOptimizer, Optimizer, as_optimizer
+from jaxpar.train.given_optimizer import AnyOptimizer, as_optimizer
+from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.step import TrainState, batch_shapes, state_shapes
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxpar.base.errors import read_json
-from jaxpar.train.optimizer import GIVEN
+from jaxpar.train.given_optimizer import GIVEN
 from jaxpar.train.restore import OPTIMIZER, PARTS
 from jaxpar.train.run_folder import finished_steps, read_run_config
 

@@ -22,7 +22,7 @@ from jaxpar.base.sharding import local_bytes
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.optimizer import schedule_note
+from jaxpar.train.learning_rate import schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory

@@ -29,7 +29,9 @@ from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
 from jaxpar.train.activations import check_names, policy_notes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.optimizer import AnyOptimizer, decay_note, require_runnable
+from jaxpar.train.given_optimizer import AnyOptimizer
+from jaxpar.train.named_optimizers import decay_note
+from jaxpar.train.optimizer import require_runnable
 from jaxpar.train.state_layout import replicated_note
 from jaxpar.train.step import gradient_axes, param_shapes
 

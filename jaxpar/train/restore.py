@@ -40,7 +40,8 @@ from jaxpar.models.lora import (
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.optimizer import GIVEN, Optimizer
+from jaxpar.train.given_optimizer import GIVEN
+from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_folder import (

@@ -46,15 +46,13 @@ from jaxpar.parallel.host_memory import HOST, on_device
 from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
+from jaxpar.train.given_optimizer import AnyOptimizer, as_optimizer, require_update
 from jaxpar.train.optimizer import (
-    AnyOptimizer,
     Optimizer,
-    as_optimizer,
     in_host_memory_of,
     pack_moments,
     reported_rate,
     require_runnable,
-    require_update,
 )
 from jaxpar.train.state_layout import StateArray
 from jaxpar.train.update import update

@@ -18,7 +18,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
-from jaxpar.train.optimizer import learning_rate
+from jaxpar.train.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import config_of, load_params
 from jaxpar.train.step import init_state, make_train_step, put_batch

@@ -22,8 +22,8 @@ from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
 from jaxpar.train.evaluate import evaluate_folder
+from jaxpar.train.learning_rate import learning_rate
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.optimizer import learning_rate
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints, read_run_config

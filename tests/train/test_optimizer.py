@@ -14,7 +14,9 @@ import pytest
 from jaxpar.base.config import Config, ModelConfig, TrainConfig
 from jaxpar.models import Model
 from jaxpar.models.families import FAMILIES
-from jaxpar.train.optimizer import config_optimizer, decay_mask, learning_rate
+from jaxpar.train.learning_rate import learning_rate
+from jaxpar.train.named_optimizers import config_optimizer
+from jaxpar.train.optimizer import decay_mask
 
 pytestmark = pytest.mark.quick
 

@@ -20,7 +20,7 @@ from jaxpar.base.config import CheckpointConfig, Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import local_bytes, path_name
 from jaxpar.models import Model
-from jaxpar.train.optimizer import config_optimizer
+from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.per_matrix import hidden_matrices, matrix_dims, muon_dimensions
 from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import beside_state, restore_state

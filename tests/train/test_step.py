@@ -33,7 +33,8 @@ from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train import step as step_module
-from jaxpar.train.optimizer import config_optimizer, decay_mask
+from jaxpar.train.named_optimizers import config_optimizer
+from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import (
     batch_rows,

@@ -25,7 +25,9 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
-from jaxpar.train.optimizer import config_optimizer, decay_mask, learning_rate, pack_moments
+from jaxpar.train.learning_rate import learning_rate
+from jaxpar.train.named_optimizers import config_optimizer
+from jaxpar.train.optimizer import decay_mask, pack_moments
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.run_folder import Checkpoints

@@ -30,7 +30,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
-from jaxpar.train.optimizer import AnyOptimizer
+from jaxpar.train.given_optimizer import AnyOptimizer
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.step import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies

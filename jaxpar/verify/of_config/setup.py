@@ -27,7 +27,7 @@ from jaxpar.parallel import choose_attention
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.optimizer import AnyOptimizer
+from jaxpar.train.given_optimizer import AnyOptimizer
 from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, few_rows, shrink
 

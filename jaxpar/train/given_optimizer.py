@@ -1,0 +1,91 @@
+"""An optimizer that a program gives in place of the config's: is it one, and can it be run?"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import optax
+
+from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError, short
+from jaxpar.base.sharding import PyTree, path_name
+from jaxpar.models import Params
+from jaxpar.train.named_optimizers import config_optimizer
+from jaxpar.train.optimizer import Optimizer
+
+GIVEN = "given"
+"""The name of an optimizer that a program gave."""
+AnyOptimizer = Optimizer | optax.GradientTransformation | None
+"""An optimizer of the caller's; None = the config's."""
+
+
+def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
+    """Return the optimizer that is given, or else the config's.
+
+    A transformation takes the place of all that `[optimizer]` says, and of the learning rate.
+    `train.clip_norm` applies before it, as before any other: 0 leaves the gradients as they are.
+
+    Raises:
+      UserError: it is no optimizer; or the config asks to round its moments, or to keep it or the
+        parameters in host memory, which takes one of the config's.
+    """
+    if given is None:
+        return config_optimizer(config)
+    if isinstance(given, Optimizer):
+        return given
+    if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
+        raise UserError(
+            f"an optimizer is an optax.GradientTransformation, found {short(given)}: write "
+            "optax.lion(1e-4), for example"
+        )
+    transformation = cast(optax.GradientTransformation, given)
+    return Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
+
+
+def require_update(optimizer: Optimizer, params: Params, axes: Params) -> None:
+    """Refuse an optimizer whose step asks for more than a training step has, or leaves a state of
+    another form.
+
+    Args:
+      optimizer: the optimizer.
+      params: the trained parameters as ShapeDtypeStructs in float32.
+      axes: their logical axes.
+
+    Raises:
+      UserError: its update fails with gradients, a state and parameters alone, as one fails that
+        needs the loss; or what it returns does not have their form.
+    """
+    transformation = optimizer.make(axes)
+    state = jax.eval_shape(transformation.init, params)
+    try:
+        updates, after = jax.eval_shape(transformation.update, params, state, params)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            "the optimizer that was given cannot make a step, which calls update(gradients, state, "
+            f"params) with nothing more ({type(error).__name__}: {reason}): try one that needs "
+            "neither the loss nor parameters of another form"
+        ) from error
+    for what, found, wanted in (("updates", updates, params), ("state", after, state)):
+        if changed := _changed_form(found, wanted):
+            raise UserError(
+                f"the optimizer that was given returns {what} of another form than it was given "
+                f"({changed}): a step keeps the structure, shapes and dtypes of both"
+            )
+
+
+def _changed_form(found: PyTree, wanted: PyTree) -> str:
+    """Say where two trees differ in structure, shapes or dtypes; empty = nowhere."""
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        return "its tree has other branches"
+    rows = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, before), after in zip(
+        rows,
+        jax.tree.leaves(found),
+        strict=True,
+    ):
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            name = path_name(path) or "the array"
+            return f"{name}: {before.dtype}{[*before.shape]} -> {after.dtype}{[*after.shape]}"
+    return ""
