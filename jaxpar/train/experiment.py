@@ -15,7 +15,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.plan import Plan
 from jaxpar.models import AnyModel
-from jaxpar.train.given_optimizer import AnyOptimizer, as_optimizer
+from jaxpar.train.given_optimizer import GIVEN, AnyOptimizer, as_optimizer, fingerprint_of
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.step import TrainState, batch_shapes, state_shapes
 
@@ -45,6 +45,17 @@ class Experiment:
     def optimizer(self) -> Optimizer:
         """The optimizer: the one that was given, or the config's."""
         return as_optimizer(self.own_optimizer, self.config)
+
+    @cached_property
+    def optimizer_fingerprint(self) -> dict[str, str] | None:
+        """The fingerprint of an optimizer that was given; None for the config's, whose settings
+        a run's config has.
+        """
+        if self.optimizer.name != GIVEN:
+            return None
+        model = self.model
+        params = model.trained(model.shapes())
+        return fingerprint_of(self.optimizer, params, model.trained(model.axes))
 
     @cached_property
     def state(self) -> TrainState[jax.ShapeDtypeStruct]:

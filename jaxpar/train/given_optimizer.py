@@ -1,10 +1,15 @@
-"""An optimizer that a program gives in place of the config's: is it one, and can it be run?"""
+"""An optimizer that a program gives in place of the config's: is it one, can it be run, and is it
+the one that a run was trained with?
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import cast
 
 import jax
+import numpy as np
 import optax
 
 from jaxpar.base.config import Config
@@ -16,6 +21,8 @@ from jaxpar.train.optimizer import Optimizer
 
 GIVEN = "given"
 """The name of an optimizer that a program gave."""
+PROGRAM = "program"
+VERSIONS = "versions"
 AnyOptimizer = Optimizer | optax.GradientTransformation | None
 """An optimizer of the caller's; None = the config's."""
 
@@ -41,6 +48,64 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
         )
     transformation = cast(optax.GradientTransformation, given)
     return Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
+
+
+def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:
+    """Return what tells two optimizers apart whose states have the same form, as those of
+    `optax.lion(1e-4)` and `optax.lion(1e-3)` have.
+
+    It is of the programs that make the first state and a step, with all numbers in them. Another
+    version of JAX or of optax may write the same optimizer as another program.
+
+    Args:
+      optimizer: the optimizer.
+      params: the trained parameters as ShapeDtypeStructs in float32, in the model's order.
+      axes: their logical axes.
+
+    Returns:
+      The hash of the programs, and the versions that made them.
+    """
+    transformation = optimizer.make(axes)
+    state = jax.eval_shape(transformation.init, params)
+    programs = (
+        jax.make_jaxpr(transformation.init)(params),
+        jax.make_jaxpr(transformation.update)(params, state, params),
+    )
+    found = hashlib.sha256()
+    for program in programs:
+        # a function of Python is written with its address
+        found.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
+        for constant in program.consts:
+            found.update(np.asarray(constant).tobytes())
+    return {
+        PROGRAM: found.hexdigest(),
+        VERSIONS: f"jax {jax.__version__}, optax {optax.__version__}",
+    }
+
+
+def other_optimizer_note(
+    saved: dict[str, str] | None,
+    here: dict[str, str] | None,
+    step: int,
+) -> str:
+    """Say that a run goes on with another optimizer than it was trained with; empty = as far as is
+    known it is the same.
+
+    Args:
+      saved: the `fingerprint_of` the optimizer that it was trained with, if that was given.
+      here: that of the optimizer that is given now.
+      step: the step to go on after.
+    """
+    if saved is None or here is None or saved.get(VERSIONS) != here[VERSIONS]:
+        return ""
+    if saved.get(PROGRAM) == here[PROGRAM]:
+        return ""
+    return (
+        "warning: the optimizer that is given is not the one that this run was trained with until "
+        f"step {step}: its state has the same form, and its program, or a number in it such as the "
+        "learning rate, is another. The run goes on with it, from the other's state: if you do not "
+        "mean this, stop, and give the one that it was trained with"
+    )
 
 
 def require_update(optimizer: Optimizer, params: Params, axes: Params) -> None:

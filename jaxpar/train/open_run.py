@@ -22,11 +22,12 @@ from jaxpar.base.sharding import local_bytes
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.given_optimizer import other_optimizer_note
 from jaxpar.train.learning_rate import schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
-from jaxpar.train.restore import load_params, restore_state
+from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, load_params, restore_state
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.run_folder import Checkpoints, compare_run, keep_config, replaced_values
 from jaxpar.train.step import TrainState, batch_rows, init_state
@@ -153,6 +154,10 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
         state = init_state(model, config, experiment.plan, params, experiment.optimizer)
         return FirstStep(state, data)
     state, beside = restore_state(run.checkpoints, run.first, experiment)
+    trained_with = beside.get(OPTIMIZER_FINGERPRINT)
+    note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.first)
+    if note:
+        say(note)
     run_together(lambda: _require_as_much(run, beside["training_tokens"]))
     changed = told_by_first(run.compared.changed)
     if beside["iterator"] is not None:

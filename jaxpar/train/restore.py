@@ -65,6 +65,7 @@ ORDER = "layer_order"
 FROZEN = "frozen"
 PARTS = "parts"
 OPTIMIZER = "optimizer"
+OPTIMIZER_FINGERPRINT = "optimizer_fingerprint"
 _BESIDE_KINDS = {
     "iterator": dict[str, Any] | None,
     "training_tokens": int | None,
@@ -72,6 +73,7 @@ _BESIDE_KINDS = {
     FROZEN: int | None,
     PARTS: dict[str, str] | None,
     OPTIMIZER: str | None,
+    OPTIMIZER_FINGERPRINT: dict[str, str] | None,
 }
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.
@@ -332,8 +334,8 @@ def beside_state(
     experiment: Experiment, iterator: Any, tokens: int | None, frozen: int | None
 ) -> dict[str, Any]:
     """Return what is saved beside a state: the data iterator's state, its number of tokens, the
-    layers' order, the `fingerprint` of the frozen parameters, the names of parts of one's own, and
-    the optimizer's name.
+    layers' order, the `fingerprint` of the frozen parameters, the names of parts of one's own, the
+    optimizer's name, and the fingerprint of one that a program gave.
     """
     model = experiment.model
     order = stored_order(experiment.plan, model.config.layers)
@@ -344,6 +346,7 @@ def beside_state(
         FROZEN: frozen,
         PARTS: model.own_parts(),
         OPTIMIZER: experiment.optimizer.name,
+        OPTIMIZER_FINGERPRINT: experiment.optimizer_fingerprint,
     }
 
 
