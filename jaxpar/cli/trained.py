@@ -23,8 +23,8 @@ from jaxpar.base.training_rules import only_training
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
 from jaxpar.data.answers import missing_names
 from jaxpar.train.evaluate import evaluate_folder
-from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import continuation, encode_prompts, read_prompts, stop_ids
+from jaxpar.train.sampling import Sampling
 from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
 
 

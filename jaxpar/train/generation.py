@@ -1,27 +1,24 @@
-"""Continues prompts token by token: a prefill that reads them, and a decode loop over a cache of
-keys and values.
+"""Continues prompts of different lengths in one batch, on any mesh without stages.
 
-Both are one jitted program each for a shape. The layers are unrolled, and each has arrays of its
-own, so that a token copies neither a parameter nor a cache.
+What a shape compiles is in `decode_programs`, and how a token is drawn in `sampling`.
 
-Shapes: B rows, S prompt length, T slots of the cache, N new tokens, D embed, V vocab.
+Shapes: B rows, S prompt length, N new tokens, D embed, V vocab.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.stages import Compiled
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
@@ -30,95 +27,14 @@ from jaxpar.base.plan import Overlap, Plan, is_matrix
 from jaxpar.base.sharding import Axes, fit_rules, is_axes, replicated_sharding
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Model, Params
-from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_spec
+from jaxpar.parallel.cache import cache_spec
 from jaxpar.parallel.collectives import platform_of
+from jaxpar.train import decode_programs
+from jaxpar.train.decode_programs import DecodeState
 from jaxpar.train.restore import drop_stages
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; the filters are applied in this order, as in Hugging Face's
-    `generate`.
-
-    Attributes:
-      temperature: the scores are divided by it; 0 = greedy, the most likely token.
-      top_k: only this many of the most likely tokens may be drawn; 0 = all.
-      top_p: only the most likely tokens that together have this probability may be drawn
-        (arXiv:1904.09751).
-      seed: the seed. A draw depends on it, on the number of the prompt and on the token's place,
-        and on nothing else.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse a value that is out of range, or has no effect, with a UserError."""
-        draws = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4
-        if not draws or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
-            want = (
-                "temperature 0 or 0.0001 to 10000, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32"
-            )
-            raise UserError(f"sampling takes {want}, found {self}")
-        if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
-            raise UserError(
-                "top_k, top_p and seed have no effect at temperature 0, which is greedy: set a "
-                "temperature"
-            )
-
-
-GREEDY = Sampling()
-
-
-def draw(
-    scores_BV: Float[Array, "B V"], sampling: Sampling, keys_B: Array, place_B: Array
-) -> Int[Array, " B"]:
-    """Draw a token of each row, by the row's key and the place of the token."""
-    if sampling.temperature == 0:
-        return jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
-    keys_B = jax.vmap(jax.random.fold_in)(keys_B, place_B)
-    return jax.vmap(jax.random.categorical)(keys_B, filter_scores(scores_BV, sampling)).astype(
-        jnp.int32
-    )
-
-
-def filter_scores(scores_BV: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Divide the scores by the temperature, and set those of tokens that may not be drawn to minus
-    infinity.
-    """
-    scores_BV = scores_BV / sampling.temperature
-    if 0 < sampling.top_k < scores_BV.shape[1]:
-        least_B1 = jax.lax.top_k(scores_BV, sampling.top_k)[0][:, -1:]
-        scores_BV = jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
-    if sampling.top_p < 1:
-        sorted_BV = jnp.sort(scores_BV, axis=-1, descending=True)
-        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        # what is more likely has less than this
-        kept_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < sampling.top_p
-        least_B1 = jnp.min(
-            jnp.where(kept_BV, sorted_BV, jnp.inf),
-            axis=-1,
-            keepdims=True,
-        )
-        scores_BV = jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
-    return scores_BV
-
+from jaxpar.train.sampling import GREEDY, Sampling
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
-
-
-class State(NamedTuple):
-    """Where generation stands; `tokens_BN` are the new ones so far, and -1."""
-
-    caches: list[Cache]
-    tokens_BN: Int[Array, "B N"]
-    lengths_B: Int[Array, " B"]
-    done_B: Bool[Array, " B"]
-    keys_B: Key[Array, " B"]
-    stop: Int[Array, " stops"]
-    made: Int[Array, ""]
 
 
 @dataclass
@@ -243,14 +159,14 @@ class Generator:
             replace(sampling, seed=0),
             len(inputs[4]),
         )
-        prefill = self._compiled(_prefill, shape, self.params, *inputs)
+        prefill = self._compiled(decode_programs.prefill, shape, self.params, *inputs)
         began = time.perf_counter()
         state = jax.block_until_ready(prefill(self.params, *inputs))
         self.times.prefill_tokens += sum(map(len, prompts))
         self.times.prefill_seconds += time.perf_counter() - began
         limit = np.int32(1)
         before = len(prompts)
-        decode = self._compiled(_decode, shape, self.params, state, limit)
+        decode = self._compiled(decode_programs.decode, shape, self.params, state, limit)
         while True:
             began = time.perf_counter()
             limit = np.int32(min(limit + (chunk or max_tokens), max_tokens))
@@ -290,7 +206,7 @@ class Generator:
                 sequence[len(sequence) - count :],
             )
         inputs = jax.device_put((tokens_BS, labels_BS), replicated_sharding(self.plan))
-        program = self._compiled(_score, (B, S), self.params, *inputs)
+        program = self._compiled(decode_programs.score, (B, S), self.params, *inputs)
         sums_B, best_B = jax.device_get(program(self.params, *inputs))
         return list(
             zip(
@@ -326,15 +242,15 @@ class Generator:
             whole = replicated_sharding(self.plan)
             known = shape[1:4]
             places: Any = (whole, whole)
-            if function is not _score:
+            if function is not decode_programs.score:
                 caches = NamedSharding(self.plan.mesh, cache_spec(self.plan))
-                shardings: Any = dict.fromkeys(State._fields, whole) | {"caches": caches}
-                places = State(**shardings)
+                shardings: Any = dict.fromkeys(DecodeState._fields, whole) | {"caches": caches}
+                places = DecodeState(**shardings)
             program = (
                 jax.jit(
                     partial(function, self.model, self.plan, *known),
                     out_shardings=places,
-                    donate_argnums=(1,) if function is _decode else (),
+                    donate_argnums=(1,) if function is decode_programs.decode else (),
                     compiler_options=compiler_options(self.plan.mesh),
                 )
                 .lower(*args)
@@ -402,165 +318,3 @@ def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = Fal
             out_shardings=plan.sharding(("embed", "vocab")),
         )({name: found[name] for name in ("embed", "head")})
     return found
-
-
-def run(
-    model: Model, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan
-) -> Float[Array, "B S D"]:
-    """Run tokens through the embedding and all layers of `layer_by_layer` parameters."""
-    x_BSD = model.embed(params, tokens_BS, positions_BS, plan)
-    for i, layer in enumerate(params["blocks"]):
-        x_BSD, _ = model.block(
-            layer,
-            x_BSD,
-            positions_BS,
-            None,
-            plan,
-            kind=i % model.config.kinds,
-        )
-    return x_BSD
-
-
-def _scores(
-    model: Model,
-    params: Params,
-    x_BSD: Array,
-    plan: Plan,
-) -> Float[Array, "B S V"]:
-    """Return the float32 scores of the vocabulary, whole on every device of their rows."""
-    x_BSD, head_VD = model.head(params, x_BSD)
-    if "head_DV" in params:
-        head_VD = params["head_DV"].T
-    sizes = model.config
-    scores_BSV = model.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
-    return plan.constrain(scores_BSV[..., : sizes.vocab_size], ("batch", None, None))
-
-
-def _prefill(
-    model: Model,
-    plan: Plan,
-    S: int,
-    N: int,
-    sampling: Sampling,
-    params: Params,
-    tokens_BS: Array,
-    lengths_B: Array,
-    done_B: Array,
-    number_B: Array,
-    stop: Array,
-    seed: Array,
-) -> State:
-    """Read the prompts, and draw the first new token of each."""
-    ops = PrefillOps(plan, slots=S + N)
-    model = model.with_config(model.config, lambda plan: ops)
-    tokens_BS = plan.constrain(tokens_BS, ("batch", None))
-    positions_BS = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
-    x_BSD = run(model, params, tokens_BS, positions_BS, plan)
-    if not ops.caches:
-        raise UserError(
-            "no block calls ops.attention, so that there is no cache of what came before a token: "
-            "generation needs one"
-        )
-    last_B1D = jnp.take_along_axis(x_BSD, lengths_B[:, None, None] - 1, axis=1)
-    scores_BV = _scores(model, params, plan.constrain(last_B1D, ("batch", None, None)), plan)[:, 0]
-    keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(number_B)
-    tokens_BN = jnp.full((len(lengths_B), N), -1, jnp.int32)
-    state = State(
-        ops.caches,
-        tokens_BN,
-        lengths_B,
-        done_B,
-        keys_B,
-        stop,
-        jnp.int32(0),
-    )
-    return _add(state, scores_BV, sampling)
-
-
-def _decode(
-    model: Model,
-    plan: Plan,
-    S: int,
-    N: int,
-    sampling: Sampling,
-    params: Params,
-    state: State,
-    limit: Array,
-) -> State:
-    """Draw tokens until there are `limit` of each row, or every row has met a stop token."""
-    slots = jnp.arange(S + N)
-    n = state.lengths_B[:, None]
-    places_BT = jnp.where(
-        slots < S,
-        jnp.where(slots < n, slots, EMPTY),
-        n + slots - S,
-    )
-
-    def step(state: State) -> State:
-        place_B = state.lengths_B + state.made - 1  # of the newest token, which has no cache yet
-        ops = DecodeOps(plan, state.caches, S + state.made - 1, places_BT, place_B)
-        decoding = model.with_config(model.config, lambda plan: ops)
-        tokens_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BN, state.made - 1, 1, axis=1)
-        tokens_B1 = plan.constrain(tokens_B1, ("batch", None))
-        positions_B1 = plan.constrain(place_B[:, None], ("batch", None))
-        # A row that has ended has no newest token; what it computes is not used.
-        x_B1D = run(decoding, params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
-        scores_BV = _scores(decoding, params, x_B1D, plan)[:, 0]
-        return _add(state._replace(caches=ops.caches), scores_BV, sampling)
-
-    return jax.lax.while_loop(
-        lambda state: (state.made < limit) & ~state.done_B.all(),
-        step,
-        state,
-    )
-
-
-def _score(
-    model: Model, plan: Plan, S: int, params: Params, tokens_BS: Array, labels_BS: Array
-) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Return the log-likelihood of each row's labels (-1 = not counted), and whether they are all
-    the most likely.
-    """
-    tokens_BS, labels_BS = (plan.constrain(x, ("batch", None)) for x in (tokens_BS, labels_BS))
-    x_BSD = run(
-        model,
-        params,
-        tokens_BS,
-        jnp.broadcast_to(jnp.arange(S), tokens_BS.shape),
-        plan,
-    )
-    width = math.gcd(S, 16)  # the scores of so many tokens a row are in memory at a time
-
-    def part(
-        sums: tuple[Array, Array],
-        first: Array,
-    ) -> tuple[tuple[Array, Array], None]:
-        x_BCD, labels_BC = (
-            jax.lax.dynamic_slice_in_dim(x, first, width, axis=1) for x in (x_BSD, labels_BS)
-        )
-        scores_BCV = _scores(model, params, x_BCD, plan)
-        counted_BC = labels_BC >= 0
-        found_BC = jnp.take_along_axis(scores_BCV, jnp.maximum(labels_BC, 0)[..., None], axis=-1)[
-            ..., 0
-        ]
-        found_BC -= jax.nn.logsumexp(scores_BCV, axis=-1)
-        best_BC = jnp.argmax(scores_BCV, axis=-1) == labels_BC
-        total_B, best_B = sums
-        return (
-            total_B + jnp.sum(found_BC * counted_BC, axis=1),
-            best_B & jnp.all(best_BC | ~counted_BC, axis=1),
-        ), None
-
-    nothing = jnp.zeros(len(tokens_BS)), jnp.ones(len(tokens_BS), bool)
-    return jax.lax.scan(part, nothing, jnp.arange(0, S, width))[0]
-
-
-def _add(state: State, scores_BV: Array, sampling: Sampling) -> State:
-    """Draw a token of each row that has not ended, and put it at the end of its new tokens."""
-    token_B = draw(scores_BV, sampling, state.keys_B, state.lengths_B + state.made)
-    token_B = jnp.where(state.done_B, -1, token_B)
-    tokens_BN = jax.lax.dynamic_update_slice_in_dim(
-        state.tokens_BN, token_B[:, None], state.made, axis=1
-    )
-    done_B = state.done_B | jnp.isin(token_B, state.stop)
-    return state._replace(tokens_BN=tokens_BN, done_B=done_B, made=state.made + 1)

@@ -18,8 +18,8 @@ from jaxpar.data.answers import ConversationWriter, open_writer
 from jaxpar.data.chat_template import special_tokens
 from jaxpar.data.conversations import Conversation
 from jaxpar.data.special_tokens import TOKENIZER
-from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import encode_text, stop_ids
+from jaxpar.train.sampling import Sampling
 from jaxpar.train.trained import Trained, require_tokenizer
 
 # By name, as the package need not be installed where types are checked.

@@ -18,7 +18,8 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel.cache import EMPTY, DecodeOps
-from jaxpar.train.generation import Generator, Sampling, bucket, draw
+from jaxpar.train.generation import Generator, bucket
+from jaxpar.train.sampling import Sampling, draw
 from jaxpar.verify.reference_ops import ReferenceOps
 
 CONFIG = ModelConfig(

@@ -15,7 +15,8 @@ import pytest
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.hf import import_hf, model_config_from_hf
-from jaxpar.train.generation import Generator, Sampling, decode_plan, filter_scores
+from jaxpar.train.generation import Generator, decode_plan
+from jaxpar.train.sampling import Sampling, filter_scores
 
 pytestmark = pytest.mark.slow
 
