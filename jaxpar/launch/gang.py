@@ -10,12 +10,12 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import jax
@@ -45,19 +45,30 @@ _SETTINGS = {
 }
 
 
+class Cluster(NamedTuple):
+    """A cluster of Ray that this process is connected to."""
+
+    ray: Any
+    """The module, with `ray.train` and `ray.tune`."""
+    records: str
+    """A folder for what Ray writes, which is removed at the end."""
+    lines: Queue
+    """What is put there, anywhere in the cluster, is a line on this screen."""
+
+
 @contextmanager
-def ray_started(
-    address: str,
-    cpus: int = 0,
-) -> Iterator[tuple[Any, str, Queue]]:
-    """Give Ray, connected to a cluster or started on this machine, a folder for its records, and a
-    queue: what is put there, anywhere in the cluster, is a line on this screen. Ray's own log is
-    kept from it.
+def ray_started(address: str, cpus: int = 0) -> Iterator[Cluster]:
+    """Connect to a cluster of Ray, or start one on this machine, and leave it at the end.
+
+    Ray's own log is kept from the screen.
 
     Args:
       address: the cluster's, as `ray.init` takes it; empty = $RAY_ADDRESS, or this machine if that
         is not set.
       cpus: how many processes shall have a place on this machine.
+
+    Yields:
+      The cluster.
 
     Raises:
       UserError: Ray is not installed, or the cluster cannot be reached.
@@ -86,7 +97,7 @@ def ray_started(
             lines = Queue()
             printing = Thread(target=_print_lines, args=(lines,), daemon=True)
             printing.start()
-            yield ray, folder, lines
+            yield Cluster(ray, folder, lines)
             lines.put(None)
             printing.join()
         finally:
@@ -119,54 +130,20 @@ def launch(
       `max_failures`.
 
     Raises:
-      UserError: see `jaxpar.train.run`.
+      UserError: `check` refuses the config, its mesh is not the target's or does not divide over
+        the workers, Ray is not there (see `ray_started`), or the run ended with one (see
+        `jaxpar.train.run`).
     """
     require_local(folder)
-    if target:
-        platform = {"tpu": "tpu", "cuda": "gpu"}[target.platform]
-    else:
-        platform = "cpu"
-    config = check(
-        replace(
-            config,
-            mesh=replace(config.mesh, platform=platform, distributed=True),
-        )
-    )
-    if target:
-        check_mesh(config.mesh, target)
-    elif workers < 1:
-        raise UserError(
-            "how many processes? --workers 2 for CPU devices of a mesh, or --target for TPUs or "
-            "GPUs"
-        )
-    elif devices_needed(config.mesh) % workers:
-        raise UserError(
-            f"--workers {workers} does not divide the {devices_needed(config.mesh)} devices of "
-            "the mesh"
-        )
-    with ray_started(address, workers) as (ray, records, lines):
-        from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
-
-        train = ray.train
-        places = _places(target, workers)
-        for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
-            needed = count * places["num_workers"]
-            here = int(ray.cluster_resources().get(kind, 0))
-            if here < needed:  # it may be one that grows
-                lines.put(f"waiting for {needed} {kind}s: the Ray cluster has {here}")
-        failures = train.FailureConfig(max_failures=max_failures)
-        told = [_tell_of_failures(lines)]
-        trainer = JaxTrainer(
-            _work,
-            train_loop_config=job_of(config, folder) | {"mark": uuid4().hex, "lines": lines},
-            scaling_config=train.ScalingConfig(**places),
-            run_config=train.RunConfig(
-                storage_path=records, failure_config=failures, callbacks=told
-            ),
-        )
+    config = check(_over_processes(config, target))
+    _require_processes(config, workers, target)
+    places = _places(target, workers)
+    with ray_started(address, workers) as cluster:
+        _say_what_is_missing(cluster, places)
+        trainer = _trainer(cluster, job_of(config, folder), places, max_failures)
         try:
             found = trainer.fit().return_value or {}
-        except train.TrainingFailedError:
+        except cluster.ray.train.TrainingFailedError:
             return {}
         # Ray's handler of Ctrl-C ends the processes, then the program with code 0
         except SystemExit as stop:
@@ -176,8 +153,72 @@ def launch(
     return found
 
 
+def _over_processes(config: Config, target: Target | None) -> Config:
+    """The config with a mesh over all processes, of the target's devices or of CPU devices."""
+    if target is None:
+        platform = "cpu"
+    elif target.platform == "tpu":
+        platform = "tpu"
+    else:
+        platform = "gpu"
+    return replace(config, mesh=replace(config.mesh, platform=platform, distributed=True))
+
+
+def _require_processes(config: Config, workers: int, target: Target | None) -> None:
+    """Refuse a mesh that is not the target's, or that does not divide over the workers."""
+    if target is not None:
+        check_mesh(config.mesh, target)
+        return
+    if workers < 1:
+        raise UserError(
+            "how many processes? --workers 2 for CPU devices of a mesh, or --target for TPUs or "
+            "GPUs"
+        )
+    devices = devices_needed(config.mesh)
+    if devices % workers:
+        raise UserError(f"--workers {workers} does not divide the {devices} devices of the mesh")
+
+
+def _say_what_is_missing(cluster: Cluster, places: Mapping[str, Any]) -> None:
+    """Say what a cluster has too few of; it may be one that grows."""
+    for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
+        needed = count * places["num_workers"]
+        here = int(cluster.ray.cluster_resources().get(kind, 0))
+        if here < needed:
+            cluster.lines.put(f"waiting for {needed} {kind}s: the Ray cluster has {here}")
+
+
+def _trainer(
+    cluster: Cluster, job: Mapping[str, Any], places: Mapping[str, Any], max_failures: int
+) -> Any:
+    """Ray's trainer of a job, with the processes of `_places`."""
+    from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
+
+    train = cluster.ray.train
+    # the mark is the name of a file that all processes must see
+    given = {**job, "mark": uuid4().hex, "lines": cluster.lines}
+    return JaxTrainer(
+        _work,
+        train_loop_config=given,
+        scaling_config=train.ScalingConfig(**places),
+        run_config=train.RunConfig(
+            storage_path=cluster.records,
+            failure_config=train.FailureConfig(max_failures=max_failures),
+            callbacks=[_tell_of_failures(cluster.lines)],
+        ),
+    )
+
+
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
-    """What a process of Ray needs to train a config: `read_job` reads it there."""
+    """Return what a process of Ray needs to train a config.
+
+    Args:
+      config: every setting.
+      folder: the run folder.
+
+    Returns:
+      A dict of strings, which `read_job` reads there.
+    """
     return {
         "config": to_toml(config, RESOLVED),
         "folder": str(folder.absolute()),
@@ -186,8 +227,18 @@ def job_of(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
-    """The config and the run folder of a job. The process goes where paths of data are relative to,
-    if that is here.
+    """Read a job of `job_of`, in the process that does it.
+
+    The process goes where paths of data are relative to, if that is here.
+
+    Args:
+      job: what `job_of` returned.
+
+    Returns:
+      The config and the run folder.
+
+    Raises:
+      UserError: the config is of another version, which this one does not read.
     """
     if Path(job["here"]).is_dir():
         os.chdir(job["here"])
@@ -262,22 +313,28 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     returned, not raised: Ray would start all processes again."""
     import ray.train  # pyright: ignore[reportMissingImports]
 
-    (config, folder), context = read_job(job), ray.train.get_context()
+    config, folder = read_job(job)
+    context = ray.train.get_context()
     try:
         if config.mesh.platform == "cpu":
             _say_who(context.get_world_rank(), context.get_world_size())
         start(config.mesh)
         with redirect_stdout(_Lines(job["lines"])):
             _require_shared(folder, job["mark"])
-            result = train_config(
-                config, folder, report=lambda step, row: ray.train.report({"step": step, **row})
-            )
+            result = train_config(config, folder, report=_report)
         return result._asdict()
     except UserError as error:
         return {"error": str(error)}
     finally:
         if config.mesh.platform == "cpu":
             jax.distributed.shutdown()
+
+
+def _report(step: int, row: Mapping[str, float]) -> None:
+    """Give Ray a row of metrics."""
+    import ray.train  # pyright: ignore[reportMissingImports]
+
+    ray.train.report({"step": step, **row})
 
 
 def _say_who(rank: int, count: int) -> None:
