@@ -128,7 +128,7 @@ MUTATIONS = [
              "jnp.sum(balance_BS * text_BS)", "jnp.sum(balance_BS)", "tests/verify/test_of_config.py -k experts_give"),
     Mutation("loss_rescale", "a dropped scale: slices of the vocabulary with different maxima are added as they are",
              "jaxpar/parallel/cross_entropy.py",
-             "seen.total_T * jnp.exp(seen.most_T - most_T) + new", "seen.total_T + new",
+             "seen.total_T * jnp.exp(seen.most_T - most_T) + new_total_T", "seen.total_T + new_total_T",
              "tests/parallel/test_cross_entropy.py"),
     # Pipelines.
     Mutation("ends_sum", "a missing sum of the embedding's and head's gradients over stages",
@@ -136,7 +136,7 @@ MUTATIONS = [
              "partial(jax.tree.map, self._total)", "lambda grads: grads",
              "tests/verify/test_pipeline.py -k 'gives or random'"),
     Mutation("stale_slot", "a stale buffer: every action reads the first slot", "jaxpar/parallel/pipeline/program.py",
-             "fields[field][t, s] = slot = slots.index(pair)", "slot = slots.index(pair)",
+             "slots[slot] = None\n        self.fields[field][t, s] = slot", "slots[slot] = None",
              "tests/parallel/test_pipeline.py -k slots"),
     Mutation("layer_order", "the backward goes through a stage's layers from the first on",
              "jaxpar/parallel/pipeline/stage.py",

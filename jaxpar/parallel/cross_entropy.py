@@ -132,23 +132,15 @@ def _sums_and_gradients(
         x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(
             labels_BS.size, -1
         )
-        tiles = tiling(
-            len(x_TD),
-            len(head_VD),
-            x_TD.shape[1],
-            layout,
-            how.loss_mib,
-        )
-        by, count = (_by_chunks, tiles.chunks) if tiles.slices == 1 else (_by_slices, tiles.slices)
-        sums, gradients = by(
-            x_TD,
-            head_VD,
-            labels_BS.reshape(-1),
-            count,
-            layout,
-            how,
-            wanted,
-        )
+        labels_T = labels_BS.reshape(-1)
+        tiles = tiling(len(x_TD), len(head_VD), x_TD.shape[1], layout, how.loss_mib)
+        if tiles.slices == 1:
+            by = _by_chunks
+            count = tiles.chunks
+        else:
+            by = _by_slices
+            count = tiles.slices
+        sums, gradients = by(x_TD, head_VD, labels_T, count, layout, how, wanted)
         axes = split_over(GATHERED[:2], layout)
         if axes:
             sums = jax.lax.psum(sums, axes)
@@ -160,11 +152,8 @@ def _sums_and_gradients(
         return sums, (dx_BSD.astype(x_BSD.dtype), dhead_VD.astype(head_VD.dtype))
 
     outs = (_SUMS, (STORED, state_axes(_HEAD)) if wanted else None)
-    return manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)(
-        x_BSD,
-        head_VD,
-        labels_BS,
-    )
+    run = manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)
+    return run(x_BSD, head_VD, labels_BS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -282,20 +271,13 @@ def _by_chunks(
     else:
         dhead_zeros_VD = None
     zeros: PyTree = LossSums(nothing, nothing, nothing), dhead_zeros_VD
-    (total, dhead_VD), dx_NTD = jax.lax.scan(
-        add,
-        zeros,
-        _chunks(x_TD, labels_T, chunks),
-    )
+    (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
     if not wanted:
         return total, None
-    dhead_VD = reduce(
-        dhead_VD, split_over(GATHERED[:2], layout), ("vocab", None), state_axes(_HEAD), layout
-    )
-    return total, (
-        dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)],
-        dhead_VD,
-    )
+    tokens = split_over(GATHERED[:2], layout)
+    dhead_VD = reduce(dhead_VD, tokens, ("vocab", None), state_axes(_HEAD), layout)
+    dx_TD = dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)]
+    return total, (dx_TD, dhead_VD)
 
 
 def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
@@ -396,61 +378,49 @@ def _by_slices(
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
     rows = len(head_VD) // slices
     tokens = split_over(GATHERED[:2], layout)
-    parts = (
-        head_VD.reshape(slices, rows, -1),
-        first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices),
-    )
+    first_rows_N = first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices)
+    parts = _Slice(head_VD.reshape(slices, rows, -1), first_rows_N)
 
-    def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
-        new = _score_sums(
-            *_scores(
-                x_TD,
-                labels_T,
-                gather_weight(part[0], _HEAD, layout),
-                part[1],
-                how,
-            )
-        )
-        most_T = jnp.maximum(seen.most_T, new.most_T)
-        total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new.total_T * jnp.exp(
-            new.most_T - most_T
-        )
-        return _Seen(most_T, total_T, seen.label_T + new.label_T), None
+    def add(seen: _Seen, part: _Slice) -> tuple[_Seen, None]:
+        used_VD = gather_weight(part.head_VD, _HEAD, layout)
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part.first, how)
+        return _join_slices(seen, _score_sums(logits_TV, is_label_TV)), None
 
     nothing = jnp.zeros(labels_T.shape)
-    seen, _ = jax.lax.scan(
-        add,
-        _Seen(nothing + MASKED, nothing, nothing),
-        parts,
-    )
+    seen, _ = jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), parts)
     sums, dlse_T, lse_T = _sums_of(seen, labels_T, layout, how)
     if not wanted:
         return sums, None
 
-    def pull(dx_TD: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
-        used_VD = gather_weight(part[0], _HEAD, layout)
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(
-            layout.dtype
-        )
+    def pull(dx_TD: Array, part: _Slice) -> tuple[Array, Array]:
+        used_VD = gather_weight(part.head_VD, _HEAD, layout)
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part.first, how)
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+        dlogits_TV = dlogits_TV.astype(layout.dtype)
         # Rows come last: a scatter over the first dim stays a scatter in this loop; XLA:TPU makes
         # others all-reduces.
         dhead_DV = jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=jnp.float32)
         dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
-        return dx_TD, reduce(
-            dhead_DV,
-            tokens,
-            (None, _HEAD[0]),
-            state_axes(_HEAD)[::-1],
-            layout,
-        )
+        stored = state_axes(_HEAD)[::-1]
+        return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), stored, layout)
 
-    dx_TD, dhead_NDV = jax.lax.scan(
-        pull,
-        jnp.zeros(x_TD.shape, jnp.float32),
-        parts,
-    )
-    return sums, (
-        dx_TD.astype(layout.dtype),
-        dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1]),
-    )
+    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), parts)
+    dhead_VD = dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1])
+    return sums, (dx_TD.astype(layout.dtype), dhead_VD)
+
+
+class _Slice(NamedTuple):
+    """A device's slices of the vocabulary, or one of them."""
+
+    head_VD: Array
+    """Rows of the matrix as they are stored, [N, V / N, D], or those of one slice."""
+    first: Array
+    """The first of these rows in the whole vocabulary."""
+
+
+def _join_slices(seen: _Seen, new: _Seen) -> _Seen:
+    """Join what is known of two parts of the vocabulary."""
+    most_T = jnp.maximum(seen.most_T, new.most_T)
+    new_total_T = new.total_T * jnp.exp(new.most_T - most_T)
+    total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new_total_T
+    return _Seen(most_T, total_T, seen.label_T + new.label_T)

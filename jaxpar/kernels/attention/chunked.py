@@ -67,26 +67,16 @@ def forward(
             highest = jnp.maximum(most, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - highest[..., None])
             kept = jnp.exp(most - highest)
-            added = _product("BKGrc,BKch->BKGrh", at.drop(weights).astype(v_BKch.dtype), v_BKch)
-            return (
-                out * kept[..., None] + added,
-                highest,
-                total * kept
-                + jnp.sum(
-                    weights,
-                    axis=-1,
-                ),
-            )
+            dropped = at.drop(weights).astype(v_BKch.dtype)
+            added = _product("BKGrc,BKch->BKGrh", dropped, v_BKch)
+            next_out = out * kept[..., None] + added
+            next_total = total * kept + jnp.sum(weights, axis=-1)
+            return next_out, highest, next_total
 
-        out, most, total = old = tuple(at.rows_of(x) for x in state)
-        return tuple(
-            at.put_rows(x, new)
-            for x, new in zip(
-                state,
-                at.where_seen(seen, old),
-                strict=True,
-            )
-        )
+        old = tuple(at.rows_of(x) for x in state)
+        out, most, total = old
+        found = at.where_seen(seen, old)
+        return tuple(at.put_rows(x, new) for x, new in zip(state, found, strict=True))
 
     nothing = (
         jnp.zeros(q_BKGSh.shape, jnp.float32),
@@ -96,11 +86,9 @@ def forward(
     out, most, total = (x[:, :, :, : work.tiles.S] for x in work.visit_all(visit, nothing))
     total = jnp.where(total == 0, 1, total)
     out_BSHh = _ungroup_heads(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
-    return out_BSHh, (most + jnp.log(total)).reshape(
-        out.shape[0],
-        -1,
-        out.shape[3],
-    )
+    lse_BKGS = most + jnp.log(total)
+    B, _, _, S = lse_BKGS.shape
+    return out_BSHh, lse_BKGS.reshape(B, -1, S)
 
 
 def backward(
@@ -117,62 +105,77 @@ def backward(
     """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
-    dout_BKGSh = work.pad_rows(
-        _group_heads(
-            dout_BSHh.astype(v_BTKh.dtype),
-            k_BTKh.shape[2],
-        )
-    )
+    dout_BKGSh = work.pad_rows(_group_heads(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
     of_rows = (*q_BKGSh.shape[:3], lse_BHS.shape[-1])
-    lse, delta = (
+    lse_BKGS, delta_BKGS = (
         work.pad_rows(x.reshape(of_rows)) for x in (jnp.maximum(lse_BHS, BLIND), delta_BHS)
     )
+    inputs = _Inputs(q_BKGSh, k_BKTh, v_BKTh, dout_BKGSh, lse_BKGS, delta_BKGS)
 
-    def visit(state: tuple[Array, ...], at: _Tile) -> tuple[Array, ...]:
-        def seen() -> tuple[Array, ...]:
-            q_BKGrh = at.rows_of(q_BKGSh)
-            dout_BKGrh = at.rows_of(dout_BKGSh)
-            k_BKch = at.columns_of(k_BKTh)
-            v_BKch = at.columns_of(v_BKTh)
-            scores = at.scores(q_BKGSh, k_BKTh)
-            weights = jnp.exp(scores - at.rows_of(lse)[..., None])
-            dweights = at.drop(_product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
-            dscores = through_cap(
-                weights * (dweights - at.rows_of(delta)[..., None]), scores, call.softcap
-            )
-            dscores = dscores.astype(k_BKch.dtype)
-            weights = at.drop(weights).astype(v_BKch.dtype)
-            return (
-                dq + _product("BKGrc,BKch->BKGrh", dscores, k_BKch),
-                dk + _product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
-                dv + _product("BKGrc,BKGrh->BKch", weights, dout_BKGrh),
-            )
-
-        dq, dk, dv = old = (
-            at.rows_of(state[0]),
-            at.columns_of(state[1]),
-            at.columns_of(
-                state[2],
-            ),
-        )
-        dq, dk, dv = at.where_seen(seen, old)
-        return (
-            at.put_rows(state[0], dq),
-            at.put_columns(state[1], dk),
-            at.put_columns(
-                state[2],
-                dv,
-            ),
+    def visit(sums: _Gradients, at: _Tile) -> _Gradients:
+        dq_BKGrh = at.rows_of(sums.dq)
+        dk_BKch = at.columns_of(sums.dk)
+        dv_BKch = at.columns_of(sums.dv)
+        old = _Gradients(dq_BKGrh, dk_BKch, dv_BKch)
+        new = at.where_seen(lambda: _add_tile(old, inputs, at), old)
+        return _Gradients(
+            at.put_rows(sums.dq, new.dq),
+            at.put_columns(sums.dk, new.dk),
+            at.put_columns(sums.dv, new.dv),
         )
 
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
-    dq, dk, dv = work.visit_all(visit, zeros)
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
+    sums = work.visit_all(visit, _Gradients(*zeros))
     scale = call.scale_of(q_BSHh)
-    dq_BSHh = _ungroup_heads(dq[:, :, :, : work.tiles.S] * scale)
-    dk_BTKh, dv_BTKh = (x[:, :, : work.tiles.T].swapaxes(1, 2) for x in (dk * scale, dv))
-    gradients = (dq_BSHh, q_BSHh), (dk_BTKh, k_BTKh), (dv_BTKh, v_BTKh)
-    dq, dk, dv = (x.astype(call.out_dtype or of.dtype) for x, of in gradients)
-    return dq, dk, dv
+    tiles = work.tiles
+    dq_BSHh = _ungroup_heads(sums.dq[:, :, :, : tiles.S] * scale)
+    dk_BTKh, dv_BTKh = (x[:, :, : tiles.T].swapaxes(1, 2) for x in (sums.dk * scale, sums.dv))
+    return (
+        dq_BSHh.astype(call.out_dtype or q_BSHh.dtype),
+        dk_BTKh.astype(call.out_dtype or k_BTKh.dtype),
+        dv_BTKh.astype(call.out_dtype or v_BTKh.dtype),
+    )
+
+
+class _Inputs(NamedTuple):
+    """What the backward reads, filled up to whole tiles."""
+
+    q_BKGSh: Array
+    k_BKTh: Array
+    v_BKTh: Array
+    dout_BKGSh: Array
+    lse_BKGS: Array
+    delta_BKGS: Array
+
+
+class _Gradients(NamedTuple):
+    """Float32 sums of the gradients, of all tiles or of one."""
+
+    dq: Array
+    """[B, K, G, S, h], or of a tile [B, K, G, r, h]."""
+    dk: Array
+    """[B, K, T, h], or of a tile [B, K, c, h]."""
+    dv: Array
+    """As `dk`."""
+
+
+def _add_tile(sums: _Gradients, inputs: _Inputs, at: _Tile) -> _Gradients:
+    """Add what a tile contributes to the sums of its rows and columns."""
+    q_BKGrh = at.rows_of(inputs.q_BKGSh)
+    dout_BKGrh = at.rows_of(inputs.dout_BKGSh)
+    k_BKch = at.columns_of(inputs.k_BKTh)
+    v_BKch = at.columns_of(inputs.v_BKTh)
+    scores = at.scores(inputs.q_BKGSh, inputs.k_BKTh)
+    weights = jnp.exp(scores - at.rows_of(inputs.lse_BKGS)[..., None])
+    dweights = at.drop(_product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
+    dcapped = weights * (dweights - at.rows_of(inputs.delta_BKGS)[..., None])
+    dscores = through_cap(dcapped, scores, at.work.call.softcap).astype(k_BKch.dtype)
+    weights = at.drop(weights).astype(v_BKch.dtype)
+    return _Gradients(
+        sums.dq + _product("BKGrc,BKch->BKGrh", dscores, k_BKch),
+        sums.dk + _product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
+        sums.dv + _product("BKGrc,BKGrh->BKch", weights, dout_BKGrh),
+    )
 
 
 class _Work(NamedTuple):
@@ -194,15 +197,9 @@ class _Work(NamedTuple):
     ) -> _Work:
         S = q_BSHh.shape[1]
         T = k_BTKh.shape[1]
-        tiles = Tiles(
-            S,
-            T,
-            _even_part(S, ROWS),
-            _even_part(T, COLUMNS),
-            call.q_start,
-            call.k_start,
-            call.multiple,
-        )
+        block_q = _even_part(S, ROWS)
+        block_k = _even_part(T, COLUMNS)
+        tiles = Tiles(S, T, block_q, block_k, call.q_start, call.k_start, call.multiple)
         return _Work(tiles, mask, call, call.scale_of(q_BSHh), dropout)
 
     def lay_out(
@@ -224,38 +221,28 @@ class _Work(NamedTuple):
         known = isinstance(found, np.ndarray) and found.ndim == 2
         if known:
             likely = found
+            full = likely == FULL
+            states = None
         else:
             likely = possible_states(self.mask, self.tiles)
-        if known:
-            full = likely == FULL
-        else:
             full = np.zeros_like(likely, bool)
+            if found.ndim == 3:
+                states = jnp.max(found, axis=0)
+            else:
+                states = jnp.asarray(found)
         if self.tiles.T % self.tiles.block_k:
             full[:, -1] = False
-        state_of: Array | None = (
-            None if known else jnp.max(found, axis=0) if found.ndim == 3 else jnp.asarray(found)
-        )
-        for places, masked in ((full, False), ((likely != EMPTY) & ~full, True)):
+        partial = (likely != EMPTY) & ~full
+        for places, masked in ((full, False), (partial, True)):
             numbers = np.argwhere(places).astype(np.int32)
             if len(numbers) == 1:
-                state = visit(
-                    state,
-                    _Tile(
-                        self,
-                        int(numbers[0][0]),
-                        int(numbers[0][1]),
-                        masked,
-                        state_of,
-                    ),
-                )
+                row, column = map(int, numbers[0])
+                state = visit(state, _Tile(self, row, column, masked, states))
             elif len(numbers):
 
-                def step(
-                    state: State,
-                    number: Array,
-                    masked: bool = masked,
-                ) -> tuple[State, None]:
-                    return visit(state, _Tile(self, number[0], number[1], masked, state_of)), None
+                def step(state: State, number: Array, masked: bool = masked) -> tuple[State, None]:
+                    row, column = number[0], number[1]
+                    return visit(state, _Tile(self, row, column, masked, states)), None
 
                 state, _ = jax.lax.scan(step, state, jnp.asarray(numbers))
         return state
@@ -331,25 +318,17 @@ class _Tile(NamedTuple):
             row[:, None] + tiles.q_start, column + tiles.k_start
         )
         visible = visible & (column < tiles.T)
-        return jnp.where(
-            visible if visible.ndim == 2 else visible[:, None, None],
-            scores,
-            MASKED,
-        )
+        if visible.ndim > 2:  # sequences differ
+            visible = visible[:, None, None]
+        return jnp.where(visible, scores, MASKED)
 
     def drop(self, weights: Array) -> Array:
         """The weights, with some of them dropped."""
         if self.work.dropout is None:
             return weights
         rate, key = self.work.dropout
-        return drop_weights(
-            weights,
-            rate,
-            jax.random.fold_in(
-                key,
-                self.row * self.work.tiles.shape[1] + self.column,
-            ),
-        )
+        number = self.row * self.work.tiles.shape[1] + self.column
+        return drop_weights(weights, rate, jax.random.fold_in(key, number))
 
 
 def _even_part(size: int, most: int) -> int:
@@ -367,21 +346,12 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
 def _group_heads(x_BSHh: Array, K: int) -> Array:
     """Turn [B, S, H, h] into [B, K, G, S, h]."""
     B, S, H, h = x_BSHh.shape
-    return x_BSHh.reshape(B, S, K, H // K, h).transpose(
-        0,
-        2,
-        3,
-        1,
-        4,
-    )
+    x_BSKGh = x_BSHh.reshape(B, S, K, H // K, h)
+    return x_BSKGh.transpose(0, 2, 3, 1, 4)
 
 
 def _ungroup_heads(x_BKGSh: Array) -> Array:
     """The inverse of `_group_heads`."""
     B, K, G, S, h = x_BKGSh.shape
-    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(
-        B,
-        S,
-        K * G,
-        h,
-    )
+    x_BSKGh = x_BKGSh.transpose(0, 3, 1, 2, 4)
+    return x_BSKGh.reshape(B, S, K * G, h)

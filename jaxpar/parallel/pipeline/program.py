@@ -139,91 +139,109 @@ def _assign_slots(
 ) -> dict[str, int]:
     """Write the slot of everything that is written and read into the fields of `Rows`, and return
     each buffer's depth.
-
-    The rounds are gone through as they will run. A stage writes in every tick, into the lowest free
-    slot; what it writes while it is idle, or what nobody waits for, holds no slot. What is held is
-    known by its pair.
     """
-    P = table.stages
-    last = table.stages * table.virtual - 1
-    backward = any(_kind(tick) == "backward" for part in rounds for tick in part)
-    held: dict[str, list[list[_Pair | None]]] = {name: [[] for _ in range(P)] for name in _BUFFERS}
+    slots = _Slots(table, rounds, fields)
+    t = 0
+    for part in rounds:
+        for tick in part:
+            slots.run(tick, t)
+            t += 1
+        slots.end_round()
+    return slots.depths()
 
-    def write(
-        buffer: str,
-        s: int,
-        pair: _Pair | None,
-        field: str,
-        t: int,
-    ) -> None:
-        slots = held[buffer][s]
+
+class _Slots:
+    """The slots of all buffers, as they are held while the rounds run.
+
+    A stage writes in every tick, into the lowest free slot; what it writes while it is idle, or
+    what nobody waits for, holds no slot. What is held is known by its pair.
+    """
+
+    def __init__(self, table: Table, rounds: list[list[Tick]], fields: dict[str, np.ndarray]):
+        """Take the fields of `Rows` [ticks, stages] by name, which `run` fills in."""
+        stages = table.stages
+        self.stages = stages
+        self.last = stages * table.virtual - 1
+        self.fields = fields
+        self.backward = any(_kind(tick) == "backward" for part in rounds for tick in part)
+        self.held: dict[str, list[list[_Pair | None]]] = {
+            buffer: [[] for _ in range(stages)] for buffer in _BUFFERS
+        }
+        self.cotangents_of: list[_Pair | None] = [None] * stages
+        """Whose cotangents have been sent last, by stage."""
+        self.activations_of: list[_Pair | None] | None = None
+        """Whose activations have been sent in this round, by stage; None = none have."""
+        self.sent_in = 0
+        """The tick in which they were sent."""
+
+    def run(self, tick: Tick, t: int) -> None:
+        """Give out the slots of tick number `t`."""
+        pairs = [
+            None if action is None else (action.microbatch, action.chunk * self.stages + s)
+            for s, action in enumerate(tick)
+        ]
+        if _kind(tick) == "forward":
+            for s, pair in enumerate(pairs):
+                self._forward(s, pair, t)
+            self.activations_of = pairs
+            self.sent_in = t
+        else:
+            for s, pair in enumerate(pairs):
+                self._backward(s, pair, t)
+            self.cotangents_of = pairs
+
+    def end_round(self) -> None:
+        """Give out the slots of the activations, which arrive after their round."""
+        if self.activations_of is None:
+            return
+        for s in range(self.stages):
+            arrived = self._received(self.activations_of[s - 1], 1)
+            self._write("inbox", s, arrived, "arrives", self.sent_in)
+        self.activations_of = None
+
+    def depths(self) -> dict[str, int]:
+        """The most slots of each buffer that any stage has used."""
+        return {buffer: max(map(len, of_stages)) for buffer, of_stages in self.held.items()}
+
+    def _forward(self, s: int, pair: _Pair | None, t: int) -> None:
+        if pair and pair[1]:
+            self._read("inbox", s, pair, "taken", t)
+        if self.backward:
+            kept = pair
+        else:
+            kept = None
+        if kept and kept[1] == self.last:
+            scored = kept
+        else:
+            scored = None
+        self._write("stash", s, kept, "kept", t)
+        self._write("cotangents", s, scored, "cotangent", t)
+
+    def _backward(self, s: int, pair: _Pair | None, t: int) -> None:
+        after = (s + 1) % self.stages
+        arrived = self._received(self.cotangents_of[after], -1)  # before the tick
+        self._write("cotangents", s, arrived, "arrives", t)
+        if pair:
+            self._read("cotangents", s, pair, "taken", t)
+            self._read("stash", s, pair, "kept", t)
+
+    def _received(self, pair: _Pair | None, by: int) -> _Pair | None:
+        """What a stage's message is for its neighbour, one virtual stage further on or back."""
+        if pair and 0 <= pair[1] + by <= self.last:
+            return (pair[0], pair[1] + by)
+        return None
+
+    def _write(self, buffer: str, s: int, pair: _Pair | None, field: str, t: int) -> None:
+        slots = self.held[buffer][s]
         if None in slots:
             slot = slots.index(None)
         else:
             slot = len(slots)
         slots[slot : slot + 1] = [pair]
-        fields[field][t, s] = slot
+        self.fields[field][t, s] = slot
 
-    def read(
-        buffer: str,
-        s: int,
-        pair: _Pair,
-        field: str,
-        t: int,
-    ) -> None:
-        slots = held[buffer][s]
-        fields[field][t, s] = slot = slots.index(pair)
+    def _read(self, buffer: str, s: int, pair: _Pair, field: str, t: int) -> None:
+        slots = self.held[buffer][s]
+        slot = slots.index(pair)
         slots[slot] = None
-
-    def sent(pair: _Pair | None, by: int) -> _Pair | None:
-        """What a stage's message is for its neighbour, one virtual stage further on or back."""
-        if pair and 0 <= pair[1] + by <= last:
-            return (pair[0], pair[1] + by)
-        return None
-
-    t = 0
-    cotangents_of = list[_Pair | None]([None] * P)  # whose cotangents have been sent last
-    for part in rounds:
-        activations_of: tuple[int, list[_Pair | None]] | None = None
-        for tick in part:
-            pairs = [
-                None if a is None else (a.microbatch, a.chunk * P + s) for s, a in enumerate(tick)
-            ]
-            for s, pair in enumerate(pairs):
-                if _kind(tick) == "forward":
-                    if pair and pair[1]:
-                        read("inbox", s, pair, "taken", t)
-                    write("stash", s, pair if backward else None, "kept", t)
-                    write(
-                        "cotangents",
-                        s,
-                        pair if backward and pair and pair[1] == last else None,
-                        "cotangent",
-                        t,
-                    )
-                else:  # a cotangent arrives before the tick
-                    write(
-                        "cotangents",
-                        s,
-                        sent(cotangents_of[(s + 1) % P], -1),
-                        "arrives",
-                        t,
-                    )
-                    if pair:
-                        read("cotangents", s, pair, "taken", t)
-                        read("stash", s, pair, "kept", t)
-            if _kind(tick) == "forward":
-                activations_of = t, pairs
-            else:
-                cotangents_of = pairs
-            t += 1
-        if activations_of is not None:  # they arrive after the round
-            for s in range(P):
-                write(
-                    "inbox",
-                    s,
-                    sent(activations_of[1][s - 1], 1),
-                    "arrives",
-                    activations_of[0],
-                )
-    return {buffer: max(map(len, of_stages)) for buffer, of_stages in held.items()}
+        self.fields[field][t, s] = slot
