@@ -63,11 +63,10 @@ def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) 
     for loop, after in find_unordered(compiled.as_text() or ""):
         raise UserError(
             f"XLA:CPU may run {loop.op_name or loop.name} and {after.op_name or after.name} at "
-            "once and mix up their "
-            "collectives, since neither needs the other's result: numbers could be wrong. Where "
-            "these are your own "
-            "loops, have the second use something of the first; other devices than CPUs keep "
-            "them in order"
+            "once and mix up their collectives, since neither needs the other's result: numbers "
+            "could be wrong. In a run, try another train.accumulation. Where these are your own "
+            "loops, have the second use something of the first. Other devices than CPUs keep them "
+            "in order"
         )
 
 

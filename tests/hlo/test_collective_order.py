@@ -60,7 +60,8 @@ def test_two_loops_that_may_run_at_once_are_found_and_a_turn_orders_them() -> No
     ((first, second),) = find_unordered(loose.as_text())
     assert (first.opcode, second.opcode) == ("while", "while")
     with pytest.raises(
-        UserError, match=r"may run .*while.* and .*while.* at once and mix up their collectives"
+        UserError,
+        match=r"may run .*while.* and .*while.* at once and mix up .* another train.accumulation",
     ):
         require_order(loose, jax.devices())
     tied, got = two_loops(ordered=True)
