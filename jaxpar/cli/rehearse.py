@@ -19,6 +19,7 @@ from jaxpar.base.runtime import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
+from jaxpar.rehearse.report.alive import alive_table
 from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
 from jaxpar.rehearse.report.lint import parse_rules
 from jaxpar.rehearse.report.memory import DoesNotFit
@@ -44,6 +45,10 @@ class RehearseArgs(ConfigArgs):
     """
     picture: str = ""
     """Draw the timeline, a row for each lane of a device: FILE.png or FILE.svg."""
+    memory: str = ""
+    """Draw what is in a device's memory over the step, and list the arrays at the peak: FILE.png or
+    FILE.svg.
+    """
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
     against: str = ""
@@ -55,7 +60,7 @@ class RehearseArgs(ConfigArgs):
 
 
 def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--against OTHER]
+    """jaxpar rehearse CONFIG --target T [--trace|--picture|--memory|--json FILE] [--against OTHER]
     [--section.key value ...]
     """
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
@@ -69,7 +74,7 @@ def rehearse_command(words: list[str]) -> int:
     if quiet and args.against:
         raise UserError("--against has no effect: --json - prints the report and nothing else")
     file = "" if quiet else args.json
-    check_folders(args.trace, args.picture, file)
+    check_folders(args.trace, args.picture, args.memory, file)
     before = None
     other = None
     if args.against.endswith(".json"):
@@ -90,12 +95,21 @@ def rehearse_command(words: list[str]) -> int:
         before = _report_of(other, args.against, target, command, say)
     for part in report_parts(report):
         say(part)
+    if args.memory and "alive" in report:
+        for part in alive_table(report["alive"]):
+            say(part)
     if before is not None:
         for part in comparison_parts(compare(before, report)):
             say(part)
     if quiet:
         print(json.dumps(report, allow_nan=False))
-    for path, write in ((args.trace, write_trace), (args.picture, _draw), (file, _write_json)):
+    outputs = (
+        (args.trace, write_trace),
+        (args.picture, _draw),
+        (args.memory, _draw_memory),
+        (file, _write_json),
+    )
+    for path, write in outputs:
         if path:
             try:
                 write(report, Path(path))
@@ -129,3 +143,10 @@ def _draw(report: Rehearsal, file: Path) -> None:
     from jaxpar.show.timeline import timeline_figure
 
     save_figure(timeline_figure(report), file)
+
+
+def _draw_memory(report: Rehearsal, file: Path) -> None:
+    from jaxpar.show.figures import save_figure  # matplotlib, for a picture alone
+    from jaxpar.show.memory_timeline import memory_timeline_figure
+
+    save_figure(memory_timeline_figure(report), file)

@@ -27,6 +27,7 @@ _COMPUTATION = re.compile(
 )
 _NEXT = re.compile(r"^\s+(?=(?:ROOT )?%?[\w.\-]+ = )", re.M)
 _LINE_END = re.compile(r"\s*\n\s*")
+_TILE = re.compile(r"T\(([\d,]+)\)")
 _WIDTH = re.compile(r"(?:bf|[fsuc])(\d+)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
@@ -56,6 +57,8 @@ class Shape:
     space: int = 0
     """The memory space, the n of `S(n)`; 0 = the device's main memory."""
     parts: tuple[Shape, ...] = ()
+    layout: str = field(default="", compare=False)
+    """The dims from the innermost out, and tiles: `1,0:T(8,128)(2,1)`."""
 
     @cached_property
     def elements(self) -> int:
@@ -72,6 +75,21 @@ class Shape:
         width = _WIDTH.match("u8" if self.dtype == "pred" else self.dtype)
         bits = int(width[1]) if width else 0  # a type without data has no width
         return -(-self.elements * bits // 8)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """The bytes in memory: those of data, and what fills the dims up to whole tiles."""
+        if self.dtype == "tuple":
+            return sum(part.stored_bytes for part in self.parts)
+        tile = _TILE.search(self.layout)
+        if tile is None or not (self.dims and self.elements):
+            return self.bytes
+        sizes = [int(size) for size in tile[1].split(",")]
+        order = [int(dim) for dim in self.layout.partition(":")[0].split(",") if dim]
+        inner = [self.dims[dim] for dim in order]
+        for place, size in enumerate(reversed(sizes[-len(inner) :])):
+            inner[place] = -(-inner[place] // size) * size
+        return self.bytes * prod(inner) // self.elements
 
     def leaves(self) -> Iterator[Shape]:
         """Yield the shapes of the arrays in it, in order."""
@@ -372,6 +390,7 @@ def parse_shape(text: str) -> Shape:
         dims,
         "T(" in layout,
         int(space[1]) if space else 0,
+        layout=layout,
     )
 
 

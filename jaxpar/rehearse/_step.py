@@ -27,14 +27,16 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import versions
 from jaxpar.base.sharding import Placement
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
+from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.tasks import Origin
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.arguments import argument_bytes, place_arguments
 from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.report import lint, memory
+from jaxpar.rehearse.report.alive import alive_arrays
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.kernels import stand_ins
-from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
+from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, TargetFacts, Time
 from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
@@ -251,23 +253,13 @@ def report_of(
         plan=plan,
         parameters=parameters,
     )
-    return {
+    report: Rehearsal = {
         "schema": SCHEMA,
         "config": name,
         "command": "",
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
-        "target": {
-            "name": target.name,
-            "chip": hardware.chip or target.chip,
-            "chips": hardware.chips,
-            "slices": target.slices,
-            "topology": target.topology,
-            "hbm_bytes": hardware.hbm_bytes,
-            "peak_flops": peak,
-            "dtype": dtype,
-            "note": target.note,
-        },
+        "target": _target_facts(target, dtype, peak),
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
         "compile_seconds": compiled.seconds,
         "compiler_options": dict(compiled.options),
@@ -280,6 +272,38 @@ def report_of(
         "findings": lint.find_all(linted),
         "notes": [*_notes(timeline), *timeline.notes],
     }
+    _add_alive(report, compiled.text, timeline.tasks)
+    return report
+
+
+def _target_facts(target: Target, dtype: str, peak: float | None) -> TargetFacts:
+    hardware = target.hardware
+    return {
+        "name": target.name,
+        "chip": hardware.chip or target.chip,
+        "chips": hardware.chips,
+        "slices": target.slices,
+        "topology": target.topology,
+        "hbm_bytes": hardware.hbm_bytes,
+        "peak_flops": peak,
+        "dtype": dtype,
+        "note": target.note,
+    }
+
+
+def _add_alive(report: Rehearsal, text: str, tasks: Sequence[TaskTime]) -> None:
+    """Add what is in memory when, where the program says in what order it runs.
+
+    A program may have a form of an instruction that nobody has seen: then the report says so, and
+    is whole but for that.
+    """
+    module = parse_module(text)
+    if module.header.get("is_scheduled") != "true":
+        return
+    try:
+        report["alive"] = alive_arrays(module, tasks)
+    except (LookupError, ValueError) as error:
+        report["notes"].append(f"what is in memory when could not be followed: {error!r}")
 
 
 def _main_dtype(tasks: Iterable[TaskTime], peaks: PeakFlops) -> str:

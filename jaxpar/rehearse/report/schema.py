@@ -160,6 +160,37 @@ class TimelineColumns(TypedDict):
     on `compute` and on its links."""
 
 
+class AliveArray(TypedDict):
+    """The arrays of one shape and one line that are in a device's memory at the peak."""
+
+    argument: str
+    """The argument of the program that they are parts of; empty = the program makes them."""
+    shape: str
+    scope: str
+    source: str
+    phase: str
+    bytes: int
+    """The bytes of all of them, with the padding of tiles."""
+    count: int
+
+
+class Alive(TypedDict):
+    """What is in a device's main memory when, by the schedule: an array from what makes it to its
+    last use. Gaps between arrays, code and constants are left out.
+    """
+
+    peak_bytes: int
+    peak_us: float
+    times_us: list[float]
+    """Points of time from the start of the step; the trips of a loop stand as one, as long as all
+    of them.
+    """
+    parts: dict[str, list[int]]
+    """The bytes at each of them, of each argument and of what the scopes of the model make."""
+    arrays: list[AliveArray]
+    """Those at the peak, the largest first."""
+
+
 class LintFinding(TypedDict):
     """One finding of the linter."""
 
@@ -195,6 +226,8 @@ class Rehearsal(TypedDict):
     collectives: list[CollectiveRow]
     timeline: NotRequired[TimelineColumns]
     """The timeline is left out of files that are kept, because it is most of the bytes."""
+    alive: NotRequired[Alive]
+    """Absent where the program's order is not known, or where it could not be followed."""
     findings: list[LintFinding]
     """Errors come first, then what costs most."""
     notes: list[str]

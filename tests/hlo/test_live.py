@@ -1,0 +1,115 @@
+"""What is in memory when: of small programs whose answer is counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpar.hlo.live import live_arrays
+from jaxpar.hlo.parse import parse_module, parse_shape
+
+pytestmark = pytest.mark.quick
+
+K = 4 * 1024
+"""The bytes of f32[1024]."""
+
+
+def bytes_at(entry: str, header: str = "", before: str = "") -> list[int]:
+    text = f"HloModule test, is_scheduled=true{header}\n\n{before}\nENTRY %main () -> f32[] {{\n"
+    return live_arrays(parse_module(f"{text}{entry}}}\n")).bytes_at()
+
+
+def test_an_array_is_there_from_its_making_to_its_last_use():
+    """An argument all the time, a constant never, and a matmul's result beside its operands."""
+    found = bytes_at("""
+  %x = f32[1024] parameter(0)
+  %c = f32[1024] constant({...})
+  %a = f32[1024] reverse(%x), dimensions={0}
+  %b = f32[2048] concatenate(%a, %c), dimensions={0}
+  ROOT %r = f32[1024] slice(%b), slice={[0:1024]}
+""")
+    assert found == [2 * K, 4 * K, 4 * K]
+
+
+def test_a_result_takes_the_place_of_an_operand_that_ends_there():
+    """Where its elements are read one by one; a reversal reads others."""
+    chain = """
+  %x = f32[1024] parameter(0)
+  %a = f32[1024] reverse(%x), dimensions={{0}}
+  %b = f32[1024] {made}
+  ROOT %r = f32[1024] reverse(%b), dimensions={{0}}
+"""
+    assert bytes_at(chain.format(made="exponential(%a)")) == [2 * K, 2 * K, 3 * K]
+    assert bytes_at(chain.format(made="reverse(%a), dimensions={0}")) == [2 * K, 3 * K, 3 * K]
+
+
+def test_a_donated_argument_is_the_result():
+    header = ", input_output_alias={ {}: (0, {}, may-alias) }"
+    entry = """
+  %x = f32[1024] parameter(0)
+  ROOT %a = f32[1024] reverse(%x), dimensions={0}
+"""
+    assert bytes_at(entry) == [2 * K]
+    assert bytes_at(entry, header) == [K]
+
+
+LOOP = """
+%body (p: (s32[], f32[4,1024])) -> (s32[], f32[4,1024]) {
+  %p = (s32[], f32[4,1024]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %stack = f32[4,1024] get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %row = f32[1,1024] broadcast(%i), dimensions={}
+  %zero = s32[] constant(0)
+  %filled = f32[4,1024] dynamic-update-slice(%stack, %row, %i, %zero)
+  ROOT %t = (s32[], f32[4,1024]) tuple(%next, %filled)
+}
+
+%cond (p: (s32[], f32[4,1024])) -> pred[] {
+  %p = (s32[], f32[4,1024]) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+"""
+
+
+def test_a_loop_changes_its_state_in_place():
+    """A stack that is filled row by row is there once, also through the loop."""
+    found = bytes_at(
+        """
+  %zero = f32[] parameter(0)
+  %n = s32[] parameter(1)
+  %empty = f32[4,1024] broadcast(%zero), dimensions={}
+  %state = (s32[], f32[4,1024]) tuple(%n, %empty)
+  %loop = (s32[], f32[4,1024]) while(%state), condition=%cond, body=%body
+  %stack = f32[4,1024] get-tuple-element(%loop), index=1
+  ROOT %r = f32[1024] slice(%stack), slice={[0:1]}
+""",
+        before=LOOP,
+    )
+    assert max(found) == 4 * K + K + 8  # the stack, a row and two scalars
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[3,100]{1,0:T(8,128)}", 8 * 128 * 4),
+        ("bf16[2,3,100]{2,1,0:T(8,128)(2,1)}", 2 * 8 * 128 * 2),
+        ("f32[3,100]{0,1:T(8,128)}", 104 * 128 * 4),
+        ("f32[]{:T(128)}", 4),
+        ("f32[3,100]{1,0}", 1200),
+    ],
+)
+def test_tiles_are_filled_up(shape, size):
+    assert parse_shape(shape).stored_bytes == size
+
+
+def test_what_is_not_in_the_main_memory_does_not_count():
+    """The host's memory is S(5), and a TPU's VMEM S(1); a GPU has what its links read in S(1)."""
+    entry = """
+  %x = f32[1024]{{0{tiles}}} parameter(0)
+  %a = f32[1024]{{0:S({space})}} copy(%x)
+  ROOT %r = f32[] reduce(%a)
+"""
+    assert bytes_at(entry.format(tiles=":T(1024)", space=1)) == [K, K + 4]
+    assert bytes_at(entry.format(tiles="", space=5)) == [K, K + 4]
+    assert bytes_at(entry.format(tiles="", space=1)) == [2 * K, 2 * K + 4]
