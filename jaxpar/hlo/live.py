@@ -151,7 +151,7 @@ class _Reading:
         return [self._array(instruction, shape) for shape in instruction.shape.leaves()]
 
     def _array(self, instruction: Instruction, shape: Shape) -> int:
-        place = len(self.order)
+        place = max(len(self.order) - 1, 0)
         if shape.space == _NEAR and not self.module.tiled:
             shape = replace(shape, space=0)
         self.arrays.append(
@@ -226,7 +226,7 @@ class _Reading:
             return self._branches(instruction, operands)
         if opcode.endswith("-done") or opcode.endswith("-update"):
             return self._finished(instruction, used)
-        results = self._results(instruction, place)
+        results = self.new(instruction)
         self._started(instruction, used, results)
         self._told(instruction, operands, results)
         read, changed = _replaceable(self.module, instruction)
@@ -239,13 +239,6 @@ class _Reading:
             )
         )
         return results
-
-    def _results(self, instruction: Instruction, place: int) -> list[int]:
-        found = self.new(instruction)
-        for buffer in found:
-            self.arrays[buffer].begin = place
-            self.arrays[buffer].end = place
-        return found
 
     def _loop(self, instruction: Instruction, state: list[int]) -> list[int]:
         """A loop's state stays where it is: what a trip hands on is in the place of the last."""

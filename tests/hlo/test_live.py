@@ -89,6 +89,19 @@ def test_a_loop_changes_its_state_in_place():
     assert max(found) == 4 * K + K + 8  # the stack, a row and two scalars
 
 
+def test_a_loop_may_be_the_last_of_a_program():
+    found = bytes_at(
+        """
+  %n = s32[] parameter(0)
+  %empty = f32[4,1024] parameter(1)
+  %state = (s32[], f32[4,1024]) tuple(%n, %empty)
+  ROOT %loop = (s32[], f32[4,1024]) while(%state), condition=%cond, body=%body
+""",
+        before=LOOP,
+    )
+    assert max(found) == 4 * K + K + 4
+
+
 @pytest.mark.parametrize(
     ("shape", "size"),
     [
