@@ -18,7 +18,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.plan import Plan, is_matrix
 from jaxpar.base.sharding import Placement, output_axis, placements
 from jaxpar.models import in_parts
-from jaxpar.show.figures import draw_array
+from jaxpar.show.shards import draw_array
 from jaxpar.train.activations import Activation, activations
 from jaxpar.train.experiment import Experiment
 
