@@ -268,75 +268,84 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D]
     [--adapter]
     """
-    from jaxpar.data.special_tokens import TOKENIZER
+    names = positional(convert_command.__doc__, ConvertArgs(Config()), words, 2)
+    source = Path(names[0])
+    target = Path(names[1])
+    if (source / "config.toml").exists():
+        _export(source, target, words[2:])
+    else:
+        _import(source, target, words[2:])
+    return 0
+
+
+def _export(source: Path, target: Path, words: list[str]) -> None:
+    """Write a run's checkpoint as Hugging Face has it, and say so.
+
+    Raises:
+      UserError: a flag has no effect on an export, or the run cannot be exported.
+    """
     from jaxpar.train import restore
     from jaxpar.train.run_folder import read_run_config
 
-    source, target = map(
-        Path,
-        positional(convert_command.__doc__, ConvertArgs(Config()), words, 2),
-    )
-    exporting = (source / "config.toml").exists()
-    if exporting:
-        base = read_run_config(source)
-    else:
-        base = restore.config_of(source, target)
-    args = parse_words(convert_command.__doc__, ConvertArgs(base), words[2:])
-    if exporting:
-        before = flatten(base)
-        after = flatten(args.config)
-        idle = [
-            key
-            for key, value in after.items()
-            if value != before[key] and not key.startswith(_OF_AN_EXPORT)
-        ]
-        if idle:
-            raise UserError(
-                f"--{idle[0]} has no effect: an export takes a mesh, rules and where parameters "
-                "lie alone"
-            )
-        if args.adapter and args.dtype != ConvertArgs.dtype:
-            raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
-        step = restore.export_run(
-            args.config,
-            source,
-            target,
-            args.step,
-            args.dtype,
-            args.adapter,
+    base = read_run_config(source)
+    args = parse_words(convert_command.__doc__, ConvertArgs(base), words)
+    before = flatten(base)
+    changed = [key for key, value in flatten(args.config).items() if value != before[key]]
+    idle = [key for key in changed if not key.startswith(_OF_AN_EXPORT)]
+    if idle:
+        raise UserError(
+            f"--{idle[0]} has no effect: an export takes a mesh, rules and where parameters "
+            "lie alone"
         )
-        if args.adapter:
-            what = "the adapter, float32"
-        else:
-            what = args.dtype
-        console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
-        return 0
+    if args.adapter and args.dtype != ConvertArgs.dtype:
+        raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
+    step = restore.export_run(
+        args.config,
+        source,
+        target,
+        args.step,
+        args.dtype,
+        args.adapter,
+    )
+    what = "the adapter, float32" if args.adapter else args.dtype
+    console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
+
+
+def _import(source: Path, target: Path, words: list[str]) -> None:
+    """Make a run folder of a Hugging Face or PEFT folder, and say how it is trained on.
+
+    Raises:
+      UserError: a flag has no effect on an import, or the folder cannot be imported.
+    """
+    from jaxpar.data.special_tokens import TOKENIZER
+    from jaxpar.train import restore
+
+    base = restore.config_of(source, target)
+    args = parse_words(convert_command.__doc__, ConvertArgs(base), words)
     if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
         why = f"{source} is no run folder, so this is an import"
         raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
     if args.config.model.lora.rank and not base.model.lora.rank:  # LoRA has a rate of its own
         base = restore.config_of(source, target, lora=True)
-        args = parse_words(convert_command.__doc__, ConvertArgs(base), words[2:])
+        args = parse_words(convert_command.__doc__, ConvertArgs(base), words)
     args = shorten_schedule(args, given_keys(words))
     restore.import_run(args.config, source, target)
-    train = args.config.train
-    data = args.config.data
-    compute = args.config.precision.compute
+    config = args.config
     console().print(
         f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` "
         "trains it on"
     )
     console().print(
-        f"its settings are those of a fine-tuning: train.learning_rate={train.learning_rate:g}, "
-        f"optimizer.adamw.weight_decay={args.config.optimizer.weight_decay:g}, "
-        f"data.seq_len={data.seq_len}, "
-        f"precision.compute={compute}"
+        "its settings are those of a fine-tuning: "
+        f"train.learning_rate={config.train.learning_rate:g}, "
+        f"optimizer.adamw.weight_decay={config.optimizer.weight_decay:g}, "
+        f"data.seq_len={config.data.seq_len}, "
+        f"precision.compute={config.precision.compute}"
     )
     if not (target / TOKENIZER).exists():
         console().print(
             f"{source} has no {TOKENIZER}: put it into {target}, or give data.tokenizer"
         )
-    return 0
 
 
 def tokenize_command(words: list[str]) -> int:
