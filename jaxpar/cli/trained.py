@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxpar.base.training_rules import only_training
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
 from jaxpar.data.answers import missing_names
 from jaxpar.train.evaluate import evaluate_folder
-from jaxpar.train.prompts import continuation, encode_prompts, read_prompts, stop_ids
+from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
 from jaxpar.train.sampling import Sampling
 from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
 
@@ -122,57 +123,96 @@ def generate_command(words: list[str]) -> int:
     folder_args = (args.template_args, args.template_date)
     trained = open_trained(Path(folder), args.mesh, args.dtype, args.step, *folder_args)
     prompts = encode_prompts(trained, given, args.chat)
-    tokenizer = require_tokenizer(trained)
-    undefined = {name for prompt in prompts for name in prompt.undefined}
-    notes = (*tokenizer.notes, *([missing_names(undefined)] if undefined else []))
-    for note in notes if jax.process_index() == 0 else ():
-        print(visible(note), file=sys.stderr)
-    stop = stop_ids(
-        trained,
-        args.chat or any(not isinstance(one, str) for one in given),
-    )
-    longest = max(len(prompt.ids) for prompt in prompts)
-    most = args.max_tokens or max(
-        min(128, trained.config.model.max_seq_len - longest),
-        1,
-    )
-    ids = [prompt.ids for prompt in prompts]
     main = jax.process_index() == 0
+    if main:
+        _print_notes(trained, prompts)
+    as_chat = args.chat or any(not isinstance(one, str) for one in given)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    request = _Request(
+        prompts,
+        args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1),
+        sampling,
+        stop_ids(trained, as_chat),
+    )
     say = partial(print, end="", flush=True) if main else lambda text: None
     if len(prompts) == 1 and not args.json:
-        trained.generator.check(ids, most)  # nothing is printed of a prompt that is refused
-        say("" if args.chat else visible(prompts[0].text))
-        printed = ""
-        new = list[int]()
-        for (new,) in trained.generator.stream(
-            ids,
-            most,
-            sampling,
-            stop,
-            chunk=4,
-        ):
-            text = visible(continuation(tokenizer, ids[0], new, ended=False))
-            say(text[len(printed) :])
-            printed = text
-        say(visible(continuation(tokenizer, ids[0], new))[len(printed) :] + "\n")
+        _stream(trained, request, args.chat, say)
     else:
-        found = trained.generator.generate(ids, most, sampling, stop, args.batch)
-        for number, (prompt, new) in enumerate(
-            zip(prompts, found, strict=True),
-            1,
-        ):
-            row = {
-                "prompt": prompt.text,
-                "text": continuation(tokenizer, prompt.ids, new),
-                "tokens": new,
-                "prompt_tokens": len(prompt.ids),
-                "finish": "length" if len(new) == most else "stop",
-            }
-            text = f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}"
-            say((json_line(row) if args.json else visible(text)) + "\n")
+        _generate_all(trained, request, args, say)
     if main:
         print(_speed(trained), file=sys.stderr)
     return 0
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is generated: the prompts, and new tokens of each up to a number or a stop."""
+
+    prompts: Sequence[Prompt]
+    most: int
+    sampling: Sampling
+    stop: Sequence[int]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The tokens of each prompt."""
+        return [prompt.ids for prompt in self.prompts]
+
+
+def _print_notes(trained: Trained, prompts: Sequence[Prompt]) -> None:
+    """Print on standard error what the tokenizer has to say, and names that a template lacked."""
+    notes = list(require_tokenizer(trained).notes)
+    undefined = {name for prompt in prompts for name in prompt.undefined}
+    if undefined:
+        notes.append(missing_names(undefined))
+    for note in notes:
+        print(visible(note), file=sys.stderr)
+
+
+def _stream(trained: Trained, request: _Request, chat: bool, say: Callable[[str], None]) -> None:
+    """Print the text of one prompt while it is made, four tokens at a time."""
+    tokenizer = require_tokenizer(trained)
+    prompt = request.prompts[0]
+    # nothing is printed of a prompt that is refused
+    trained.generator.check(request.ids, request.most)
+    if not chat:
+        say(visible(prompt.text))
+    printed = ""
+    new = list[int]()
+    made = trained.generator.stream(
+        request.ids, request.most, request.sampling, request.stop, chunk=4
+    )
+    for (new,) in made:
+        text = visible(continuation(tokenizer, prompt.ids, new, ended=False))
+        say(text[len(printed) :])
+        printed = text
+    say(visible(continuation(tokenizer, prompt.ids, new))[len(printed) :] + "\n")
+
+
+def _generate_all(
+    trained: Trained, request: _Request, args: GenerateArgs, say: Callable[[str], None]
+) -> None:
+    """Print the texts of all prompts once they are made, or a JSON object for each."""
+    tokenizer = require_tokenizer(trained)
+    found = trained.generator.generate(
+        request.ids, request.most, request.sampling, request.stop, args.batch
+    )
+    rows = zip(request.prompts, found, strict=True)
+    for number, (prompt, new) in enumerate(rows, 1):
+        text = continuation(tokenizer, prompt.ids, new)
+        row = {
+            "prompt": prompt.text,
+            "text": text,
+            "tokens": new,
+            "prompt_tokens": len(prompt.ids),
+            "finish": "length" if len(new) == request.most else "stop",
+        }
+        before = "" if args.chat else prompt.text
+        if args.json:
+            line = json_line(row)
+        else:
+            line = visible(f"--- {number} ---\n{before}{text}")
+        say(line + "\n")
 
 
 def _speed(trained: Trained) -> str:
