@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -75,7 +76,7 @@ def _drawn_names(bars: Bars, least: float) -> list[str]:
     return [name for name in order if any(parts.get(name, 0) > least for parts in bars.values())]
 
 
-def _colors(names: Sequence[str]) -> dict[str, object]:
+def _colors(names: Sequence[str]) -> dict[str, Any]:
     """The colour of each part."""
     browns = matplotlib.colormaps["YlOrBr"](np.linspace(0.1, 0.95, len(NAMES)))
     known = dict(zip(NAMES, browns, strict=True)) | _STATE | {"no name": _NO_NAME}

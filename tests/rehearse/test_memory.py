@@ -10,11 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from experiments import experiment_of
 
-from jaxpar import rehearse
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig, override
 from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.base.plan import Plan
@@ -262,28 +260,3 @@ def test_what_has_to_fit_is_the_peak_where_the_compiler_lays_that_out(
     )
     assert (memory_verdict(found) == pool) == (has == 1744)
     assert bool(lint.find("does-not-fit", lint.LintedStep(memory=found))) != fits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "within"), [("v5e-1", 0.03), ("h100x1", 0.1)])
-def test_the_peak_of_what_is_alive_is_the_compilers(target, within):
-    """By the schedule alone. A TPU's peak is that of what is alive, but for some scratch memory; on
-    a GPU the temporaries are one block, with gaps between arrays and others in their place.
-    """
-
-    def loss(weights, x):
-        def layer(x, w):
-            return jnp.tanh(x @ w), None
-
-        y, _ = jax.lax.scan(layer, x, weights)
-        return jnp.sum(y * y)
-
-    weights = jax.ShapeDtypeStruct((12, 2048, 2048), jnp.float32)
-    x = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
-    report = rehearse.step(jax.jit(jax.grad(loss)), weights, x, target=target)
-    alive = report["alive"]
-    assert alive["peak_bytes"] == pytest.approx(report["memory"]["total"], rel=within)
-    assert max(map(sum, zip(*alive["parts"].values(), strict=True))) == alive["peak_bytes"]
-    largest = alive["arrays"][0]  # of each layer its result is kept for the backward
-    assert largest["shape"] == "f32[12,8192,2048]"
-    assert "test_memory.py" in largest["source"]
