@@ -35,7 +35,7 @@ class _Named:
 
     Attributes:
       make: makes it from its settings, the learning rate by step, and the parameters' logical axes.
-      first_moments, starts_at_zero, stays_finite, by_matrix: see `Optimizer`.
+      first_moments, starts_at_zero, stays_finite, by_matrix, whole_matrices: see `Optimizer`.
       contrib: what it takes from `optax.contrib`, which not every version has.
       arguments: arguments of the first of these, likewise.
     """
@@ -45,6 +45,7 @@ class _Named:
     starts_at_zero: bool = True
     stays_finite: bool = True
     by_matrix: bool = False
+    whole_matrices: int = 0
     contrib: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
 
@@ -89,6 +90,7 @@ def config_optimizer(config: Config) -> Optimizer:
         starts_at_zero=named.starts_at_zero,
         stays_finite=named.stays_finite,
         by_matrix=named.by_matrix,
+        whole_matrices=named.whole_matrices,
     )
 
 
@@ -174,6 +176,7 @@ def _adafactor(
     "muon",
     first_moments=("mu",),
     starts_at_zero=False,
+    whole_matrices=3,  # Newton-Schulz: the matrix, its product with its square, and their sum
     contrib=("muon", "MuonDimensionNumbers"),
     arguments=("consistent_rms",),
 )

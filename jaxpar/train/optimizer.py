@@ -41,6 +41,8 @@ class Optimizer:
       starts_at_zero: whether its state begins with zeros only.
       stays_finite: whether finite gradients leave its state finite.
       by_matrix: whether its state has the dims of a matrix's sides taken together.
+      whole_matrices: how many arrays as large as a hidden matrix, whole on every device, its step
+        works with.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Optimizer:
     starts_at_zero: bool = False
     stays_finite: bool = False
     by_matrix: bool = False
+    whole_matrices: int = 0
 
     def state_arrays(self, params: Params, axes: Params) -> PyTree:
         """Return the state as `StateArray`s, given the trained parameters as ShapeDtypeStructs and

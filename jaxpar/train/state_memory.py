@@ -13,6 +13,7 @@ from jaxpar.base.sharding import Axes, KeyPath, local_bytes, state_axes
 from jaxpar.models import AnyModel
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.per_matrix import hidden_matrices
 from jaxpar.train.step import Shape, TrainState
 
 
@@ -79,7 +80,7 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
         moments,
         BytesByMemory(max(gradients - in_host, 0), in_host),
         BytesByMemory(local_bytes(experiment.batch)),
-        _update_bytes(state, model, plan),
+        _update_bytes(state, model, plan) + _whole_matrix_bytes(experiment),
         streamed,
     )
 
@@ -132,6 +133,29 @@ def _update_bytes(state: TrainState[Shape], model: AnyModel, plan: Plan) -> int:
                 )
                 tables += 4 * sum(jax.tree.leaves(entries))
     return tables + layers // model.config.layers
+
+
+def _whole_matrix_bytes(experiment: Experiment) -> int:
+    """Return the bytes of the matrices that an optimizer such as Muon gathers for its step.
+
+    A stack of matrices is one array of its step, in float32, and the compiler gathers all of it on
+    every device; where the state goes layer by layer, so do they.
+    """
+    count = experiment.optimizer.whole_matrices
+    if not count:
+        return 0
+    model = experiment.model
+    leaves, structure = jax.tree.flatten(model.trained(experiment.state.params))
+    hidden = structure.flatten_up_to(hidden_matrices(model.trained(model.axes)))
+    sizes = [
+        4 * math.prod(leaf.shape)
+        for leaf, dims in zip(leaves, hidden, strict=True)
+        if dims is not None
+    ]
+    largest = max(sizes, default=0)
+    if experiment.plan.streams:
+        largest //= model.config.layers
+    return count * largest
 
 
 def _in_blocks(path: KeyPath) -> bool:

@@ -26,6 +26,7 @@ from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import options_of
 from jaxpar.base.mesh import MeshSpec, describe, devices_needed
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
