@@ -3,7 +3,21 @@ place of the config's.
 
 Family, rules, remat, precision, packing and mesh axes stay. Layers are few and dims are narrow.
 Each dim is a multiple of the pieces it is split into, and an odd one where possible, so that no
-shard is a power of two by accident.
+shard is a power of two by accident. The rules, and the functions that have them:
+
+    setting                what it becomes                                        in
+    data.seq_len           at least three tokens in each chunk of the context     shrink
+    train.batch            two sequences a shard, or a half of one under Domino   shrink
+    train.accumulation     at most MOST_ACCUMULATION                              shrink
+    overlap, where "auto"  the form with the most parts                           _without_auto
+    heads, kv_heads        the fewest that are split and copied like the model's  _few_heads
+    layers                 an odd number stays odd, unequal stages stay unequal   _few_layers
+    pipeline.microbatches  about three a stage; fewer than stages if it was so    _few_layers
+    embed, mlp             about as many to a head as the model has               _narrow_model
+    experts                two a device, and more than a token chooses            _narrow_model
+    vocab_size             at least _VOCAB; a padded table stays padded           _narrow_model
+    masks                  each one once in its turn, at the new length           _few_masks
+    dropout                none                                                   _narrow_model
 """
 
 from __future__ import annotations
