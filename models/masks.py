@@ -34,9 +34,9 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.ranges import Range, ranges
-from jaxpar.base.registry import Registry
+from jaxpar.base.registry import Registry, require_callable
 from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Window, bigbird, looks_back
 
 MayBeZero = Annotated[int, Range(0, 2**31 - 1)]
@@ -80,12 +80,15 @@ WORDS: Registry[type[MaskWord]] = Registry("a word of model.masks")
 def register_mask(name: str) -> Callable[[Word], Word]:
     """A decorator that makes a `MaskWord` known by its name in `model.masks`."""
 
+    WORDS.require_word(name)
+
     def decorate(word: Word) -> Word:
         if not dataclasses.is_dataclass(word) or not issubclass(word, MaskWord):
             raise UserError(
                 f"model.masks takes words that are frozen dataclasses of MaskWord, and was given "
                 f"{word.__name__} for {name!r}: write @dataclass(frozen=True) above it"
             )
+        require_callable(f"mask of model.masks {name!r}", word.mask, ("self", "length"))
         WORDS.add(name, word)
         return word
 
@@ -188,6 +191,11 @@ def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
 @lru_cache(maxsize=64)
 def _mask(word: str, length: int) -> Mask:
     mask = read_word(word).mask(length)
+    if not isinstance(mask, Mask):
+        raise UserError(
+            f"model.masks: {word!r} makes {short(mask)}, which is no mask: make one of "
+            "jaxpar.kernels.masks"
+        )
     if not looks_back(mask):
         raise UserError(
             f"model.masks: {word!r} makes {mask}, which may show a token those after it, so that "
@@ -207,7 +215,7 @@ def read_word(word: str) -> MaskWord:
 
 def _read(word: str) -> tuple[str, MaskWord]:
     """Return the name of a word, and what it stands for; see `read_word`."""
-    found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", word)
+    found = re.fullmatch(r"\s*(\w[\w-]*)\s*(?:\((.*)\))?\s*", word)
     name = found[1] if found else word
     if found is None or name not in WORDS:
         known = ", ".join(map(_usage, WORDS.names()))

@@ -110,6 +110,8 @@ def short(value: object) -> str:
             text = ascii(value)
         else:
             text = repr(value)
+            if "\n" in text:  # as of an array
+                text = " ".join(text.split())
     # a number with more digits than Python writes; a list in a list in a list
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__} that is too large to show"

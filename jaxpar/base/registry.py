@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -57,8 +58,7 @@ class Registry(Generic[T]):
         Raises:
           UserError: the name is not a word, or another entry has it.
         """
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
-            raise UserError(f"{self.what} is registered by a word, and was given {short(name)}")
+        self.require_word(name)
         before = self._entries.get(name)
         if before is not None and _place_of(before) != _place_of(entry):
             raise UserError(
@@ -67,6 +67,17 @@ class Registry(Generic[T]):
             )
         self._entries[name] = entry
         return entry
+
+    def require_word(self, name: object) -> None:
+        """Raise a UserError where a name is no word, as where a decorator was written without its
+        brackets.
+        """
+        if isinstance(name, str) and re.fullmatch(r"\w[\w-]*", name):
+            return
+        raise UserError(
+            f"{self.what} is registered by a word, and was given {short(name)}: give the decorator "
+            'one, such as ("mine")'
+        )
 
     def remove(self, name: str) -> None:
         """Take a name out again, as a test does at its end.
@@ -216,22 +227,43 @@ def require_names(
 
 
 def registering(
-    registry: Registry[Any], name: str, entry_of: Callable[[Kept], Any]
+    registry: Registry[Any],
+    name: str,
+    entry_of: Callable[[Kept], Any],
+    arguments: tuple[str, ...],
 ) -> Callable[[Kept], Kept]:
-    """A decorator that registers what it is put on, as the entry that `entry_of` makes of it, and
-    leaves it as it is.
+    """A decorator that registers the function that it is put on, and leaves it as it is.
 
     Args:
       registry: where it is registered.
-      name: under which name.
-      entry_of: makes the entry of what is decorated.
+      name: by which word.
+      entry_of: makes the entry of the function.
+      arguments: what the function will be called with, by place.
 
-    Returns:
-      The decorator, which raises the UserError of `Registry.add`.
+    Raises:
+      UserError: the name is no word; and the decorator, where what it is put on cannot be called
+        so, or the name is taken.
     """
+    registry.require_word(name)
 
     def decorate(function: Kept) -> Kept:
+        require_callable(f"{registry.what} {name!r}", function, arguments)
         registry.add(name, entry_of(function))
         return function
 
     return decorate
+
+
+def require_callable(what: str, function: object, arguments: tuple[str, ...]) -> None:
+    """Raise a UserError where something cannot be called with so many arguments by place."""
+    called = f"{what} is called with ({', '.join(arguments)})"
+    if not callable(function):
+        raise UserError(f"{called}, and was given {short(function)}: give a function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in function says nothing of its arguments
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise UserError(f"{called}, and its function takes {signature}: {error}") from error

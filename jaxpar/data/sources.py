@@ -17,12 +17,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from jaxpar.base.config import DataConfig
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.registry import SOURCES, registering
 
 if TYPE_CHECKING:
     from jaxpar.data.parts import Part
     from jaxpar.data.tokenizer import Tokenizer
 
+SOME_READ = (
+    "path",
+    "column",
+    "streaming",
+    "shuffle_window",
+    "loss_on",
+    "template_args",
+    "template_date",
+    "stride",
+    "max_bytes",
+)
+"""The settings of [data] that some sources read and others do not."""
 Loaded: TypeAlias = "tuple[Sequence[Part], Tokenizer | None]"
 Load: TypeAlias = Callable[[Sequence[str], DataConfig, int], Loaded]
 """Opens the paths of a config. Its arguments are the paths, the config, and the model's vocabulary
@@ -57,18 +70,26 @@ def register_source(
 
     Args:
       name: a word that no other source has.
-      reads: those of `path`, `column`, `streaming`, `shuffle_window`, `loss_on`, `template_args`,
-        `template_date`, `stride` and `max_bytes` that it reads; others are refused as having no
-        effect. With `stride` it is one long text, of which a sequence is a window.
+      reads: those of `SOME_READ` that it reads; others are refused as having no effect.
+        With `stride` it is one long text, of which a sequence is a window.
       holds_out: whether its parts have `split`, for `data.val_fraction`.
       has_tokenizer: whether it brings its own tokenizer.
       streams: whether it is read in order under a config.
+
+    Raises:
+      UserError: `reads` names no such setting; see also `registering`.
     """
+    for setting in reads:
+        if setting not in SOME_READ:
+            raise UserError(
+                f"data.source {name!r} reads {short(setting)}, and a source may read "
+                f"{', '.join(SOME_READ)}{suggest(str(setting), SOME_READ)}"
+            )
 
     def entry_of(load: Load) -> Source:
         return Source(load, frozenset(reads), holds_out, has_tokenizer, streams)
 
-    return registering(SOURCES, name, entry_of)
+    return registering(SOURCES, name, entry_of, ("paths", "data", "vocab_size"))
 
 
 @register_source("stdlib", reads={"max_bytes", "stride"}, holds_out=True)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
 from jaxpar.base.registry import FORMS, registering
@@ -52,7 +53,7 @@ def register_form(name: str) -> Callable[[Lanes], Lanes]:
     Args:
       name: a word that no other form has.
     """
-    return registering(FORMS, name, lambda lanes: lanes)
+    return registering(FORMS, name, lambda lanes: lanes, ("rows",))
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
     if isinstance(lanes, _Collective) or [dim for dim, _ in moves] != [1]:
         return None
     axes = moves[0][1]
-    return _Ring(axes, layout.pieces(axes), lanes)
+    return _Ring(axes, layout.pieces(axes), form, lanes)
 
 
 class _Ring(NamedTuple):
@@ -192,7 +193,33 @@ class _Ring(NamedTuple):
     """Mesh axes, treated as one."""
     size: int
     """The number of devices along them."""
+    form: Form
     lanes: Lanes
+
+    def checked_lanes(self, rows: int) -> list[Lane]:
+        """Return the parts of a chunk of so many rows.
+
+        Raises:
+          UserError: they do not cover it one after another, or one goes neither way.
+        """
+        found = self.lanes(rows)
+        wrong = UserError(
+            f"the form {self.form!r} of a collective takes a chunk of {rows} rows apart into "
+            f"{short(found)}: return Lanes(first, rows, way) that cover it one after another, each "
+            "with the way 1 or -1"
+        )
+        if not isinstance(found, list | tuple):
+            raise wrong
+        end = 0
+        for lane in found:
+            if not isinstance(lane, Lane):
+                raise wrong
+            if lane.first != end or lane.rows < 1 or lane.way not in (1, -1):
+                raise wrong
+            end += lane.rows
+        if end != rows:
+            raise wrong
+        return list(found)
 
     def hop(self, x: jax.Array, way: int) -> jax.Array:
         """Return what the neighbour behind has, as seen in this direction."""
@@ -215,7 +242,7 @@ def _gather_chunks(
     rows = x.shape[1]
     parts = [
         (first, direction, jax.lax.slice_in_dim(x, first, first + count, axis=1))
-        for first, count, direction in ring.lanes(rows)
+        for first, count, direction in ring.checked_lanes(rows)
     ]
     for hops in range(ring.size):
         last = hops == ring.size - 1
@@ -236,7 +263,7 @@ def _scatter_sums(
 
     Sums travel in `dtype`; `rows` is the length of the chunk that stays here.
     """
-    lanes = ring.lanes(rows)
+    lanes = ring.checked_lanes(rows)
     sums: list[jax.Array] = []
     # the chunk with the longest way goes first, one's own last
     for hops in reversed(range(ring.size)):

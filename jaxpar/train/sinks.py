@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, read_json, short
 from jaxpar.base.registry import SINKS, registering
 from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
@@ -63,7 +63,8 @@ def register_sink(
       name: a word that no other sink has.
       extra: what to install where its library is absent, as pip is told: `jaxpar[wandb]`.
     """
-    return registering(SINKS, name, lambda opened: RegisteredSink(opened, extra))
+    arguments = ("config", "folder", "first_step", "run_id")
+    return registering(SINKS, name, lambda opened: RegisteredSink(opened, extra), arguments)
 
 
 class Sink:
@@ -94,6 +95,11 @@ class Sink:
         # whatever a library raises where there is no login, server or such a run
         except Exception as error:
             raise UserError(f"metrics.sinks={name} cannot begin its run: {_line(error)}") from error
+        if not _is_opened(opened):
+            raise UserError(
+                f"metrics.sinks={name} returns (write, end, run_id), two functions and a text or "
+                f"None: it returned {short(opened)}"
+            )
         self._write, self._end, ids[name] = opened
         write_whole(folder / "sinks.json", json.dumps(ids) + "\n")
         self._thread = ThreadPoolExecutor(1)
@@ -180,6 +186,14 @@ def mlflow_sink(config: Config, folder: Path, first_step: int, run_id: str | Non
         )
 
     return write, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"), run_id
+
+
+def _is_opened(found: object) -> bool:
+    """Whether a sink was opened as `Open` says."""
+    if not isinstance(found, tuple) or len(found) != 3:
+        return False
+    write, end, run_id = found
+    return callable(write) and callable(end) and (run_id is None or isinstance(run_id, str))
 
 
 def _line(error: Exception) -> str:

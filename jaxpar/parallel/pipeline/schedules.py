@@ -89,7 +89,8 @@ def register_schedule(
       name: a word that no other schedule has.
       virtual: whether v may be above 1.
     """
-    return registering(SCHEDULES, name, lambda build: RegisteredSchedule(build, virtual))
+    arguments = ("stages", "microbatches", "virtual")
+    return registering(SCHEDULES, name, lambda build: RegisteredSchedule(build, virtual), arguments)
 
 
 def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Table:

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from jaxpar.base.console import bytes_text
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.plan import Plan
 from jaxpar.base.registry import Registry, registering
 from jaxpar.base.sharding import Placement
@@ -78,13 +79,30 @@ def register_lint(rule: str, severity: Severity) -> Callable[[Find], Find]:
 
     It is put on a function from a `LintedStep` to its findings. Of a program that is not one of our
     configs, `plan` is None and `parameters` are empty.
+
+    Raises:
+      UserError: the severity is none; see also `registering`.
     """
-    return registering(LINTS, rule, lambda find: Lint(find, severity))
+    if severity not in get_args(Severity):
+        raise UserError(
+            f"a rule of the linter is an error or a warning, and {rule!r} has the severity "
+            f"{short(severity)}"
+        )
+    return registering(LINTS, rule, lambda find: Lint(find, severity), ("step",))
 
 
 def find(rule: str, step: LintedStep) -> list[LintFinding]:
-    """The findings of one rule, as a report has them."""
+    """The findings of one rule, as a report has them.
+
+    Raises:
+      UserError: the rule returns something else than findings.
+    """
     lint = LINTS[rule]
+    findings = lint.find(step)
+    if findings is None or isinstance(findings, Finding):
+        raise UserError(
+            f"the rule {rule!r} of the linter returned {short(findings)}: let it yield each Finding"
+        )
     return [
         {
             "rule": rule,
@@ -95,8 +113,16 @@ def find(rule: str, step: LintedStep) -> list[LintFinding]:
             "bytes": float(found.bytes),
             "seconds": found.seconds,
         }
-        for found in lint.find(step)
+        for found in map(partial(_require_finding, rule), findings)
     ]
+
+
+def _require_finding(rule: str, found: object) -> Finding:
+    if not isinstance(found, Finding):
+        raise UserError(
+            f"the rule {rule!r} of the linter yields a Finding each, and yielded {short(found)}"
+        )
+    return found
 
 
 def find_all(step: LintedStep) -> list[LintFinding]:
