@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.mesh import MESH_AXES, ConfigMeshAxis, MeshAxis, describe
-from jaxpar.base.toml import TABLE
+from jaxpar.base.toml import TABLE_OF_LISTS
 
 _OwnedAxis = Literal[
     "batch",
@@ -136,7 +136,7 @@ class ShardingRules:
     layers: tuple[ConfigMeshAxis, ...] = _default()
     experts: tuple[ConfigMeshAxis, ...] = _default("expert")
     stage: tuple[ConfigMeshAxis, ...] = _default("stage")
-    own: tuple[str, ...] = field(default=(), metadata=TABLE)
+    own: tuple[str, ...] = field(default=(), metadata=TABLE_OF_LISTS)
 
     def __post_init__(self) -> None:
         """Accept a bare mesh axis in place of a tuple of one, a list, and None in place of an empty

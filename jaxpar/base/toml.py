@@ -24,6 +24,8 @@ TABLE = {"table": True}
 """The metadata of a field that holds words `name=value`: a TOML file may write them as a table of
 names and values.
 """
+TABLE_OF_LISTS = {"table": True, "lists": True}
+"""The same, where a value of the table may be a list of words, which stand with commas."""
 
 
 def presets(package: str) -> dict[str, Traversable]:
@@ -134,9 +136,13 @@ def from_dict(
     for key in value:
         if key not in hints:
             raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
-    tables = {one.name for one in dataclasses.fields(schema) if one.metadata.get("table")}  # pyright: ignore[reportArgumentType]
+    tables = {
+        one.name: bool(one.metadata.get("lists"))
+        for one in dataclasses.fields(schema)
+        if one.metadata.get("table")
+    }  # pyright: ignore[reportArgumentType]
     given = {
-        key: _words_of(item, origin, prefix + key)
+        key: _words_of(item, origin, prefix + key, tables[key])
         if key in tables and isinstance(item, dict)
         else item
         for key, item in value.items()
@@ -220,10 +226,13 @@ def _words_of(
     table: Mapping[str, Any],
     origin: str,
     key: str,
+    lists: bool,
 ) -> list[str]:
-    """The words `name=value` of a table."""
+    """The words `name=value` of a table; with `lists` a value may be a list of words."""
     words = []
     for name, item in table.items():
+        if lists and isinstance(item, list) and all(isinstance(one, str) for one in item):
+            item = ",".join(item)
         if not isinstance(item, str | bool | int | float):
             raise UserError(f"{origin}: {key}.{name} is one value, found {item!r}")
         words.append(f"{name}={item if isinstance(item, str) else _toml_value(item)}")

@@ -374,7 +374,8 @@ def other_seconds(experiment: Experiment, hardware: Hardware) -> float:
         model=replace(config.model, scan_layers=True),
     )
     plan = replace(plan, remat="full", keep=Keep(), optimizer="device", parameters="device")
-    alike = Experiment(config, experiment.model.with_config(config.model), plan)
+    model = experiment.model.with_config(config.model)
+    alike = replace(experiment, config=config, model=model, plan=plan)
     return loss + sum(one.step_bytes for one in step_collectives(alike)) / rate
 
 

@@ -214,6 +214,9 @@ def test_rules_of_one_s_own_are_words_in_a_file(tmp_path: Path) -> None:
     assert config.rules == wanted
     file.write_text(to_toml(config), encoding="utf-8")
     assert load_config(str(file)) == config
+    own = '[model]\nfamily = "gpt2"\n[rules.own]\nstate = ["data", "fsdp"]\ngates = []\n'
+    file.write_text(own, encoding="utf-8")
+    assert load_config(str(file)).rules == wanted
     file.write_text('[rules]\nstate_dim = "tensor"\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"unknown key rules.state_dim.* in \[rules.own\]$"):
         load_config(str(file))
