@@ -18,6 +18,13 @@ from jaxpar.verify.comparison import by_name
 def read_arrays(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Return parameters and batch as numpy arrays.
 
+    Args:
+      params: a pytree of arrays, of jax or numpy.
+      batch: a pytree of arrays, of jax or numpy, or of Python numbers.
+
+    Returns:
+      Both trees in the same form, on the host, in their own dtypes.
+
     Raises:
       UserError: there are no parameters, one of them cannot be differentiated, or a leaf of the
         batch holds no numbers.
@@ -62,6 +69,15 @@ def _read(leaf: Any, name: str) -> np.ndarray:
 def place_by(shardings: PyTree, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
     """Return a sharding for each array of the parameters and of the batch.
 
+    Args:
+      shardings: a pair for params and for batch; each is one sharding for all of its arrays, or a
+        tree of them.
+      params: the tree of parameters.
+      batch: the tree of the batch.
+
+    Returns:
+      A pair of trees of the forms of `params` and `batch`, with a sharding in place of each array.
+
     Raises:
       UserError: the shardings are of another form than the arrays.
     """
@@ -77,6 +93,11 @@ def place_by(shardings: PyTree, params: PyTree, batch: PyTree) -> tuple[PyTree, 
 
 def require_split(params: PyTree, batch: PyTree, placed: tuple[PyTree, PyTree]) -> None:
     """Refuse arrays that their shardings do not divide.
+
+    Args:
+      params: the tree of parameters.
+      batch: the tree of the batch.
+      placed: the shardings of both, as `place_by` returns them.
 
     Raises:
       UserError: an array has too few dims, or one of a size that its mesh axes do not divide.
@@ -101,10 +122,19 @@ def require_split(params: PyTree, batch: PyTree, placed: tuple[PyTree, PyTree]) 
 
 
 def makes_gradients(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> bool:
-    """Whether a loss returns `(scalar, gradients)` and not a scalar.
+    """Say whether a loss makes its own gradients. It is traced for shapes and is not run.
+
+    Args:
+      loss: `(params, batch)` -> a scalar, or (scalar, gradients).
+      params: the tree of parameters.
+      batch: the tree of the batch.
+
+    Returns:
+      True where the loss returns `(scalar, gradients)`, and False where it returns a scalar.
 
     Raises:
-      UserError: it returns anything else, such as `(scalar, metrics)`.
+      UserError: it returns anything else, such as `(scalar, metrics)`, or gradients whose names or
+        shapes are not those of params.
     """
     out = jax.eval_shape(loss, params, batch)
     own = isinstance(out, tuple) and len(out) == 2
@@ -124,10 +154,16 @@ def makes_gradients(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> 
 
 
 def require_scalar(reference: Callable[..., Any], params: PyTree, batch: PyTree) -> None:
-    """Refuse a reference that returns anything but a scalar.
+    """Refuse a reference that returns anything but a scalar. It is traced for shapes and is not
+    run.
+
+    Args:
+      reference: `(params, batch)` -> the loss.
+      params: the tree of parameters.
+      batch: the tree of the batch.
 
     Raises:
-      UserError: it does.
+      UserError: it returns anything else than one floating point number.
     """
     out = jax.eval_shape(reference, params, batch)
     if not _is_scalar(out):

@@ -40,7 +40,16 @@ class Answer(NamedTuple):
 
 
 def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
-    """Fetch a loss and its gradients from the devices."""
+    """Fetch a loss and its gradients from the devices.
+
+    Args:
+      loss: the loss, a scalar.
+      grads: a tree of gradients, of any shapes.
+
+    Returns:
+      Every copy that this process's devices hold, on the host. It has the shardings of the
+      gradients that have a NamedSharding, and counts no tokens.
+    """
     arrays = by_name(grads)
     shardings = {
         name: x.sharding for name, x in arrays.items() if isinstance(x.sharding, NamedSharding)
@@ -53,7 +62,15 @@ def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
-    """Return the arrays of a tree, of jax or numpy, by their paths, such as `blocks.up`."""
+    """Key the arrays of a tree by their paths.
+
+    Args:
+      tree: a tree of arrays, of jax or numpy.
+
+    Returns:
+      The arrays in the tree's order, by names such as `blocks.up`; a tree that is a single array
+      has the name `params`.
+    """
     return {
         path_name(path) or "params": leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -61,8 +78,13 @@ def by_name(tree: PyTree) -> dict[str, Any]:
 
 
 def copies(array: jax.Array) -> np.ndarray:
-    """Return every copy of an array that this process's devices hold, in the order of the mesh,
-    [copies, *shape].
+    """Fetch every copy of an array that this process's devices hold.
+
+    Args:
+      array: an array of any sharding.
+
+    Returns:
+      The copies in the order of the mesh, [copies, *shape], in the array's dtype.
     """
     shards = array.addressable_shards
     found = np.empty(
@@ -76,10 +98,16 @@ def copies(array: jax.Array) -> np.ndarray:
 
 def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.ndarray]:
     """Return, for each mesh axis that an array is not split over, the copy at each coordinate of
-    it, [n, *shape].
+    it. The other such axes are held at coordinate 0.
 
-    The other such axes are held at coordinate 0. `copies` has all copies, [copies, *shape], in the
-    order of the mesh.
+    Args:
+      copies: all copies of the array in the order of the mesh, [copies, *shape], as the function of
+        this name fetches them.
+      sharding: the sharding of the array.
+
+    Returns:
+      The copies by mesh axis, each [n, *shape] with n the devices along the axis. Axes of one
+      device are left out.
     """
     split = [axis for dim in range(copies.ndim - 1) for axis in axes_of_dim(sharding, dim)]
     free = {
@@ -91,7 +119,15 @@ def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.
 
 
 def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    """Return the mesh axes of more than one device that split a dim."""
+    """Return the mesh axes of more than one device that split a dim.
+
+    Args:
+      sharding: the sharding of an array.
+      dim: the number of a dim, from 0.
+
+    Returns:
+      The axes, the outermost first; empty where the dim is whole on each device.
+    """
     if dim < len(sharding.spec):
         entry = sharding.spec[dim]
     else:
@@ -108,10 +144,19 @@ def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
 def compare(
     got: Answer, want: Answer, limits: Mapping[str, float], loss_limit: float, name: str = "float32"
 ) -> Verdict:
-    """Return the errors of an answer's worst copies, relative to the reference, which has one copy.
+    """Compare every copy of an answer with the reference, and keep the worst of each.
 
-    `limits` gives the largest error allowed in each gradient, in the order of the rows;
-    `loss_limit` that of the loss.
+    Args:
+      got: the answer under test, with all of its copies.
+      want: the reference's answer, which has one copy.
+      limits: the largest relative error allowed in each gradient, by parameter name, in the order
+        of the rows.
+      loss_limit: the largest relative error allowed in the loss.
+      name: what the verdict is called, such as the precision.
+
+    Returns:
+      The verdict, with a row for each parameter in `limits` and no findings. An error is infinite
+      where a copy is not finite.
     """
     reference = float(want.losses[0])
     error = max(_finite(abs(float(loss) - reference)) for loss in got.losses) / max(
@@ -134,7 +179,16 @@ def _row(got: Answer, want: Answer, name: str, limit: float) -> GradientRow:
 
 
 def relative_error(got: Answer, want: Answer, name: str) -> float:
-    """Return how far the worst copy of a gradient is off; infinite where a copy is not finite."""
+    """Return how far the worst copy of a gradient is off, relative to `scale_of`.
+
+    Args:
+      got: the answer under test, with all of its copies.
+      want: the reference's answer, which has one copy.
+      name: the name of the parameter.
+
+    Returns:
+      The error, from 0; infinite where a copy is not finite.
+    """
     return max(distance(copy, want.grads[name][0]) for copy in got.grads[name]) / scale_of(
         want, name
     )
@@ -143,6 +197,13 @@ def relative_error(got: Answer, want: Answer, name: str) -> float:
 def scale_of(want: Answer, name: str) -> float:
     """Return what the error of a gradient is relative to: its root mean square, or the floor if
     that is larger.
+
+    Args:
+      want: the reference's answer.
+      name: the name of the parameter.
+
+    Returns:
+      The scale, which is above 0 even where every gradient is zero.
     """
     whole = np.concatenate([grads.ravel() for grads in want.grads.values()])
     return max(
@@ -153,7 +214,15 @@ def scale_of(want: Answer, name: str) -> float:
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the root mean square of a difference; infinite for NaN."""
+    """Return the root mean square of a difference, computed in float64.
+
+    Args:
+      got: an array of any shape.
+      want: an array of the same shape.
+
+    Returns:
+      The distance; infinite where the difference is not finite, and 0 for empty arrays.
+    """
     return _finite(_rms(got.astype(np.float64) - want))
 
 

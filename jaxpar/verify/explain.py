@@ -161,8 +161,13 @@ def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
     """Yield the rows of a batch as the devices have them, for each mesh axis that splits rows and
     for all of them.
 
-    `placed` has the sharding of each array; an array whose rows are not split along an axis stays
-    whole.
+    Args:
+      batch: a tree of arrays, [rows, ...].
+      placed: the sharding of each array, in the same form. An array whose rows are not split along
+        an axis stays whole.
+
+    Yields:
+      A partition for each axis, with a batch for each shard along it.
     """
     places = jax.tree.leaves(placed)
     splits = [axes_of_dim(place, 0) for place in places]
@@ -199,6 +204,15 @@ def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
 def misplaced_shards(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[Alteration]:
     """Yield what the reference gives if shards along a mesh axis hold other shards' parts of an
     array of the batch.
+
+    Args:
+      batch: a tree of arrays.
+      placed: the sharding of each array, in the same form.
+      run: computes the reference's answer on a changed batch. It runs twice for each mesh axis that
+        splits a dim of an array, when that alteration is asked for.
+
+    Yields:
+      The kind `shard`, what was misplaced in words, and the reference's gradients with it.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     for at, ((path, leaf), place) in enumerate(

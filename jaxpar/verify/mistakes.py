@@ -72,7 +72,15 @@ class Evidence:
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
-        """Return the evidence of some layers only, which dim 0 counts."""
+        """Return the evidence of some layers only, which dim 0 counts.
+
+        Args:
+          layers: the numbers of the layers, from 0.
+
+        Returns:
+          The same evidence with only these layers in every array. `split` still says how all layers
+          were split.
+        """
         pick = list(layers)
         guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
         copies = {axis: value[:, pick] for axis, value in self.copies.items()}
@@ -99,11 +107,18 @@ class Finding(NamedTuple):
 
 
 def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding:
-    """Return the hypothesis that fits best; where none fits, it is `unknown` and names the nearest.
+    """Return the hypothesis that explains a wrong gradient best.
 
-    For a gradient that is stacked over layers, `layers` are those that differ. They are explained
-    together, or else the last of them alone, because a mistake there is passed back to the layers
-    before it.
+    The layers that differ are explained together, or else the last of them alone, because a mistake
+    there is passed back to the layers before it.
+
+    Args:
+      evidence: the wrong gradient, the right one, and what may tell how they differ.
+      layers: the numbers of the layers that differ, for a gradient that is stacked over layers
+        along dim 0; None or empty = take it as a whole.
+
+    Returns:
+      The finding; where no hypothesis fits, it is `unknown` and names the nearest.
     """
     if not layers:
         return _diagnose(evidence)
@@ -236,8 +251,14 @@ def guesses_of_part(
     """Return what a gradient would be if one contribution to it stood alone, were counted twice or
     were left out.
 
-    `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds up; `name` is, say, `shard
-    0 of data`.
+    Args:
+      what: `microbatch`, or `shard` where a sum over a mesh axis adds the contributions up.
+      name: what the contribution is called, say `shard 0 of data`.
+      value: the contribution, of the gradient's shape.
+      want: the whole gradient of the reference.
+
+    Returns:
+      Three guesses: the part alone, the part twice, and the rest without it.
     """
     missing: MistakeKind = "sum missing" if what == "shard" else "microbatch"
     doubled: MistakeKind = "sum doubled" if what == "shard" else "microbatch"

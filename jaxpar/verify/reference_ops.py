@@ -46,7 +46,18 @@ class ReferenceOps:
         biases: Any = None,
         seq: LogicalAxis = "seq",
     ) -> Any:
-        """Return `x @ w` for one weight, or for each of several, plus its bias."""
+        """Return `x @ w` for one weight, or for each of several, plus its bias.
+
+        Args:
+          x_BSD: the input.
+          weights: one weight [D, ...], or a list or tuple of them.
+          axes: the logical axes of the weights, which do not matter on one device.
+          biases: a bias for each weight, or None for no bias.
+          seq: the logical axis of the sequence, which does not matter here either.
+
+        Returns:
+          An output [B, S, ...] for one weight, or a tuple of them, in the compute dtype.
+        """
         if not isinstance(weights, list | tuple):
             return self._linear(x_BSD, weights, 1, biases)
         biases = biases or [None] * len(weights)
@@ -64,7 +75,19 @@ class ReferenceOps:
         seq: LogicalAxis = "seq",
         to: LogicalAxis = "embed",
     ) -> Array:
-        """Return `h @ w` over all dims of h but the first two, plus the bias."""
+        """Return `h @ w` over all dims of h but the first two, plus the bias.
+
+        Args:
+          h_BSI: the input, [B, S, ...] with one or more dims that are summed over.
+          weight: the weight, those dims first and then D.
+          axes: the logical axes of the weight, which do not matter on one device.
+          bias: the bias [D], or None.
+          seq: the logical axis of the sequence, which does not matter here.
+          to: the logical axis of the output's last dim, which does not matter here.
+
+        Returns:
+          The output [B, S, D] in the compute dtype.
+        """
         return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
 
     def rank_linear(
@@ -90,7 +113,16 @@ class ReferenceOps:
         return y + bias.astype(y.dtype)
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
-        """Look up rows of a table, in the compute dtype."""
+        """Look up rows of a table, in the compute dtype.
+
+        Args:
+          table_VD: the table.
+          ids_BS: the number of a row of the table for each token.
+          axis: the logical axis of the result's sequence, which does not matter on one device.
+
+        Returns:
+          The rows, [B, S, D].
+        """
         return table_VD.astype(self.plan.dtype)[ids_BS]
 
     def attention(
@@ -108,6 +140,20 @@ class ReferenceOps:
 
         A token sees what the mask shows it of its own document (`segments_BS`), as if that were
         alone: places count from the document's first token.
+
+        Args:
+          q_BSHh: the queries.
+          k_BSKh: the keys, of which H / K query heads share one.
+          v_BSKh: the values.
+          mask: what each token sees, by its place and that of the other.
+          segments_BS: the document of each token; None = a row is one document.
+          dropout_rate: not used.
+          key: not used.
+          softcap: scores are softcap * tanh(scores / softcap); 0 = they are taken as they are.
+
+        Returns:
+          The mean of the values by the softmax of the scores, [B, S, H, h], in the dtype of the
+          values. Scores and softmax are float32.
         """
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
@@ -146,6 +192,19 @@ class ReferenceOps:
     ) -> tuple[Array, RouterSums]:
         """Run every expert on every token, with weight zero where it is not chosen; padding is in
         no sum.
+
+        Args:
+          x_BSD: the input.
+          router_DE: the weight that scores the experts.
+          gate_EDF: each expert's weight whose output goes through SiLU.
+          up_EDF: each expert's weight whose output is multiplied by it.
+          down_EFD: each expert's weight back to D.
+          experts_per_token: how many experts a token is sent to. Where they are several, their
+            weights are scaled to a sum of 1.
+          text_BS: True where a token is text; None = everywhere.
+
+        Returns:
+          The output [B, S, D] in the compute dtype, and the router's sums of the batch in float32.
         """
         E = router_DE.shape[1]
         logits_BSE = jnp.matmul(
@@ -192,7 +251,20 @@ class ReferenceOps:
         z_loss: float = 0.0,
         softcap: float = 0.0,
     ) -> LossSums:
-        """Sum the cross-entropy over all scores at once; a label below zero does not count."""
+        """Sum the cross-entropy over all scores at once; a label below zero does not count.
+
+        Args:
+          x_BSD: the input of the head.
+          head_VD: the weight of the head, V at least `vocab_size`.
+          labels_BS: the token that is right at each place.
+          vocab_size: the size of the true vocabulary, without padding.
+          z_loss: the weight of the square of the logarithm of the softmax's denominator.
+          softcap: as for `logits`.
+
+        Returns:
+          The loss with its z-loss, the cross-entropy without it, and the number of labels that
+          count: float32 scalars, sums over the batch.
+        """
         logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
         lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
         counts_BS = labels_BS >= 0
@@ -215,7 +287,17 @@ class ReferenceOps:
         vocab_size: int,
         softcap: float = 0.0,
     ) -> Array:
-        """Return the float32 scores of the true vocabulary, without padding."""
+        """Return the float32 scores of the true vocabulary, without padding.
+
+        Args:
+          x_BSD: the input of the head.
+          head_VD: the weight of the head, V at least `vocab_size`.
+          vocab_size: the size of the true vocabulary.
+          softcap: scores are softcap * tanh(scores / softcap); 0 = they are taken as they are.
+
+        Returns:
+          The scores, [B, S, vocab_size].
+        """
         x_BSD = x_BSD.astype(self.plan.dtype)
         head_VD = head_VD[:vocab_size].astype(self.plan.dtype)
         logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)

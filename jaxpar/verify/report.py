@@ -180,8 +180,14 @@ class Verdict:
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    """Return a table of the loss and every parameter: each error and tolerance, and the kind of the
-    first mistake.
+    """Lay verdicts out in a table of the loss and every parameter.
+
+    Args:
+      verdicts: at least one verdict, each with the same rows in the same order.
+
+    Returns:
+      The table for a terminal. It has each error and tolerance, and the kind of mistake of the
+      first verdict in which a parameter differs.
     """
     out = Table("parameter", "shape", box=None, pad_edge=False)
     for name in [name for verdict in verdicts for name in (verdict.name, "tolerance")]:

@@ -137,12 +137,15 @@ def verify(
     """Compare the loss and every gradient under a config's plan with those on one device.
 
     Args:
-      experiment: the experiment to verify, or the config of one; its model is shrunk, and so is
-        its mesh where there are too few devices.
+      experiment: the experiment to verify, or the config of one; its model is shrunk, and so is its
+        mesh where there are too few devices.
       devices: the devices to use; None = those of this process, with simulated CPU devices where
         that is possible.
       gradients: the function under test; None = `jaxpar.train.step.gradients`, which `train` uses.
       say: receives a line of text as each phase begins.
+
+    Returns:
+      The verification, whose `checks` end with the first that differs.
 
     Raises:
       UserError: the config's own sizes do not fit its plan, or there are too few devices for its
@@ -157,6 +160,11 @@ def require(
     say: Say,
 ) -> None:
     """Verify a plan on this process's share of `devices`, for `train --verify`.
+
+    Args:
+      experiment: the experiment that is to be trained, or its config.
+      devices: the devices of the training mesh, of all processes.
+      say: receives a line of text as each phase begins, and the result.
 
     Raises:
       UserError: the plan differs from one device, or it cannot be verified here.
@@ -174,7 +182,20 @@ def require(
 def run(
     setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None
 ) -> Verification:
-    """Run the second half of `verify`, the comparisons."""
+    """Run the second half of `verify`, the comparisons.
+
+    Args:
+      setup: what `prepare` decided.
+      gradients: the function under test; None = `jaxpar.train.step.gradients`.
+      say: receives each note and a line of text as each phase begins.
+
+    Returns:
+      The verification, whose `checks` end with the first that differs. Its seconds do not count
+      `prepare`.
+
+    Raises:
+      UserError: the CPU could mix up collectives of the program (`hlo.collective_order`).
+    """
     began = time.perf_counter()
     case = Case.draw(setup, gradients or step.gradients)
     for note in setup.notes:
@@ -229,8 +250,18 @@ def compare_answers(
 ) -> Verdict:
     """Compare the answer under the plan with the float32 reference.
 
-    In another precision the tolerances come from one device's answers in it, with plain ops and
-    with the library's.
+    Args:
+      name: what the check is called.
+      case: what is run; its model gives the order of the rows.
+      got: the answer under the plan, with all of its copies.
+      want: the reference's answer, in float32 on one device.
+      near: one device's answer with plain ops in the precision under test, from which the
+        tolerances are taken; None = float32, whose tolerances are fixed.
+      ops: one device's answer with the library's ops, which widens the tolerances where it is close
+        to the reference; None = it was not run.
+
+    Returns:
+      The verdict, with no findings.
     """
     limits = dict.fromkeys(parameter_order(case.model), FLOAT32)
     if near is None:
@@ -246,11 +277,18 @@ def compare_answers(
 def explain_plan(
     case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Say
 ) -> Verdict:
-    """Return the verdict on `got`, under the plan, and the reference's `want`, with an explanation
-    of wrong gradients.
+    """Explain each wrong gradient under a plan, and name the one that lies nearest to the loss.
 
-    It also says which wrong gradient lies nearest to the loss. `one` runs the reference on other
-    batches.
+    Args:
+      case: what was run.
+      verdict: the comparison, in which at least one gradient is wrong.
+      got: the answer under the plan, with its shardings.
+      want: the reference's answer.
+      one: runs the reference on parts of the batch and on changed ones.
+      say: receives a line of text as each phase begins.
+
+    Returns:
+      The verdict with a finding in each wrong row, and with `origin`.
     """
     plan = case.plan("float32")
     model = case.config.model
@@ -300,6 +338,14 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
     in other orders.
 
     The loss is a sum over tokens, so the gradients of the parts add up to the whole gradient.
+
+    Args:
+      case: what is run; its batch is on the host, [B, S] for each array.
+      plan: the plan, whose mesh splits the rows.
+
+    Returns:
+      Partitions into the shards of each mesh axis that splits rows, and into microbatches where
+      there is more than one.
     """
     batch = case.batch
     accumulation = case.config.train.accumulation
@@ -330,7 +376,13 @@ _PARTS = ("embed", "blocks", "head")
 
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
     """Name the wrong gradient that a backward pass meets first, because a mistake there is passed
-    on to the others. The rows are in the order of the forward pass, but for layers.
+    on to the others.
+
+    Args:
+      wrong: at least one row, in the order of the forward pass, but for layers.
+
+    Returns:
+      The name, such as `blocks.up of layer 3`.
     """
 
     def place(numbered: tuple[int, GradientRow]) -> tuple[int, int, int]:

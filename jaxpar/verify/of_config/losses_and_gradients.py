@@ -63,7 +63,15 @@ class Case:
 
     @classmethod
     def draw(cls, setup: Setup, gradients: Gradients = step.gradients) -> Case:
-        """Draw random parameters and a random batch for what was set up."""
+        """Draw random parameters and a random batch for what was set up.
+
+        Args:
+          setup: the config, model and devices to run.
+          gradients: the function under test.
+
+        Returns:
+          The case. Its arrays are always the same for the same setup.
+        """
         params = random_params(setup.model)
         batch = random_batch(setup.config)
         return cls(
@@ -77,7 +85,14 @@ class Case:
         )
 
     def plan(self, precision: str) -> Plan:
-        """Return the plan under test, in this precision."""
+        """Return the plan under test, in this precision.
+
+        Args:
+          precision: the compute dtype, `float32` or another that `precision.compute` takes.
+
+        Returns:
+          The plan on all devices of the case.
+        """
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
         made = make_experiment(config, self.devices, self.model, self.optimizer, training=False)
         return made.plan
@@ -92,10 +107,20 @@ def one_device(
     """Return a function that computes loss and gradients on the first device; with `ReferenceOps`
     it is the reference.
 
-    `exact` makes float32 matmuls run in full float32 also where the device would use less by
-    default. The losses of routers are weighed here and not by `Model.loss`, so that a mistake there
-    is no part of the reference: they are means over the text of all rows of the case, and the rest
-    of the loss is a sum over its labels.
+    The losses of routers are weighed here and not by `Model.loss`, so that a mistake there is no
+    part of the reference: they are means over the text of all rows of the case, and the rest of the
+    loss is a sum over its labels.
+
+    Args:
+      case: what is run.
+      precision: the compute dtype.
+      exact: make float32 matmuls run in full float32 also where the device would use less by
+        default.
+      ops: makes the ops that the model calls from a plan for one device.
+
+    Returns:
+      `(params, batch)` -> the loss [1], the gradients [1, *shape] and the tokens [1], all in
+      float64. It may be called with any rows of a batch, and takes a few at a time.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
     sizes = case.config.model
@@ -149,6 +174,12 @@ def one_device(
 def text_of(batch: Rows) -> np.ndarray:
     """Tell, row by row and apart from `jaxpar.parallel.padding`, which tokens [B, S] are text and
     which are padding.
+
+    Args:
+      batch: `labels` [B, S], and `segments` or else `tokens` [B, S], on the host.
+
+    Returns:
+      True where a token is text, [B, S]. The zeros without labels at the end of a row are padding.
     """
     filled = batch.get("segments", batch["tokens"])
     text = np.ones(filled.shape, bool)
@@ -163,6 +194,18 @@ def text_of(batch: Rows) -> np.ndarray:
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Compute loss and gradients under the plan with the function under test, with arrays laid out
     as in training.
+
+    Args:
+      case: what is run.
+      precision: the compute dtype.
+      exact: make float32 matmuls run in full float32.
+
+    Returns:
+      Every copy of the loss, gradients and tokens, with the shardings of the gradients. Layers are
+      in the order of the model, also where a pipeline stores them in another.
+
+    Raises:
+      UserError: the CPU could mix up collectives of the program (`hlo.collective_order`).
     """
     plan = case.plan(precision)
     train = case.config.train
@@ -250,6 +293,14 @@ def random_params(model: AnyModel, seed: int = 0) -> Params:
 
     A fresh model would hide mistakes: its scales are 1, its biases 0, its attention is close to
     uniform, and LoRA's B is 0. Here the product of a pair is as large as that of its matrix.
+
+    Args:
+      model: the model.
+      seed: the seed of the random numbers.
+
+    Returns:
+      The parameters on the host, in the form and shapes of the model's own; those of a library
+      model are float32.
     """
     rng = np.random.default_rng(seed)
     if isinstance(model, OwnModel):
@@ -278,11 +329,20 @@ def random_params(model: AnyModel, seed: int = 0) -> Params:
 
 
 def random_batch(config: Config, seed: int = 1) -> Rows:
-    """Draw random tokens [B, S]; a tenth of the labels is left out, unevenly; packed rows have some
-    three documents.
+    """Draw random tokens; a tenth of the labels is left out, unevenly; packed rows have some three
+    documents.
 
     Where there are routers, for which padding is no text, rows are filled up from anywhere in their
     second half on.
+
+    Args:
+      config: gives the rows B, the sequence length S and the vocabulary, and whether rows are
+        packed.
+      seed: the seed of the random numbers.
+
+    Returns:
+      `tokens` and `labels` [B, S] as int32 on the host, and `segments` and `positions` [B, S] for
+      packed rows. A label of -1 does not count.
     """
     rng = np.random.default_rng(seed)
     shape = (config.train.batch, config.data.seq_len)

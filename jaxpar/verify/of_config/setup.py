@@ -55,6 +55,15 @@ def prepare(
 ) -> Setup:
     """Run the first half of `verify`: decide what will be run, and on which devices.
 
+    Args:
+      experiment: the experiment to verify, or the config of one.
+      devices: the devices to choose from; None = those of this process, with simulated CPU devices
+        where JAX has not started yet.
+
+    Returns:
+      The shrunk config and its model, as many of the devices as its mesh needs, and a note on each
+      change. A model that cannot be shrunk keeps its size.
+
     Raises:
       UserError: there are too few devices to keep every mesh axis above 1, or the config's own
         sizes do not fit.
@@ -141,6 +150,16 @@ def _devices_here(spec: MeshSpec) -> list[jax.Device]:
 def simulated_devices(spec: MeshSpec) -> int:
     """Return how many CPU devices to simulate: what the mesh needs, within reason, but enough for 2
     along each axis.
+
+    Args:
+      spec: the mesh that was asked for, in which -1 leaves an axis open.
+
+    Returns:
+      The number of devices.
+
+    Raises:
+      UserError: a size of the mesh is not valid, or two axes are -1, in a mesh that has to be
+        fitted.
     """
     free = [axis for axis, size in axis_sizes(spec).items() if size == -1]
     if not free and devices_needed(spec) <= 2 * SIMULATED:
@@ -152,12 +171,18 @@ def simulated_devices(spec: MeshSpec) -> int:
 
 
 def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
-    """Fit the spec to at most `devices` devices: unchanged (with -1 filled in) where they are
-    enough, else smaller.
+    """Fit a mesh to the devices that are here.
 
     Every axis above 1 stays above 1 (-1 counts as such), and the axes that shrank most grow while
-    there is room. Slices are then part of their axis. The result is None where even 2 along each
-    axis does not fit.
+    there is room. Slices are then part of their axis.
+
+    Args:
+      spec: the mesh that was asked for.
+      devices: the most devices that may be used.
+
+    Returns:
+      The spec unchanged but for -1 filled in, where the devices are enough, or else a smaller one.
+      It is None where even 2 along each axis does not fit.
 
     Raises:
       UserError: a size is not valid, or two axes are -1.
@@ -187,8 +212,15 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
 
 
 def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
-    """Return a note if the mesh that is verified is not the one that was asked for; empty if it
-    is.
+    """Say in a note how the mesh that is verified differs from the one that was asked for.
+
+    Args:
+      asked: the mesh of the config.
+      used: the mesh that is verified.
+      here: the number of devices that are here.
+
+    Returns:
+      The note; empty where the sizes are those that were asked for.
     """
     if -1 not in axis_sizes(asked).values() and total_sizes(asked) == total_sizes(used):
         return ""

@@ -77,10 +77,18 @@ def shrink(
     mesh: MeshSpec,
     least: Least = LEAST[0],
 ) -> tuple[Config, str]:
-    """Return a config with a small model and batch on `mesh`, and a note of the changes.
+    """Make the model and batch of a config small.
 
     Steps, learning rate, data source and everything else that does not affect a gradient are reset
     to their defaults.
+
+    Args:
+      config: the config as it was written.
+      mesh: the mesh on which it is verified, without -1.
+      least: the smallest sequence and head that still choose the same ops.
+
+    Returns:
+      The config with a small model and batch on `mesh`, and a note of the changes.
     """
     sizes = total_sizes(mesh)
     asked = asked_sizes(config.mesh, mesh)
@@ -143,6 +151,14 @@ def few_rows(config: Config, mesh: MeshSpec) -> Config:
     """Return a config on `mesh` whose batch is small, for a model that cannot be shrunk.
 
     Each shard has two sequences, because a single one would hide a wrong order inside a shard.
+
+    Args:
+      config: the config as it was written.
+      mesh: the mesh on which it is verified, without -1.
+
+    Returns:
+      The config with the same model and sequence length. Steps, data source, checkpoints and
+      metrics are reset to their defaults.
     """
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     rows = 2 * pieces("batch", config.rules, total_sizes(mesh))
@@ -159,15 +175,30 @@ def few_rows(config: Config, mesh: MeshSpec) -> Config:
 
 
 def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
-    """Return the devices along each axis of the mesh that was asked for; an axis of -1 takes the
-    size that is used.
+    """Return the devices along each axis of the mesh that was asked for.
+
+    Args:
+      asked: the mesh of the config, in which -1 leaves an axis open.
+      used: the mesh that is verified; an open axis takes its size.
+
+    Returns:
+      The number of devices along each axis, over all slices.
     """
     filled = {axis: getattr(used, axis) for axis, size in axis_sizes(asked).items() if size == -1}
     return total_sizes(replace(asked, **filled))
 
 
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: AxisSizes) -> int:
-    """Return how many pieces the rules split a logical axis into on a mesh of these sizes."""
+    """Return how many pieces the rules split a logical axis into on a mesh of these sizes.
+
+    Args:
+      axis: the logical axis.
+      rules: the mesh axes of each logical axis.
+      sizes: the devices along each mesh axis.
+
+    Returns:
+      The product of the sizes of its mesh axes; 1 where no rule splits it.
+    """
     return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
 
 
