@@ -25,6 +25,7 @@ from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import KeyPath, Layout, ShardingRules, is_axes, path_name
 from jaxpar.models.model import Model
+from jaxpar.models.parameters import require_float32
 from jaxpar.models.parts import Params, axes_of, plain_dict, with_keys_of
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts
@@ -68,8 +69,8 @@ class OwnModel:
         """Hold the axes against the parameters.
 
         Raises:
-          UserError: `init` makes something else than a dict of dicts, or the axes do not fit it; or
-            a function takes other arguments than it is given.
+          UserError: `init` makes something else than a dict of dicts of float32 arrays, or the axes
+            do not fit it; or a function takes other arguments than it is given.
         """
         _require_arguments(self.init_params, "init_params(key)")
         _require_arguments(self.loss_of, "loss_of(params, batch, layout, key)")
@@ -88,6 +89,7 @@ class OwnModel:
                     f"{self.name}: {path_name(path)} of shape {leaf.shape} has the axes {axes}: "
                     "name each dim by a logical axis or None"
                 )
+            require_float32(leaf.dtype, f"{self.name}: {path_name(path)}")
         if dims:
             raise UserError(f"{self.name}: axes of {', '.join(dims)}, which init does not make")
 
@@ -249,7 +251,8 @@ def nnx_model(
         path, variable = kept[0]
         raise UserError(
             f"{name} has {'.'.join(map(str, path))}, a {type(variable).__name__}: nothing but "
-            "nnx.Param is kept between steps (for dropout `loss` is given a key)"
+            "nnx.Param is kept between steps (a norm keeps no statistics, as LayerNorm does; for "
+            "dropout `loss` is given a key)"
         )
     form = nnx.to_pure_dict(state, lambda leaf: None)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxpar.base.errors import UserError
@@ -53,7 +54,7 @@ def declared_axes(
 
     Raises:
       UserError: a dim has several names, there are some names and not one for each dim, or the
-        entries are no floating-point numbers. The message begins with `name`.
+        entries are no float32. The message begins with `name`.
     """
     names = tuple(variable.get_metadata().get("out_sharding") or ())
     shape = variable.shape
@@ -69,4 +70,24 @@ def declared_axes(
             f"{name} of shape {shape} is {variable.dtype}: a parameter is floating point, for a "
             "gradient"
         )
+    require_float32(variable.dtype, f"{name} of shape {shape}")
     return names or (None,) * len(shape)
+
+
+def require_float32(dtype: DTypeLike, name: str) -> None:
+    """Refuse a parameter that is declared in another dtype: it would be trained in that of the
+    config.
+
+    Args:
+      dtype: the parameter's.
+      name: what the message calls it.
+
+    Raises:
+      UserError: it is not float32.
+    """
+    if dtype != jnp.float32:
+        raise UserError(
+            f"{name} is {jnp.dtype(dtype).name}: declare it in float32 (param_dtype); "
+            "precision.params=bfloat16 keeps it in 16 bits, and the compute dtype is "
+            "precision.compute"
+        )

@@ -245,8 +245,8 @@ def _split(config: ModelConfig, name: str, maker: Maker) -> Split:
         path, variable = kept[0]
         raise UserError(
             f"{word} has {'.'.join(map(str, path))}, a {type(variable).__name__}: nothing but "
-            "nnx.Param is kept between steps (dropout is jaxpar.parallel.dropout, with the `key` "
-            "that a part is given)"
+            "nnx.Param is kept between steps (a norm keeps no statistics, as LayerNorm does; "
+            "dropout is jaxpar.parallel.dropout, with the `key` that a part is given)"
         )
     form = nnx.to_pure_dict(state, lambda leaf: None)
     axes = axes_of(state, word)

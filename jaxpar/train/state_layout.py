@@ -205,9 +205,17 @@ def map_param_trees(
             is_leaf=lambda _: True,
         )
     except (AttributeError, IndexError, TypeError, ValueError) as error:
+        if "_ParamsPlaceholder" in str(error):
+            advice = (
+                "a function of its labels or masks walks the parameters as a dict, which optax "
+                "hides here: give the tree that it returns, optax.multi_transform(transforms, "
+                "labels(params)), or let it use jax.tree_util.tree_map_with_path"
+            )
+        else:
+            advice = "lay its state out by hand, or try another optimizer"
         raise UserError(
             "optax.tree_map_params cannot tell what of this optimizer's state belongs to "
-            f"parameters ({short(str(error))}): lay its state out by hand, or try another optimizer"
+            f"parameters ({short(str(error))}): {advice}"
         ) from error
 
 

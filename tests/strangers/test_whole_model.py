@@ -178,6 +178,24 @@ def test_functions_that_take_other_arguments_are_refused() -> None:
     OwnModel("Mine", good.init_params, lambda p, b, *rest: (0.0, 0), good.axes, 256, 64)
 
 
+@pytest.mark.quick
+def test_parameters_in_another_dtype_are_refused() -> None:
+    """They would be trained in that of the config, by a step that was compiled for theirs."""
+
+    def half(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    said = r"is bfloat16: declare it in float32 .param_dtype.; precision.params=bfloat16 keeps"
+    with pytest.raises(UserError, match=rf"(bias|kernel) of shape \(.*\) {said}"):
+        nnx_model(half, whole_model.loss, vocab_size=256, max_seq_len=64)
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"w": jnp.zeros((8, 8), jnp.bfloat16)}
+
+    with pytest.raises(UserError, match=f"Mine: w {said}"):
+        OwnModel("Mine", init, lambda p, b, *rest: (0.0, 0), {"w": (None, None)}, 256, 64)  # pyright: ignore[reportArgumentType]
+
+
 def _stacked(named: bool = True) -> OwnModel:
     """Blocks that `nnx.vmap` stacks, of which one kernel has names, or nothing has."""
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import path_name
 
 pytestmark = pytest.mark.quick
@@ -128,3 +129,16 @@ def test_what_has_no_layout_is_refused(name: str) -> None:
     given, message = REFUSED[name]
     with pytest.raises(jaxpar.UserError, match=message):
         jaxpar.optimizer_state(*given())
+
+
+def test_labels_that_walk_a_dict_are_refused_with_a_way_out() -> None:
+    params = {"kept": {"w": jnp.ones((4, 4))}, "trained": {"w": jnp.ones((4, 4))}}
+
+    def labels(tree: dict[str, Any]) -> dict[str, Any]:
+        return {name: jax.tree.map(lambda _, name=name: name, one) for name, one in tree.items()}
+
+    parts = {"trained": optax.adamw(1e-2), "kept": optax.set_to_zero()}
+    with pytest.raises(UserError, match=r"give the tree that it returns, optax.multi_transform"):
+        jaxpar.optimizer_state(optax.multi_transform(parts, labels), params)
+    state = jaxpar.optimizer_state(optax.multi_transform(parts, labels(params)), params)
+    assert optax.tree.get(state, "count") == 0
