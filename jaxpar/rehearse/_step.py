@@ -175,6 +175,10 @@ def compile_for(
       options: options of the compiler beside those of the jitted function, which win.
       keywords: as for `step`; none of them lies in host memory.
 
+    Returns:
+      The compiled function with its jaxpr, text and memory, the seconds that compiling took, and
+      the options that were asked for.
+
     Raises:
       UserError: the compiler refuses the function, or an option.
       DoesNotFit: it refuses the function because a device has too little memory.
@@ -234,6 +238,13 @@ def report_of(
       dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of
         their FLOPs.
       plan, parameters: the plan of a config, and where its parameters lie, for the linter.
+
+    Returns:
+      The report, in which `command` is empty and what only a config knows is absent.
+
+    Raises:
+      UserError: the text of the function cannot be read, the target has no figure for a link that a
+        collective uses, or a rule of the linter returns something else than findings.
     """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     target = compiled.target

@@ -55,6 +55,10 @@ def place_arguments(
       keywords: its arguments by name, of the same form.
       target: the system.
 
+    Returns:
+      The arguments as shapes with their shardings, the mesh, and a note on what was chosen for the
+      caller.
+
     Raises:
       UserError: the arguments lie on several meshes, on none of devices, or on other devices than
         the target's; or there are no arrays at all.
@@ -88,6 +92,9 @@ def argument_bytes(
       named: all arguments by name, as they were compiled.
       compiled: the function. It says where those arrays lie that have no sharding, and which it
         leaves out because it does not use them.
+
+    Returns:
+      The bytes by the name of the argument.
     """
     form = jax.tree.structure(compiled.args_info)
     infos = jax.tree.leaves(compiled.args_info)

@@ -55,7 +55,17 @@ def price(
     """Find the seconds and lanes of every task: the compiler's cycles come first, then the
     roofline.
 
-    It also returns the assumptions that were made, each listed once: `no peak for f64: bytes only`.
+    Args:
+      program: the program.
+      hardware: the figures of the chip.
+      collective_time: gives the seconds and lanes of one execution of a collective.
+
+    Returns:
+      The cost of one execution of every task, by its path; and the assumptions that were made, each
+      listed once: `no peak for f64: bytes only`.
+
+    Raises:
+      UserError: `collective_time` refuses a collective.
     """
     notes: Counter[str] = Counter()
     costs = {

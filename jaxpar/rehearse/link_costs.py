@@ -84,6 +84,16 @@ def collective_time(
     `places` says where the device of each of the program's positions sits:
     `targets.places(mesh.devices.flat, target)`.
 
+    Args:
+      collective: what moves between which positions.
+      places: where the device of each of the program's positions sits:
+        `targets.places(mesh.devices.flat, target)`.
+      target: the system, whose figures are used.
+
+    Returns:
+      The seconds of the fastest algorithm, and the lanes that it holds; 0 seconds and no lanes
+      where nothing moves between devices.
+
     Raises:
       UserError: the target has no figure for a link that the collective uses.
     """

@@ -57,6 +57,9 @@ def rehearse(
       say: is called with a line at the start of each stage.
       program: the compiled step if it is compiled already (`jaxpar.plan.resolve_and_compile`).
 
+    Returns:
+      The report, a dict that is JSON as it stands.
+
     Raises:
       UserError: the mesh does not fit the target, a compiler is missing, or the compiler refuses
         the step because it does not fit the memory.
@@ -99,8 +102,16 @@ def rehearse(
 def on_target(experiment: Config | Experiment, target: Target) -> Experiment:
     """Return an experiment as it runs on a target.
 
+    Args:
+      experiment: the experiment, or the config of one; `mesh.distributed` does not count.
+      target: the system.
+
+    Returns:
+      The experiment on the target's devices; the one that was given where it is there already.
+
     Raises:
-      UserError: the config is wrong in itself, or its mesh does not fit the target.
+      UserError: the config is wrong in itself, its mesh does not fit the target, or the target's
+        compiler is missing.
     """
     if isinstance(experiment, Config):
         given = experiment
@@ -121,8 +132,21 @@ def compile_step(
     say: Callable[[str], None] = lambda line: None,
     program: jax.stages.Compiled | None = None,
 ) -> CompiledStep:
-    """Compile the training step of an experiment with the target's own compiler: see
-    `rehearse`.
+    """Compile the training step of an experiment with the target's own compiler.
+
+    Args:
+      experiment: as for `rehearse`.
+      target: the system.
+      say: is called with a line as compiling begins.
+      program: the compiled step if it is compiled already.
+
+    Returns:
+      The step, the collectives that its plan asks for, and notes on what could not be counted
+      exactly.
+
+    Raises:
+      UserError: as `rehearse`, or a setting is still to be chosen.
+      DoesNotFit: the compiler refuses the step because a device has too little memory.
     """
     experiment = on_target(experiment, target)
     config = experiment.config
@@ -147,7 +171,16 @@ def compile_step(
 
 
 def advice(experiment: Experiment, platform: str) -> str:
-    """What to try where a step does not fit; a rehearsal says what each saves."""
+    """What to try where a step does not fit; a rehearsal says what each saves.
+
+    Args:
+      experiment: the experiment, with its plan.
+      platform: the platform that it is compiled for, `tpu` or `cuda`.
+
+    Returns:
+      Settings to try, and what parameters, optimizer and gradients take over all devices, in one
+      line.
+    """
     config = experiment.config
     plan = experiment.plan
     held = state_bytes(experiment, platform)

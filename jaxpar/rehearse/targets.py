@@ -127,6 +127,13 @@ class Position(NamedTuple):
 def load_target(name: str) -> Target:
     """Return the target of this name.
 
+    Args:
+      name: a chip and a size: `v5p-64` for 64 chips, `v5p-64x4` for four slices of them,
+        `v5p:4x4x4` for a shape, `h100x64` for 64 GPUs.
+
+    Returns:
+      The target with the figures of its chip. No compiler is needed yet.
+
     Raises:
       UserError: the chip is unknown, or its topology does not allow this size; the message names
         the nearest.
@@ -403,6 +410,10 @@ def _listed(found: dict[str, str]) -> str:
 def check_mesh(spec: MeshSpec, target: Target) -> None:
     """Check that a mesh fits the target.
 
+    Args:
+      spec: the mesh, in which one axis may be -1.
+      target: the system.
+
     Raises:
       UserError: it does not fit; the message says what to change.
     """
@@ -435,8 +446,15 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
 
 
 def places(devices: Iterable[jax.Device], target: Target) -> tuple[Position, ...]:
-    """Find where each device sits, in the given order; `places(mesh.devices.flat, target)` is a
-    program's order.
+    """Find where each device sits.
+
+    Args:
+      devices: the devices of the target that a program runs on. `mesh.devices.flat` is a program's
+        order.
+      target: the system.
+
+    Returns:
+      The position of each device, in the order of `devices`.
     """
     devices = list(devices)
     slices = [getattr(device, "slice_index", None) or 0 for device in devices]

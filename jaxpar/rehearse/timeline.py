@@ -116,6 +116,21 @@ def simulate(
 
     The mesh is that of the program, made of the target's devices. For `drawn_trips` and
     `most_events` see `replay`, for `package_dirs` `read_program`.
+
+    Args:
+      text: the text of a scheduled module, `compiled.as_text()`.
+      mesh: the mesh of the program, made of the target's devices.
+      target: the system whose figures price the tasks.
+      drawn_trips: how many trips of a loop become events.
+      most_events: how many events are kept.
+      package_dirs: where source lines are looked for: see `read_program`.
+
+    Returns:
+      The timeline of one device, with what was assumed in its notes.
+
+    Raises:
+      UserError: the text is not that of a compiled module or is damaged, or the target has no
+        figure for a link that a collective uses.
     """
     where = places(list(mesh.devices.flat), target)
     if target.platform == "tpu" and target.slices > 1:
@@ -134,10 +149,16 @@ def simulate(
 def replay(
     program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000
 ) -> Timeline:
-    """Play a program's schedule out.
+    """Play a program's schedule out on one device.
 
-    Of every loop `drawn_trips` trips become events, and one bar stands for the others;
-    `most_events` events are kept.
+    Args:
+      program: the program.
+      costs: the cost of one execution of every task, as `price` returns them.
+      drawn_trips: how many trips of every loop become events; one bar stands for the others.
+      most_events: how many events are kept.
+
+    Returns:
+      The timeline, without notes.
 
     Raises:
       ValueError: a node depends on a later one, so this is not a schedule.

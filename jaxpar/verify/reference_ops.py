@@ -118,7 +118,7 @@ class ReferenceOps:
         Args:
           table_VD: the table.
           ids_BS: the number of a row of the table for each token.
-          axis: the logical axis of the result's sequence, which does not matter on one device.
+          axis: the logical axis of the table's rows, which does not matter on one device.
 
         Returns:
           The rows, [B, S, D].

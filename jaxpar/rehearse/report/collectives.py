@@ -25,8 +25,14 @@ _SLACK = 1.05  # XLA pads arrays that do not divide evenly, and adds small ones
 
 
 def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which the members of a group differ, in mesh order; devices are
-    numbered row by row.
+    """Find the axes of a mesh along which the members of a group differ.
+
+    Args:
+      collective: the collective, whose groups number the devices row by row.
+      mesh: the size of every mesh axis, in order.
+
+    Returns:
+      The axes in mesh order; empty where each group is one device or no groups are known.
     """
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
@@ -37,7 +43,15 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
-    """The bytes that one device sends in one execution, by a bandwidth-optimal algorithm."""
+    """The bytes that one device sends in one execution, by a bandwidth-optimal algorithm.
+
+    Args:
+      planned: a collective that a plan asks for.
+      mesh: the size of every mesh axis.
+
+    Returns:
+      The bytes, without those that stay on the device.
+    """
     return hlo_tasks.sent_bytes(
         planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes)
     )
@@ -66,6 +80,12 @@ class RequestedRows:
         XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a
         scope's border. It may not send more, send over other axes, or all-reduce an array whose sum
         the plan scatters.
+
+        Args:
+          row: a task of the replayed program that is a collective.
+
+        Returns:
+          The reason in words; empty if it is the plan's.
         """
         collective = row.task.collective
         scope = row.task.origin.scope
@@ -132,6 +152,9 @@ def collective_rows(
       tasks: the tasks of the replayed program.
       plan: the collectives that were asked for; None = not known.
       mesh: the size of every mesh axis, in order.
+
+    Returns:
+      The rows. Seconds and sent bytes are those of all executions in one step.
     """
     if plan is None:
         asked = None

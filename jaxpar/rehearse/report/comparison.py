@@ -70,6 +70,10 @@ def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Co
         `jaxpar rehearse --json` wrote.
       after: another.
 
+    Returns:
+      The differences, a dict that is JSON as it stands. Figures that differ by no more than
+      rounding are left out of `places`.
+
     Raises:
       UserError: a file cannot be read, or is no such report.
     """
@@ -90,6 +94,12 @@ def compare(before: Rehearsal | str | Path, after: Rehearsal | str | Path) -> Co
 
 def read_report(file: str | Path) -> Rehearsal:
     """Read a report that `jaxpar rehearse --json` wrote.
+
+    Args:
+      file: the path of the file.
+
+    Returns:
+      The report. Only the values that a comparison needs are checked.
 
     Raises:
       UserError: the file cannot be read, is no such report, or one of another version of its form.
@@ -129,8 +139,14 @@ def read_report(file: str | Path) -> Rehearsal:
 
 
 def comparison_parts(found: Comparison, most: int = 12) -> list[RenderableType]:
-    """The parts of a comparison in the order in which a terminal prints them; a long table shows
-    `most` rows.
+    """Make the parts of a comparison in the order in which a terminal prints them.
+
+    Args:
+      found: the comparison.
+      most: how many rows a long table shows.
+
+    Returns:
+      Lines and tables for `rich` to print.
     """
     rows = [
         [
@@ -158,7 +174,11 @@ def comparison_parts(found: Comparison, most: int = 12) -> list[RenderableType]:
 
 
 def print_comparison(found: Comparison) -> None:
-    """Print a comparison on the terminal."""
+    """Print a comparison on the terminal.
+
+    Args:
+      found: the result of `compare`.
+    """
     for part in comparison_parts(found):
         console().print(part)
 

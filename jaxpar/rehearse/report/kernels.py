@@ -8,8 +8,14 @@ from jaxpar.rehearse.targets import cudnn_packages
 
 
 def stand_ins(text: str) -> list[KernelRow]:
-    """The rows of the report on a compiled program's text: attention without cuDNN, where the
-    target has it.
+    """List what a compiled program runs in place of the kernels of its target: attention without
+    cuDNN, where the target has it.
+
+    Args:
+      text: the text of the program.
+
+    Returns:
+      The rows of the report, with the command that installs what is missing.
     """
     install = f"pip install {' '.join(cudnn_packages())}"
     return [

@@ -80,6 +80,13 @@ def register_lint(rule: str, severity: Severity) -> Callable[[Find], Find]:
     It is put on a function from a `LintedStep` to its findings. Of a program that is not one of our
     configs, `plan` is None and `parameters` are empty.
 
+    Args:
+      rule: the name of the rule, a word.
+      severity: `error` or `warning`.
+
+    Returns:
+      The decorator, which leaves the function as it is.
+
     Raises:
       UserError: the severity is none; see also `registering`.
     """
@@ -94,8 +101,15 @@ def register_lint(rule: str, severity: Severity) -> Callable[[Find], Find]:
 def find(rule: str, step: LintedStep) -> list[LintFinding]:
     """The findings of one rule, as a report has them.
 
+    Args:
+      rule: the name of a rule that is registered.
+      step: the step that was rehearsed.
+
+    Returns:
+      The findings in the order of the rule.
+
     Raises:
-      UserError: the rule returns something else than findings.
+      UserError: no rule has this name, or the rule returns something else than findings.
     """
     lint = LINTS[rule]
     findings = lint.find(step)
@@ -126,7 +140,17 @@ def _require_finding(rule: str, found: object) -> Finding:
 
 
 def find_all(step: LintedStep) -> list[LintFinding]:
-    """The findings of every rule: errors first, and then by what they cost."""
+    """Find what every rule has to say.
+
+    Args:
+      step: the step that was rehearsed.
+
+    Returns:
+      The findings: errors first, and then by what they cost.
+
+    Raises:
+      UserError: a rule returns something else than findings.
+    """
     found = [finding for rule in LINTS.names() for finding in find(rule, step)]
     return sorted(
         found,
@@ -136,6 +160,12 @@ def find_all(step: LintedStep) -> list[LintFinding]:
 
 def parse_rules(text: str) -> list[str]:
     """Read `--fail-on`, before anything is compiled: rules of the linter, separated by commas.
+
+    Args:
+      text: the value of the flag, `does-not-fit,large-copy`.
+
+    Returns:
+      The names, in the order of the text.
 
     Raises:
       UserError: a name is unknown.

@@ -33,11 +33,18 @@ class CompiledBytes(NamedTuple):
 
     @staticmethod
     def of(stats: Any, platform: str) -> CompiledBytes:
-        """Read them from `compiled.memory_analysis()` of a program for a platform.
+        """Read them from the compiler's account of a program.
 
         On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop
         over microbatches contains loops over layers; the peak of what is alive is what has to fit.
         Elsewhere the temporaries are one block, which is allocated whole.
+
+        Args:
+          stats: the result of `compiled.memory_analysis()`.
+          platform: the platform that was compiled for, `tpu` or `cuda`.
+
+        Returns:
+          The bytes of one device.
         """
         arguments = stats.argument_size_in_bytes
         grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
@@ -65,11 +72,17 @@ _FRAGMENTED = 1.05
 
 
 def allocated_bytes(stats: Any, platform: str) -> int:
-    """The bytes of a device that a program for a platform allocates; `stats` is
-    `compiled.memory_analysis()`.
+    """Find the bytes of a device that a program allocates.
 
     For a TPU what gaps between arrays add is on top of the peak of what is alive, and no more than
     the plain sum.
+
+    Args:
+      stats: the result of `compiled.memory_analysis()`.
+      platform: the platform that was compiled for, `tpu` or `cuda`.
+
+    Returns:
+      The bytes of one device, without those in host memory.
     """
     taken = CompiledBytes.of(stats, platform)
     plain = CompiledBytes.of(stats, "")
@@ -81,8 +94,15 @@ def allocated_bytes(stats: Any, platform: str) -> int:
 
 
 def saved_bytes(module: Module, layers: int) -> int:
-    """The bytes that the forward pass keeps for the backward: its loops fill stacks with one slice
-    a layer.
+    """Find the bytes that the forward pass keeps for the backward: its loops fill stacks with one
+    slice a layer.
+
+    Args:
+      module: the compiled training step.
+      layers: the number of layers of the model, the first dim of such a stack.
+
+    Returns:
+      The bytes of one device in its main memory; 0 where the layers are not in a loop.
     """
     total = 0
     for computation in module.computations.values():
@@ -140,6 +160,9 @@ def account(
       activations: the bytes of the temporaries that are kept from forward to backward, from
         `saved_bytes`.
       gradients: the bytes of the temporaries that are gradients.
+
+    Returns:
+      The account of one device, without advice.
     """
     compiled = CompiledBytes.of(stats, platform)
     temporaries = min(compiled.temporaries, stats.temp_size_in_bytes)
@@ -191,8 +214,13 @@ _UNITS = {
 
 
 def needs_and_has(message: str) -> tuple[int, int] | None:
-    """The bytes that a step takes and those that a device has, by a compiler's refusal; None if it
-    names none.
+    """Read from a compiler's refusal what a step takes and what a device has.
+
+    Args:
+      message: the compiler's message.
+
+    Returns:
+      The bytes that the step takes and those that a device has; None if the message names none.
     """
     for pattern in _MESSAGES:
         if match := re.search(pattern, message):
@@ -207,8 +235,15 @@ class DoesNotFit(UserError):
 
 
 def refusal(message: str, target: str, advice: str = "") -> str:
-    """Tell the user of a compiler's refusal in one line; `advice` is what would help a step that
-    does not fit.
+    """Tell the user of a compiler's refusal in one line.
+
+    Args:
+      message: the compiler's message.
+      target: the name of the target.
+      advice: what would help a step that does not fit; empty = nothing is said of it.
+
+    Returns:
+      The line, which has the bytes where the step does not fit, or else what the compiler said.
     """
     found = needs_and_has(message)
     if found is None:

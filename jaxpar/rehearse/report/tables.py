@@ -38,14 +38,24 @@ def percent_text(share: float) -> str:
 
 
 def show(report: Rehearsal) -> None:
-    """Print a report on the terminal."""
+    """Print a report on the terminal.
+
+    Args:
+      report: the result of `rehearse.step` or `rehearse.config`.
+    """
     for part in report_parts(report):
         console().print(part)
 
 
 def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
-    """The parts of a report in the order in which a terminal prints them; a long table shows `most`
-    rows.
+    """Make the parts of a report in the order in which a terminal prints them.
+
+    Args:
+      report: the report of a rehearsal.
+      most: how many rows a long table shows.
+
+    Returns:
+      Lines and tables for `rich` to print.
     """
     memory = report["memory"]
     return [
@@ -62,7 +72,15 @@ def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
 
 
 def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
-    """The lines of the model, the most exposed first."""
+    """Make the table of the lines of the model, the most exposed first.
+
+    Args:
+      report: the report of a rehearsal.
+      most: how many rows it shows.
+
+    Returns:
+      A title and the table; nothing where no line is known.
+    """
     exposed = sum(row["exposed"] for row in report["lines"])
     rows = [
         [
@@ -84,7 +102,16 @@ def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
 
 
 def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
-    """The collectives: those that the plan did not ask for, then the most exposed."""
+    """Make the table of the collectives: those that the plan did not ask for, then the most
+    exposed.
+
+    Args:
+      report: the report of a rehearsal.
+      most: how many rows it shows.
+
+    Returns:
+      A title and the table; nothing where there are no collectives.
+    """
     found = sorted(
         report["collectives"],
         key=lambda row: (
@@ -158,11 +185,19 @@ def _parts_table(
 def titled_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int, most: int
 ) -> list[RenderableType]:
-    """A title and its table, of which the first `numbers` columns are numbers; nothing where there
-    are no rows.
+    """Make a table and its title.
 
-    Words fold where there is no room, an empty cell is a dash, and a last row counts the rows
-    beyond `most`.
+    Words fold where there is no room, and an empty cell is a dash.
+
+    Args:
+      title: the title.
+      columns: the heads of the columns; there is no head where all are empty.
+      rows: the cells of each row.
+      numbers: how many of the first columns are numbers, which are aligned at the right.
+      most: how many rows are shown; a last row counts those beyond.
+
+    Returns:
+      An empty line, the title and the table; nothing where there are no rows.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     for name in columns[:numbers]:
@@ -183,8 +218,13 @@ def _cell(value: float, text: Callable[[float], str]) -> str:
 
 
 def summary(report: Rehearsal) -> list[tuple[str, str]]:
-    """Summarize the report in pairs of a word and a text; the word is empty where a line goes
-    on.
+    """Summarize a report.
+
+    Args:
+      report: the report of a rehearsal.
+
+    Returns:
+      Pairs of a word and a text, a line each; the word is empty where a line goes on.
     """
     target = report["target"]
     memory = report["memory"]
@@ -254,7 +294,14 @@ def _size(report: Rehearsal) -> str:
 
 
 def memory_verdict(memory: Memory) -> str:
-    """Say whether a step fits: `fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`."""
+    """Say whether a step fits: `fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`.
+
+    Args:
+      memory: the account of one device, in bytes.
+
+    Returns:
+      The verdict. Where the device's memory is not known, it has only what the step takes.
+    """
     takes = memory["total"]
     has = memory["hbm_bytes"]
     if not has:
@@ -271,7 +318,14 @@ def memory_verdict(memory: Memory) -> str:
 
 
 def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
-    """One line for each finding, in the form of a compiler's messages, which editors can follow."""
+    """Write findings in the form of a compiler's messages, which editors can follow.
+
+    Args:
+      findings: the findings of the linter.
+
+    Returns:
+      A line for each finding, in their order.
+    """
     lines = []
     for row in findings:
         costs = [seconds_text(row["seconds"])] * bool(row["seconds"]) + [

@@ -25,11 +25,15 @@ _ORDER = {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4}
 
 
 def timeline_of(events: Sequence[Event]) -> TimelineColumns:
-    """Make the report's timeline of a replay's events, which are in seconds.
+    """Make the report's timeline of a replay's events.
 
-    It has the lanes that are in use, columns with an entry for each instruction that ran (a bar
-    that stands for trips of a loop has the loop's), and events in microseconds to the nearest
-    nanosecond.
+    Args:
+      events: the bars of a replay, in seconds.
+
+    Returns:
+      The lanes that are in use; columns with an entry for each instruction that ran (a bar that
+      stands for trips of a loop has the loop's); and the events in microseconds to the nearest
+      nanosecond.
     """
     lanes = sorted(
         {event.lane for event in events},
@@ -77,8 +81,12 @@ def write_trace(report: Rehearsal, path: Path | str) -> None:
     """Write a report's timeline as a Chrome trace, whole or not at all; it is compressed if the
     name ends in `.gz`.
 
+    Args:
+      report: the result of `rehearse.step` or `rehearse.config`.
+      path: the file; its folder is made.
+
     Raises:
-      UserError: the report was kept without its timeline.
+      UserError: the report was kept without its timeline, or the file cannot be written.
     """
     text = json.dumps(chrome_trace(report), allow_nan=False, separators=(",", ":"))
     write_whole(
@@ -89,6 +97,12 @@ def write_trace(report: Rehearsal, path: Path | str) -> None:
 
 def chrome_trace(report: Rehearsal) -> dict[str, Any]:
     """Turn a report's timeline into a Chrome trace: one process, with a thread for each lane.
+
+    Args:
+      report: the report of a rehearsal.
+
+    Returns:
+      The trace, an object of JSON. Its times are in microseconds.
 
     Raises:
       UserError: the report was kept without its timeline.
