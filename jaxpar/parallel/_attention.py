@@ -125,8 +125,16 @@ def attention(
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """Return the layout for attention on more devices than heads: see
-    `jaxpar.base.sharding.fit_rules`.
+    """Let attention run on more devices than there are heads: see `jaxpar.base.sharding.fit_rules`.
+    The log says once what was changed.
+
+    Args:
+      layout: mesh and rules of the model's arrays.
+      heads: the number of query heads H.
+      kv_heads: the number of kv heads K.
+
+    Returns:
+      The same layout with the fitting rules.
     """
     rules, notes = fit_rules(layout.rules, heads, kv_heads, layout.mesh.shape)
     for note in notes:
@@ -149,11 +157,17 @@ def choose_attention(
     no earlier one does.
 
     Args:
+      seq_len: the length of the whole sequence, in tokens.
+      head_dim: the size h of a head.
       split: how it runs on several devices; see `ops.split_of`.
-      mask: the mask without its documents; `packed` says whether there are any.
+      mask: the mask without its documents.
       dropping: whether attention weights are dropped out.
+      packed: whether the mask is limited to documents besides.
       platform: `gpu` or `tpu`; empty = the platform of the layout's devices.
       batch: how many sequences one device has.
+
+    Returns:
+      The name of the implementation, and the reasons against those before it.
 
     Raises:
       UserError: the implementation that was asked for cannot serve.

@@ -10,11 +10,18 @@ from jaxpar.base.arguments import require_number
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
-    """Zero a share `rate` of the entries of `x`, from 0 to below 1, and scale up the rest; `x`
-    itself when key is None.
+    """Zero a share of the entries of an array, and scale up the rest.
 
     The bits depend on the key and the position in the global array only, so they are the same on
     every mesh.
+
+    Args:
+      x: an array of any shape.
+      rate: the share, from 0 to below 1.
+      key: the key of the bits; None = nothing is dropped.
+
+    Returns:
+      An array of the shape and dtype of x; x itself where nothing is dropped.
 
     Raises:
       UserError: the rate is out of its range.

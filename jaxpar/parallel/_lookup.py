@@ -20,8 +20,7 @@ def lookup(
     axis: LogicalAxis | None,
     layout: Layout,
 ) -> Float[Array, "B S D"]:
-    """Look up rows of an embedding table; they are in the compute dtype and the residual stream's
-    layout.
+    """Look up rows of an embedding table.
 
     Args:
       table_VD: the table, with logical axes (axis, "embed").
@@ -29,6 +28,9 @@ def lookup(
       axis: logical axis of the table's rows: "vocab", or None for a table that is never split by
         rows.
       layout: the layout of the table and the tokens.
+
+    Returns:
+      The rows [B, S, D], in the compute dtype and the residual stream's layout.
 
     Raises:
       UserError: the rules split tokens and rows over the same mesh axis, or the arguments are of

@@ -37,8 +37,14 @@ EMPTY = 2**30
 
 
 def cache_spec(plan: Plan) -> P:
-    """Return the PartitionSpec of a cache; kv heads that are copied (`kv_copy_axes`) lie as
-    heads do.
+    """Lay out a cache, whose first dim merges the sequences and the kv heads of a device. Kv heads
+    that are copied (`kv_copy_axes`) lie as heads do.
+
+    Args:
+      plan: the plan of the run.
+
+    Returns:
+      The PartitionSpec of a cache [N, T, h].
     """
     return P(
         (
@@ -161,8 +167,20 @@ def attend(
     seen_BT: Bool[Array, "B T"],
     softcap: float = 0.0,
 ) -> tuple[Float[Array, "B 1 H h"], Cache]:
-    """Write the new tokens' keys and values into a slot, and attend with one query a row; softmax
-    is float32.
+    """Write the new tokens' keys and values into a slot, and attend with one query a row. The
+    softmax is in float32.
+
+    Args:
+      q_BSHh: the queries of the new tokens; H is a multiple of K.
+      k_BSKh: their keys.
+      v_BSKh: their values.
+      cache: the keys and the values of the layer so far, [B K, T, h] each.
+      slot: the place in T that is written.
+      seen_BT: which of the T places a row's query sees.
+      softcap: as for `jaxpar.parallel.attention`.
+
+    Returns:
+      The output, and the cache with the new tokens.
     """
     (B, _, H, h) = q_BSHh.shape
     K = k_BSKh.shape[2]

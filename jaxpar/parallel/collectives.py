@@ -38,9 +38,13 @@ def manual(
 
     Args:
       local: a function of local arrays that names its collectives.
+      layout: mesh and rules, by which the logical axes are split.
       in_axes: the logical axes of each argument, in trees of the arguments' forms (an array's axes
         are a tuple).
       out_axes: the same for what it returns.
+
+    Returns:
+      A function of the global arrays, or of the parts that the `shard_map` around it has.
 
     Raises:
       UserError: `jax.set_mesh` has a mesh of Explicit axes.
@@ -82,9 +86,20 @@ def manual_vjp(
     """`manual(forward, ...)` with its gradient written out, so that every collective of it stands
     where it should.
 
-    The arguments are kept for `backward`, which takes them and the cotangent of the result of
-    `forward`. It returns the gradient of each argument, laid out as gradients are (`state_axes`),
-    and None for an argument of integers.
+    Args:
+      forward: a function of local arrays. Its arguments are kept for `backward`.
+      backward: a function of the same arguments and of the cotangent of the result. It returns the
+        gradient of each argument, laid out as gradients are (`state_axes`), and None for an
+        argument of integers.
+      layout: as for `manual`.
+      in_axes: the logical axes of each argument.
+      out_axes: those of the result of `forward`.
+
+    Returns:
+      A function of the global arrays that JAX can differentiate once, in reverse.
+
+    Raises:
+      UserError: as for `manual`, when the function is called.
     """
 
     @jax.custom_vjp
@@ -107,21 +122,24 @@ def manual_vjp(
 def order_token_after(
     order_token: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout
 ) -> jax.Array | None:
-    """Return an order token: an int32 zero that is ready only after these arrays. What takes its
-    arrays by `ready_after` from it runs after their ops.
+    """Make what follows wait for these arrays: what takes its arrays by `ready_after` from the
+    order token runs after their ops.
 
-    Only XLA:CPU needs it; elsewhere an order token is None. XLA:CPU starts collectives in the order
-    of its schedule, but counts a loop or a branch as started as soon as its first op is. What is
-    inside may then run beside a later collective, unless that one depends on the loop's result. All
-    collectives of a `shard_map` share one channel there, so two devices that reach two of them in
-    different orders exchange each other's data, or wait for ever. GPUs and TPUs run a loop to its
-    end before the op that follows it.
+    Only XLA:CPU needs it. XLA:CPU starts collectives in the order of its schedule, but counts a
+    loop or a branch as started as soon as its first op is. What is inside may then run beside a
+    later collective, unless that one depends on the loop's result. All collectives of a `shard_map`
+    share one channel there, so two devices that reach two of them in different orders exchange each
+    other's data, or wait for ever. GPUs and TPUs run a loop to its end before the op that follows
+    it.
 
     Args:
       order_token: the one before, or None.
       arrays: results of ops that may hold collectives.
       axes: the logical axes of each array.
       layout: the layout that they have.
+
+    Returns:
+      An int32 zero that is ready only after the arrays; None where `order_token` is None.
     """
     if order_token is None:
         return None
@@ -139,7 +157,15 @@ def order_token_after(
 
 
 def ready_after(x: Tree, order_token: jax.Array | None) -> Tree:
-    """Return the same arrays, ready only after `order_token`."""
+    """Hold arrays back until an order token is ready.
+
+    Args:
+      x: a tree of arrays.
+      order_token: of `order_token_after`; None = they need not wait.
+
+    Returns:
+      The same arrays.
+    """
     if order_token is None:
         return x
     return jax.tree.map(
@@ -175,8 +201,17 @@ def gather(
     used: Axes,
     layout: Layout,
 ) -> jax.Array:
-    """Inside `manual`: move `x` from the layout it is stored in to the one it is used in, split
-    over fewer mesh axes.
+    """Inside `manual`: move an array from the layout it is stored in to the one it is used in,
+    split over fewer mesh axes.
+
+    Args:
+      x: this device's part, as it is stored.
+      stored: the logical axes of the stored array.
+      used: those of the array as it is used, one for each dim.
+      layout: mesh and rules.
+
+    Returns:
+      This device's part as it is used; a dim is larger by the devices it was gathered from.
 
     Raises:
       UserError: the mesh axes that split a dim as it is used are not the first of those that split
@@ -190,12 +225,21 @@ def gather(
 def reduce(
     x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, layout: Layout
 ) -> jax.Array:
-    """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh
-    axes `partial`.
+    """Inside `manual`: the transpose of `gather`, for a partial sum.
 
-    The sum is reduce-scattered over those axes that split a dim of the stored layout, and
+    The sum is reduce-scattered over those mesh axes that split a dim of the stored layout, and
     all-reduced over the others. Where a dim is split over an axis along which `x` is the same on
     every device, each device keeps its own piece.
+
+    Args:
+      x: this device's summand, as it is used.
+      partial: the mesh axes over which the sum is partial.
+      used: the logical axes of the array as it is used.
+      stored: those of the sum as it is stored, one for each dim.
+      layout: mesh and rules.
+
+    Returns:
+      This device's part of the sum, as it is stored.
 
     Raises:
       UserError: as for `gather`.
@@ -221,8 +265,17 @@ def own_piece(
     dim: int,
     pieces: int,
 ) -> jax.Array:
-    """Inside `manual`: return each device's piece of `dim`, of an array that is the same along
-    these mesh axes.
+    """Inside `manual`: cut out each device's piece of an array that is the same along some mesh
+    axes.
+
+    Args:
+      x: the array.
+      mesh_axes: the mesh axes, outermost first.
+      dim: the dim that is cut.
+      pieces: the number of devices along these axes, which divides the dim.
+
+    Returns:
+      The piece, in which the dim is smaller by `pieces`.
     """
     size = x.shape[dim] // pieces
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
@@ -237,6 +290,15 @@ def reduce_scatter(
     In other forms XLA:TPU may use an all-reduce of the whole and a slice, which sends twice the
     bytes. This happens with a dim in the middle, with a last dim of 16-bit numbers or of pieces
     that fill half the lanes, and with a few long rows.
+
+    Args:
+      x: this device's summand, whole.
+      mesh_axes: the mesh axes to sum over, outermost first.
+      dim: the dim that is cut.
+      pieces: the number of devices along these axes, which divides the dim.
+
+    Returns:
+      The piece of the sum, in which the dim is smaller by `pieces`.
     """
     front = x.shape[:dim]
     back = x.shape[dim + 1 :]
@@ -270,8 +332,15 @@ def reduce_scatter(
 
 
 def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array | int:
-    """Inside `manual`: this device's first row in the whole array, where each device has `rows` of
-    a logical axis.
+    """Inside `manual`: find where this device's rows of a split dim begin in the whole array.
+
+    Args:
+      axis: the logical axis of the rows; None = they are not split.
+      rows: how many each device has.
+      layout: mesh and rules.
+
+    Returns:
+      The first row's number in the whole array, known at run time where the rows are split.
     """
     split = layout.mesh_axes(axis)
     if split:
@@ -289,8 +358,15 @@ def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:
 def further_split(
     stored: Axes, used: Axes, layout: Layout
 ) -> list[tuple[int, tuple[MeshAxis, ...]]]:
-    """Find the dims that the stored layout splits further than the used one, and the mesh axes of
-    the difference.
+    """Find the dims that the stored layout splits further than the used one.
+
+    Args:
+      stored: the logical axes of an array as it is stored.
+      used: those of the array as it is used, one for each dim.
+      layout: mesh and rules.
+
+    Returns:
+      For each such dim its number and the mesh axes of the difference, outermost first.
 
     Raises:
       UserError: the mesh axes that split a dim as it is used are not the first of those that split

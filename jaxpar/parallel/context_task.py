@@ -80,7 +80,15 @@ class ContextTask(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
 
     def segments_of(self, chunk: ChunkNumber, C: int) -> Int[Array, "B C"] | None:
-        """Return the documents of a chunk of C tokens in zigzag order; None = there are none."""
+        """Look up the documents of a chunk.
+
+        Args:
+          chunk: its number in natural order, from 0 to twice the devices less one.
+          C: the number of tokens of a chunk.
+
+        Returns:
+          The document of each of its tokens; None = there are none.
+        """
         if self.segments_BT is None:
             return None
         place = jnp.where(
@@ -91,14 +99,31 @@ class ContextTask(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
 
     def pair(self, q_chunk: ChunkNumber, k_chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
-        """Return what the queries of one chunk of C tokens see of the keys of an earlier one."""
+        """Find what the queries of one chunk see of the keys of an earlier one.
+
+        Args:
+          q_chunk: the number of the queries' chunk.
+          k_chunk: that of the keys' chunk, which is lower.
+          C: the number of tokens of a chunk.
+
+        Returns:
+          The mask of the two, and how the kernel is called, with the places of both.
+        """
         if self.mask == Causal():
             return self.in_documents(Full(), q_chunk, k_chunk, C), self.call
         places = self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
         return self.in_documents(self.mask, q_chunk, k_chunk, C), places
 
     def diagonal(self, chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
-        """Return what the queries of a chunk of C tokens see of its own keys."""
+        """Find what the queries of a chunk see of its own keys.
+
+        Args:
+          chunk: its number.
+          C: its number of tokens.
+
+        Returns:
+          The mask, and how the kernel is called.
+        """
         if of_distance(self.mask):
             start = 0
         else:
@@ -107,10 +132,18 @@ class ContextTask(NamedTuple):
         return self.in_documents(self.mask, chunk, chunk, C), places
 
     def in_documents(self, mask: Mask, q_chunk: ChunkNumber, k_chunk: ChunkNumber, C: int) -> Mask:
-        """Return the mask of two chunks of C tokens, limited to a token's own document where there
-        are documents.
+        """Limit a mask of two chunks to a token's own document, where there are documents.
 
         `&` does not serve here: where a chunk begins, its documents need not begin.
+
+        Args:
+          mask: what the queries see apart from documents.
+          q_chunk: the number of the queries' chunk.
+          k_chunk: that of the keys' chunk.
+          C: the number of tokens of a chunk.
+
+        Returns:
+          The limited mask; the mask itself where there are no documents.
         """
         q_ids = self.segments_of(q_chunk, C)
         kv_ids = self.segments_of(k_chunk, C)
@@ -126,7 +159,16 @@ class ContextTask(NamedTuple):
 
 
 def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
-    """Return the mask, limited to a token's own document where there are ids."""
+    """Limit a mask to a token's own document, where there are documents.
+
+    Args:
+      mask: what the queries see apart from documents.
+      q_ids: the document of each query [B, S]; None = there are none.
+      kv_ids: that of each key [B, T].
+
+    Returns:
+      The limited mask, or the mask itself.
+    """
     if q_ids is None or kv_ids is None:
         return mask
     return mask & Segments(q_ids, kv_ids)

@@ -83,11 +83,16 @@ def linear_cross_entropy(
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: the vocabulary matrix, with logical axes ("vocab", "embed"); its rows past
         `vocab_size` are padding.
+      labels_BS: for each token the entry of the vocabulary that should follow.
+      layout: mesh, rules and compute dtype.
       vocab_size: the true vocabulary; 0 = all rows.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
         they are.
       loss_mib: how many MiB of a device the loss may hold: see `tiling`.
+
+    Returns:
+      Float32 sums over the labels that count, the same on every device.
 
     Raises:
       UserError: the rules split tokens and vocabulary over the same mesh axis, or an argument is
@@ -203,7 +208,17 @@ def tiling(
 
     The loss holds the scores and, where the matrix is split over `embed` too, the gathered part of
     it with its float32 gradient. In that case slices save this memory as well; otherwise chunks are
-    made larger instead. `tokens` and `rows` of the matrix are those of one device.
+    made larger instead.
+
+    Args:
+      tokens: the number of tokens of one device.
+      rows: the number of rows of the vocabulary matrix that one device scores.
+      embed: the width D of the matrix, whole.
+      layout: mesh, rules and compute dtype.
+      loss_mib: how many MiB of a device the loss may hold.
+
+    Returns:
+      The numbers of chunks and slices, of which one is 1.
     """
     most = loss_mib * 2**20
     moved = further_split(state_axes(_HEAD), (_HEAD[0], None), layout)

@@ -34,8 +34,14 @@ KNOWN_BAD = {
 
 
 def known_problem(platform: str, jaxlib: str) -> str:
-    """What is known to go wrong with offloaded activations on this platform and jaxlib; empty =
-    nothing.
+    """Look up what is known to go wrong with offloaded activations.
+
+    Args:
+      platform: `cpu`, `gpu` or `tpu`.
+      jaxlib: the version of jaxlib.
+
+    Returns:
+      The problem in words; empty = nothing is known.
     """
     what = KNOWN_BAD.get((platform, jaxlib))
     if what:
@@ -44,11 +50,12 @@ def known_problem(platform: str, jaxlib: str) -> str:
 
 
 def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
-    """Refuse to offload where it cannot be done, or, unless `anyway`, where it is known to give
-    wrong results.
+    """Refuse to offload where it cannot be done, or where it is known to give wrong results.
 
-    `what` is the setting that asks for it, and the device one that the plan is for, which may be
-    absent.
+    Args:
+      what: the setting that asks for it, with which a message begins.
+      device: one that the plan is for, which may be absent.
+      anyway: whether to do it even where it is known to be wrong.
 
     Raises:
       UserError: the version is known to be wrong, or the device has no host memory.
@@ -89,11 +96,17 @@ def in_host_memory(x: jax.Array) -> bool:
 def compile_absent(
     lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compile for devices that may be absent, with these options of the compiler beside those of
-    the jitted function.
+    """Compile for devices that may be absent.
 
     Where JAX keeps programs, it cannot read those of an absent GPU again: they are compiled anew,
     and its warning, which nobody could mend, is left out.
+
+    Args:
+      lowered: the lowered program.
+      options: options of the compiler, beside those of the jitted function.
+
+    Returns:
+      The compiled program.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
@@ -111,8 +124,17 @@ def lower_for(
     in host memory.
 
     An absent GPU knows no kinds of memory and its shardings forget them, so they are written into
-    the lowered program. The arguments are ShapeDtypeStructs with shardings; `host` says for each
-    whether it lies in host memory. None of the `keywords`, which the function takes by name, does.
+    the lowered program.
+
+    Args:
+      jitted: the function, which uses all of its arguments where some lie in host memory.
+      arguments: its arguments, a tuple of trees of ShapeDtypeStructs with shardings.
+      host: a tree of the same form that says of each whether it lies in host memory.
+      platform: what to lower for: `cpu`, `cuda` or `tpu`.
+      keywords: arguments that the function takes by name; none of them lies in host memory.
+
+    Returns:
+      The traced function and the lowered program.
     """
     leaves = jax.tree.leaves(arguments)
     flags = jax.tree.leaves(host)
@@ -157,6 +179,10 @@ def memory_kinds(device: jax.Device) -> list[str]:
 def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> None:
     """Compare the gradient of a small offloaded scan with the plain one on this device.
 
+    Args:
+      device: a device that is here.
+      say: is told in one line that the two are the same.
+
     Raises:
       UserError: the two gradients differ.
     """
@@ -175,8 +201,14 @@ def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> N
 
 
 def gradient_error(device: jax.Device) -> float:
-    """The error of a small scan's gradient with activations in host memory, relative to its largest
-    entry.
+    """Measure how far a small scan's gradient is off with its activations in host memory.
+
+    Args:
+      device: a device that is here.
+
+    Returns:
+      The largest difference from the plain gradient, relative to the largest entry of that;
+      infinity where it is no number.
     """
     rng = np.random.default_rng(0)
     arrays = (rng.standard_normal(shape, np.float32) for shape in ((5, 64, 64), (8, 64)))

@@ -263,15 +263,19 @@ def logits(
     softcap: float = 0.0,
     overlap: Overlapping = "xla",
 ) -> Float[Array, "B S V"]:
-    """Compute float32 scores of every vocabulary entry, split over `vocab`.
+    """Compute scores of every vocabulary entry.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: the vocabulary matrix, with logical axes ("vocab", "embed").
+      layout: mesh, rules and compute dtype.
       vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
         they are.
       overlap: as for `column_linear`.
+
+    Returns:
+      The float32 scores [B, S, V], with logical axes ("batch", "seq", "vocab").
 
     Raises:
       UserError: the arrays do not fit together, or a number is out of its range.
@@ -299,8 +303,16 @@ def logits(
 
 
 def require_head(what: str, x_BSD: Array, head_VD: Array, layout: Layout) -> None:
-    """Refuse, for the op `what`, hidden states that the mesh does not divide or that the head is
-    not as wide as.
+    """Refuse hidden states and a head that do not fit together.
+
+    Args:
+      what: the op, with which a message begins.
+      x_BSD: the hidden states.
+      head_VD: the vocabulary matrix.
+      layout: mesh and rules.
+
+    Raises:
+      UserError: the mesh does not divide an array, or the two differ in D.
     """
     layout.sharding(STORED, x_BSD.shape, "x")
     layout.sharding(("vocab", "embed"), head_VD.shape, "head")

@@ -175,6 +175,9 @@ def ops_without_plan(compute: str = "float32") -> Ops:
     Args:
       compute: the dtype of matmuls, activations and their sums: float32 or bfloat16.
 
+    Returns:
+      The ops, on the first device of JAX.
+
     Raises:
       UserError: it is another dtype.
     """
@@ -188,7 +191,14 @@ def split_of(plan: Plan, softcap: float = 0.0) -> Split:
 
 
 def overlap_notes(plan: Plan) -> list[str]:
-    """Say for the log where a collective replaces a ring that the plan asks for."""
+    """Say for the log where a collective replaces a ring that the plan asks for.
+
+    Args:
+      plan: the plan, whose overlap is chosen.
+
+    Returns:
+      A line for each such case.
+    """
     rings = ring_forms()
     asked = [name for name, form in vars(plan.overlap).items() if form in rings]
     if not asked:

@@ -68,6 +68,13 @@ def with_text(batch: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def count_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> TokenCounts:
-    """Count the tokens of a batch as `text_tokens` tells them apart; the batch is as there."""
+    """Count the tokens of a batch as `text_tokens` tells them apart.
+
+    Args:
+      batch: as for `text_tokens`.
+
+    Returns:
+      Two float32 numbers: how many labels count, and how many tokens are text.
+    """
     labels = jnp.sum(batch["labels"] >= 0, dtype=jnp.float32)
     return TokenCounts(labels, jnp.sum(text_tokens(batch), dtype=jnp.float32))

@@ -19,7 +19,15 @@ _MADE_BY = {CUDNN_ATTENTION: "attention_out"}
 
 
 def named(x: Array, name: str) -> Array:
-    """Give `x` the name by which the plan knows it, one of `jaxpar.base.activation_names.NAMES`."""
+    """Give an activation the name by which the plan knows it.
+
+    Args:
+      x: the activation.
+      name: one of `jaxpar.base.activation_names.NAMES`.
+
+    Returns:
+      The same array.
+    """
     assert name in NAMES, f"activation_names.NAMES has no {name}"
     return checkpoint_name(x, name)
 
@@ -29,13 +37,19 @@ def remat(
     plan: Plan,
     looped: bool = True,
 ) -> Callable[..., Any]:
-    """Wrap `block` in a policy: of the activations it names, it keeps those the plan says and
+    """Wrap a block in a policy: of the activations it names, it keeps those the plan says and
     computes the rest again.
 
     The loop around a block keeps the block's input. So that the input can lie in host memory
     instead, the block gives it a name before anything else, and the loop keeps the named array.
-    `looped` says whether the block is the body of a `lax.scan` over layers, or of its unrolled
-    form.
+
+    Args:
+      block: a function of arrays that names its activations by `named`.
+      plan: says what becomes of each name.
+      looped: whether the block is the body of a `lax.scan` over layers, or of its unrolled form.
+
+    Returns:
+      A function of the same arguments and results; the block itself where nothing is recomputed.
     """
     if not plan.recomputes:
         return block

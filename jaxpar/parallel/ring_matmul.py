@@ -52,6 +52,13 @@ def register_form(name: str) -> Callable[[Lanes], Lanes]:
 
     Args:
       name: a word that no other form has.
+
+    Returns:
+      A decorator, which leaves the function as it is.
+
+    Raises:
+      UserError: the name is no word; and the decorator, where the name is taken or it is put on
+        something that cannot be called so.
     """
     return registering(FORMS, name, lambda lanes: lanes, ("rows",))
 
@@ -93,10 +100,16 @@ def all_gather_matmul(
     layout: Layout,
     form: Form,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Gather `x` and multiply it by weights that share the gather.
+    """Gather an array and multiply it by weights that share the gather.
 
-    x is an array [B, S, *in] in the layout `stored`, and the weights are arrays [*in, *out], ready
-    to be multiplied.
+    Args:
+      x: an array [B, S, *in] in the layout `stored`.
+      weights: arrays [*in, *out], ready to be multiplied.
+      stored: the logical axes of x as it is stored.
+      used: those of x as it is multiplied.
+      dtype: the dtype of the products.
+      layout: mesh and rules.
+      form: how the gather runs beside the matmuls, a word of `FORMS`.
 
     Returns:
       x in the layout `used`, and for each weight an array [B, S, *out] of `dtype`.
@@ -131,9 +144,21 @@ def matmul_reduce_scatter(
     """Sum some matmuls, where the sum is partial over mesh axes, into the layout that the sum is
     stored in.
 
-    The products are pairs of an array [B, S, *in] and a weight [*in, *out]. The sum [B, S, *out]
-    has the layout `used` before and `stored` after. It is in the compute dtype, and so is what
-    travels: in a ring, sums are added in float32 and rounded at each hop.
+    In a ring, sums are added in float32 and rounded at each hop.
+
+    Args:
+      products: pairs of an array [B, S, *in] and a weight [*in, *out].
+      partial: the mesh axes over which the sum is partial.
+      used: the logical axes of the sum before.
+      stored: its logical axes after.
+      layout: mesh, rules and compute dtype.
+      form: how the scatter runs beside the matmuls, a word of `FORMS`.
+
+    Returns:
+      This device's part of the sum [B, S, *out], in the compute dtype, in which it also travels.
+
+    Raises:
+      UserError: no such form.
     """
     ring = _ring(stored, used, form, layout)
     if ring is None or set(partial) != set(ring.axes):
@@ -161,7 +186,16 @@ def matmul_reduce_scatter(
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
-    """Multiply [B, S, *in] by [*in, *out] as a matmul of flattened dims."""
+    """Multiply by a matmul of flattened dims.
+
+    Args:
+      x: an array [B, S, *in].
+      weight: an array [*in, *out].
+      dtype: the dtype of the product.
+
+    Returns:
+      The product [B, S, *out].
+    """
     out = weight.shape[x.ndim - 2 :]
     x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
     y_TO = jnp.matmul(

@@ -26,8 +26,14 @@ TOKENS: Axes = ("batch", None)
 
 
 def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
-    """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0]
-    for no change.
+    """Tell which chunk of the sequence stands at each place.
+
+    Args:
+      layout: mesh and rules.
+      strategy: how attention runs where the sequence is split.
+
+    Returns:
+      The chunks' numbers: [0, 3, 1, 2] for a ring of two devices, [0] for no change.
     """
     n = layout.size("attention_seq")
     if n == 1 or strategy == "ulysses":
@@ -58,7 +64,16 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 
 def reorder(x: Array, order: Sequence[int], dim: int) -> Array:
-    """Return `x` with the chunks of one dim in another order."""
+    """Put the chunks of one dim in another order.
+
+    Args:
+      x: an array.
+      order: which chunk stands at each place; its length divides the dim.
+      dim: the dim.
+
+    Returns:
+      An array of the same shape.
+    """
     front = x.shape[:dim]
     back = x.shape[dim + 1 :]
     return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(
@@ -68,6 +83,11 @@ def reorder(x: Array, order: Sequence[int], dim: int) -> Array:
 
 def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
     """Refuse a sequence that cannot be cut into equal chunks.
+
+    Args:
+      layout: mesh and rules.
+      strategy: how attention runs where the sequence is split.
+      seq_len: the length of the whole sequence, in tokens.
 
     Raises:
       UserError: the sequence cannot be cut so; the message names the nearest lengths that can.
@@ -93,13 +113,16 @@ def context_sizes(layout: Layout) -> str:
 def in_order(
     batch: Mapping[str, Int[Array, "B S"]], layout: Layout, context: Strategy = "ring"
 ) -> dict[str, Int[Array, "B S"]]:
-    """Put a batch's tokens in the order in which attention splits the sequence; `positions` says
-    where they stood.
+    """Put a batch's tokens in the order in which attention splits the sequence.
 
     Args:
       batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device.
         `positions` are made if missing.
+      layout: mesh and rules.
       context: how attention runs where the sequence is split, as for `attention`.
+
+    Returns:
+      The arrays in the new order, with `positions`, which say where the tokens stood.
 
     Raises:
       UserError: the sequence cannot be cut into equal chunks, or an argument is of another kind.
@@ -128,8 +151,18 @@ def in_order(
 def in_natural_order(
     x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring"
 ) -> Float[Array, "B S V"]:
-    """Put what a model made of a batch `in_order` back into the tokens' own order; the arguments
-    are as there.
+    """Put what a model made of a batch `in_order` back into the tokens' own order.
+
+    Args:
+      x_BSV: an array whose second dim is the sequence.
+      layout: as for `in_order`.
+      context: as for `in_order`.
+
+    Returns:
+      An array of the same shape.
+
+    Raises:
+      UserError: an argument is of another kind.
     """
     require_layout(layout, "in_natural_order")
     require_strategy(context)
@@ -165,8 +198,19 @@ def halves(
     axes: Axes,
     plan: Plan,
 ) -> tuple[Any, ...]:
-    """Return what a block runs on in turn: the array, or under Domino two halves of each device's
+    """Cut an array into what a block runs on in turn: under Domino two halves of each device's
     sequences.
+
+    Args:
+      x: an array whose first dim is the batch, or None.
+      axes: its logical axes.
+      plan: says whether Domino is on.
+
+    Returns:
+      The two halves, or the array alone; for None as many times None.
+
+    Raises:
+      UserError: `overlap.domino` is still `auto`.
     """
     if x is None or plan.overlap.parts == 1:
         return (x,) * plan.overlap.parts
@@ -174,7 +218,16 @@ def halves(
 
 
 def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
-    """The inverse of `halves`."""
+    """Undo `halves`.
+
+    Args:
+      parts: what it returned.
+      axes: the logical axes of the array.
+      plan: the plan that it was given.
+
+    Returns:
+      The whole array.
+    """
     if len(parts) == 1:
         return parts[0]
     return manual(lambda *parts: jnp.concatenate(parts), plan, (axes,) * len(parts), axes)(*parts)

@@ -69,11 +69,17 @@ def gradients(
     another.
 
     Args:
+      model: the model, whose blocks can be run layer by layer.
       params: parameters whose blocks are stacked in the plan's `stored_order`.
       batch: arrays [M B, S], as for `Model.loss`.
+      plan: the plan, which has a pipeline of M microbatches.
       key: the dropout key, of which microbatch i uses `fold_in(key, i)`; None = no dropout.
+      weights: the weights of what is added to the likelihood.
       table: what each stage does in each tick; None = the plan's schedule.
       counts: the tokens of the whole step, as for `Model.loss`; None = the batch is all of it.
+
+    Returns:
+      The sums over the batch, and a float32 gradient for each parameter, in a tree of their form.
     """
     pipeline = plan.pipeline
     table = table or schedule(
@@ -93,11 +99,20 @@ def loss(
     plan: Plan,
     weights: LossWeights = LIKELIHOOD,
 ) -> LossSums:
-    """Compute the loss alone: only forward ticks run, and nothing is kept. The arguments are as for
-    `gradients`.
+    """Compute the loss alone: only forward ticks run, and nothing is kept.
 
     Few microbatches at a time go through all virtual stages, so that few activations wait for the
     next of these.
+
+    Args:
+      model: as for `gradients`.
+      params: as there.
+      batch: as there.
+      plan: as there.
+      weights: the weights of what is added to the likelihood; nothing is by default.
+
+    Returns:
+      The sums over the batch.
     """
     pipeline = plan.pipeline
     table = schedule("interleaved", plan.size("stage"), pipeline.microbatches, pipeline.virtual)

@@ -51,7 +51,15 @@ class Layers(NamedTuple):
 
 
 def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
-    """Return the layers of each stage: as `pipeline.layers` says, or as evenly as possible.
+    """Share the layers out among the stages: as `pipeline.layers` says, or as evenly as possible.
+
+    Args:
+      layers: the number of layers of the model.
+      stages: the number of stages.
+      pipeline: the settings, of which `virtual` and `layers` are read.
+
+    Returns:
+      How many layers each virtual stage has, and where they are stored.
 
     Raises:
       UserError: there are fewer layers than virtual stages, virtual stages do not divide the
@@ -102,8 +110,17 @@ def _even_layers(layers: int, parts: int) -> tuple[int, ...]:
 
 
 def layers_in(plan: Plan, layers: int) -> Layers | None:
-    """Return the layers of each stage of a plan, or None where it has no stages. See
-    `layers_of`.
+    """Share the layers out among the stages of a plan.
+
+    Args:
+      plan: the plan.
+      layers: the number of layers of the model.
+
+    Returns:
+      As for `layers_of`; None where the plan has no stages.
+
+    Raises:
+      UserError: as for `layers_of`.
     """
     stages = plan.size("stage")
     if stages > 1:
@@ -112,8 +129,17 @@ def layers_in(plan: Plan, layers: int) -> Layers | None:
 
 
 def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
-    """The order in which a plan stores the layers of stacked parameters (see `Layers.order`); None
-    = the model's.
+    """Tell in which order a plan stores the layers of stacked parameters.
+
+    Args:
+      plan: the plan.
+      layers: the number of layers of the model.
+
+    Returns:
+      As `Layers.order`; None = the model's own order.
+
+    Raises:
+      UserError: as for `layers_of`.
     """
     found = layers_in(plan, layers)
     if found is None or found.natural:
@@ -124,10 +150,17 @@ def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
 def reorder_layers(
     x: _Array, before: Sequence[int] | None, after: Sequence[int] | None, layers: int
 ) -> _Array:
-    """Move a stacked array [places, ...] from one stored order to another; None is the model's own
-    order.
+    """Move a stacked array from one stored order to another.
 
-    `before` and `after` are as `stored_order` gives them. Places without a layer are zeros.
+    Args:
+      x: an array [places, ...], of NumPy or of JAX.
+      before: the order it is in, as `stored_order` gives it; None = the model's own.
+      after: the order to put it in.
+      layers: the number of layers of the model.
+
+    Returns:
+      An array [places, ...] of the same kind, with as many places as `after` has. Places without a
+      layer are zeros.
     """
     if before == after:
         return x
@@ -147,10 +180,16 @@ def reorder_layers(
 
 
 def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
-    """Refuse a pipeline that cannot run with so many layers and microbatches (`count`).
+    """Refuse a pipeline that cannot run.
 
     All stages run one program, so a place of a stage has one kind of layer on all of them: where
-    layers are of several `kinds` in turn, each virtual stage begins with the first kind.
+    layers are of several kinds in turn, each virtual stage begins with the first kind.
+
+    Args:
+      plan: the plan, which has stages.
+      layers: the number of layers of the model.
+      count: the number of microbatches.
+      kinds: how many kinds of layers there are in turn.
 
     Raises:
       UserError: `layers_of` or `schedules.schedule` refuses, the rules split anything else over the
@@ -192,13 +231,19 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
 
 
 def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
-    """Return how many microbatches are in the pipeline together.
+    """Count the microbatches that are in the pipeline together.
 
-    `sizes` are the numbers of devices along each mesh axis, over all slices.
+    Args:
+      config: the settings of the run.
+      sizes: the numbers of devices along each mesh axis, over all slices.
+
+    Returns:
+      `pipeline.microbatches`; where that is 0, the most that the batch allows, up to a limit for
+      each stage.
 
     Raises:
-      UserError: the microbatches do not divide the batch, or have fewer sequences than there are
-        shards.
+      UserError: the microbatches are fewer than 0, do not divide the batch, or have fewer sequences
+        than there are shards.
     """
     train = config.train
     asked = config.pipeline.microbatches
@@ -237,6 +282,16 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
 
     A backward counts as two forwards, plus one forward each for recomputing the blocks and the
     stage.
+
+    Args:
+      config: the settings of the run.
+      plan: the plan of them.
+
+    Returns:
+      The lines; none where the plan has no stages.
+
+    Raises:
+      UserError: `layers_of` or `schedules.schedule` refuses.
     """
     pipeline = plan.pipeline
     P = plan.size("stage")

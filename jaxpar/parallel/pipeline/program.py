@@ -72,8 +72,15 @@ class TickProgram(NamedTuple):
 
 
 def program(table: Table, backward: bool = True) -> TickProgram:
-    """The program of a valid table (`schedules.check`), or without `backward` that of its forward
-    ticks alone.
+    """Turn a table into what the stages' one program reads at each tick.
+
+    Args:
+      table: a valid table (`schedules.check_table`).
+      backward: whether there are backward ticks; without, the program is that of the forward ticks
+        alone.
+
+    Returns:
+      The ticks, in segments of equal rounds, and the depths of the buffers.
     """
     kept = (
         [tick for tick in part if backward or _kind(tick) == "forward"] for part in table.rounds

@@ -88,6 +88,13 @@ def register_schedule(
     Args:
       name: a word that no other schedule has.
       virtual: whether v may be above 1.
+
+    Returns:
+      A decorator, which leaves the function as it is.
+
+    Raises:
+      UserError: the name is no word; and the decorator, where the name is taken or it is put on
+        something that cannot be called so.
     """
     arguments = ("stages", "microbatches", "virtual")
     return registering(SCHEDULES, name, lambda build: RegisteredSchedule(build, virtual), arguments)
@@ -95,6 +102,15 @@ def register_schedule(
 
 def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Table:
     """Build the table of a registered schedule.
+
+    Args:
+      name: the schedule's word, such as `1f1b`.
+      stages: the number of stages P.
+      microbatches: the number of microbatches M that are in the pipeline together.
+      virtual: the number of virtual stages of each stage.
+
+    Returns:
+      The table, which `check_table` has found valid.
 
     Raises:
       UserError: there is no such schedule, a size is below 1, the schedule cannot have so many
@@ -117,6 +133,12 @@ def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Tab
 
 def check_sizes(name: str, stages: int, microbatches: int, virtual: int) -> None:
     """Refuse the sizes that `schedule` refuses.
+
+    Args:
+      name: as for `schedule`.
+      stages: as there.
+      microbatches: as there.
+      virtual: as there.
 
     Raises:
       UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many
@@ -249,7 +271,17 @@ def needs(
     stages: int,
     virtual: int,
 ) -> set[StageAction]:
-    """Return what must be done before an action of a stage, as pairs (stage, action)."""
+    """Find what must be done before an action of a stage.
+
+    Args:
+      action: the action.
+      stage: the number of the stage that does it.
+      stages: the number of stages.
+      virtual: the number of virtual stages of each stage.
+
+    Returns:
+      Pairs (stage, action).
+    """
     kind, i, c = action
     place = c * stages + stage
     last = stages * virtual - 1
@@ -306,6 +338,9 @@ def check_table(table: Table) -> None:
     an action needs must be done in an earlier tick. Every tick must be of one kind, and a round may
     have only one tick of a kind.
 
+    Args:
+      table: the table.
+
     Raises:
       UserError: the table is not valid; the message names the tick, the stage and the action.
     """
@@ -360,7 +395,13 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     A tick begins when the one before has ended on all stages and all that its actions need has
     arrived, as in one jitted program. A transfer begins when the action that makes its contents
     ends, and overlaps with what the stages do meanwhile. A stage sends nothing to itself (P = 1).
-    `times` are those of one action of one virtual stage.
+
+    Args:
+      table: the table.
+      times: those of one action of one virtual stage, in any unit.
+
+    Returns:
+      The times in the same unit, the idle share, and the most that each stage keeps.
 
     Raises:
       UserError: the table is not valid, as `check_table` says.

@@ -79,8 +79,16 @@ class Kept(NamedTuple):
 
 
 def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
-    """Choose what to keep of a function's tree of arrays so that they can all be had again without
-    its last argument. The arguments are given by their `shapes`, trees of ShapeDtypeStructs."""
+    """Choose what to keep of a function's results so that they can all be had again without its
+    last argument.
+
+    Args:
+      function: a function that returns a tree of arrays.
+      *shapes: its arguments as trees of ShapeDtypeStructs, of which there is at least one.
+
+    Returns:
+      What is kept, and how the results are had again from it.
+    """
     (closed, out) = jax.make_jaxpr(function, return_shape=True)(*shapes)
     (*_, last) = shapes
     jaxpr = closed.jaxpr
@@ -175,10 +183,16 @@ class Stack:
     def forward(
         self, x_BSD: Array, row: Rows, stash: Buffers | None = None
     ) -> tuple[Array, Any, Any]:
-        """Return a tick's output for its chunk and microbatch, the stash with what layers keep, and
-        the routers' sums.
+        """Run the stage's layers of one chunk on one microbatch.
 
-        Of the stash, slot `row.kept` is written; None = nothing is kept.
+        Args:
+          x_BSD: the input of the chunk, in the residual stream's layout.
+          row: this tick of this stage; of the stash, the slot `row.kept` is written.
+          stash: what layers have kept so far; None = nothing is kept.
+
+        Returns:
+          The output [B, S, D], the stash with what the layers keep of this tick, and the routers'
+          sums.
         """
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
@@ -209,8 +223,17 @@ class Stack:
     def backward(
         self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree
     ) -> tuple[Array, PyTree]:
-        """Return the gradient of a tick's input, and `grads` plus those of its weights where the
-        stage is on.
+        """Go back through the stage's layers of one chunk and one microbatch.
+
+        Args:
+          dy_BSD: the gradient of the chunk's output, in the residual stream's layout.
+          row: this tick of this stage; of the stash, the slot `row.kept` is read.
+          stash: what `forward` kept.
+          grads: the gradients of the stage's weights so far.
+
+        Returns:
+          The gradient of the chunk's input [B, S, D], and `grads` plus those of this tick where the
+          stage is on.
         """
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
@@ -246,8 +269,10 @@ class Stack:
         return whole_batch(dxs, STORED, self.plan), grads
 
     def prepare(self, x: jax.ShapeDtypeStruct) -> None:
-        """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for
-        `kept`.
+        """Find out what a layer of each kind keeps, for `kept`.
+
+        Args:
+          x: the shape [B, S, D] and the dtype of a layer's input.
         """
         weights, context = jax.eval_shape(
             lambda: (
@@ -262,8 +287,13 @@ class Stack:
         self.kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
-        """Return empty slots for what layers keep, in the same memory: the device's or the
-        host's.
+        """Make room for what layers keep, in the same memory: the device's or the host's.
+
+        Args:
+          slots: for how many ticks there is room.
+
+        Returns:
+          For each kind of layer its buffers, of zeros.
         """
 
         def empty(shape: _Shape, count: int) -> Array:
