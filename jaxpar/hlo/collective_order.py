@@ -34,7 +34,11 @@ def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
     It is enough to look at neighbours: what is started after the second comes after the first as
     well.
 
-    The text is `compiled.as_text()` of a scheduled module.
+    Args:
+      text: the text of a scheduled module, `compiled.as_text()`.
+
+    Returns:
+      Pairs of the loop or branch and the collective after it; empty where none can be confused.
 
     Raises:
       UserError: this is not the text of a compiled module.
@@ -54,8 +58,14 @@ def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) 
     """Refuse a program for these CPUs whose collectives may be confused, since its numbers could be
     wrong.
 
+    Args:
+      compiled: the program.
+      devices: the devices that it runs on. Nothing is checked for a single one, or where the first
+        is no CPU.
+
     Raises:
-      UserError: the program has such collectives; the message names the first two.
+      UserError: the program has such collectives; the message names the first two. Or its text
+        cannot be read.
     """
     devices = list(devices)
     if len(devices) < 2 or devices[0].platform != "cpu":

@@ -40,6 +40,15 @@ def collective_of(
 
     A transfer to or from the host (`send` with is_host_transfer) does not count, unless it is
     traffic between slices. Groups are empty where the text has them in an unknown form.
+
+    Args:
+      module: the module, in which called computations are found.
+      devices: the positions of the module's devices in the program's assignment.
+      computation: the computation in which the instruction stands.
+      instruction: the instruction.
+
+    Returns:
+      The collective, with the bytes of one execution; None if there is none.
     """
     if instruction.attributes.get("is_host_transfer") == "true":
         said = instruction.frontend
@@ -111,6 +120,13 @@ def replica_groups(collective: Instruction, devices: int) -> Groups:
     `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`, where `'b':(2)2` is the part of axis b of
     size 2 that has 2 outside it. Empty groups mean all devices together.
 
+    Args:
+      collective: the instruction.
+      devices: the number of devices of the module.
+
+    Returns:
+      The positions of the members of each group.
+
     Raises:
       ValueError: the groups have none of these forms.
     """
@@ -132,6 +148,12 @@ def replica_groups(collective: Instruction, devices: int) -> Groups:
 def source_target_pairs(permute: Instruction) -> Groups:
     """Read a permute's (source, target) positions; send and recv have them in their frontend
     attributes.
+
+    Args:
+      permute: a collective-permute, or the send or recv of one.
+
+    Returns:
+      The pairs; empty where the text states none.
     """
     stated = permute.attributes | permute.frontend
     text = next(
@@ -213,7 +235,14 @@ class Devices:
     slices: tuple[tuple[int, ...], ...]
 
     def everywhere(self, groups: Groups) -> Groups:
-        """Repeat groups of partitions of one slice in every slice."""
+        """Repeat groups of partitions of one slice in every slice.
+
+        Args:
+          groups: groups of partitions, counted from 0 inside a slice.
+
+        Returns:
+          The groups of all slices, as positions in the device assignment.
+        """
         if len(self.slices) == 1:
             return groups
         return tuple(
@@ -223,8 +252,15 @@ class Devices:
         )
 
     def between(self, target: str) -> Groups:
-        """Read groups over slices from `{1,2}x{0:7}`, `{{100000,200000},...}` or
-        `{{100000->200000},...}`.
+        """Read groups over slices.
+
+        Args:
+          target: the `_xla_megascale_target` of a send: `{1,2}x{0:7}`, `{{100000,200000},...}` or
+            `{{100000->200000},...}`. Slices are counted from 1.
+
+        Returns:
+          The groups, as positions in the device assignment; for the last form, pairs of source and
+          target.
         """
         if "x" in target:
             chosen, partitions = (list(_parse_numbers(part)) for part in target.split("x"))
@@ -239,6 +275,13 @@ def devices_of(module: Module, slice_of: Sequence[int] | None) -> Devices:
     """Find the devices of a module, whose text is of all of them or of one slice among equals.
 
     `slice_of` has the slice of each device of the assignment; None = there is one slice.
+
+    Args:
+      module: the module.
+      slice_of: the slice of each device of the assignment; None = there is one slice.
+
+    Returns:
+      The positions of the devices: in one slice where the text is of all of them, or else by slice.
     """
     if slice_of is None or module.devices == len(slice_of):
         return Devices((tuple(range(module.devices)),))
@@ -247,10 +290,16 @@ def devices_of(module: Module, slice_of: Sequence[int] | None) -> Devices:
 
 
 def paired_send(computation: Computation, instruction: Instruction) -> str:
-    """Find the send whose other half this recv, recv-done or send-done of the computation is; empty
-    if there is none.
+    """Find the send of which an instruction is the other half.
 
     The two share a rendezvous if they go between slices, and source_target_pairs otherwise.
+
+    Args:
+      computation: the computation in which the instruction stands.
+      instruction: a recv, a recv-done or a send-done.
+
+    Returns:
+      The name of the send; empty if there is none in this computation.
     """
     if instruction.opcode.endswith("-done"):
         if instruction.operands[0] not in computation.instructions:

@@ -85,7 +85,14 @@ class Schedule:
         return found
 
     def alive(self, place: int) -> list[LiveArray]:
-        """The arrays that are alive at a place, the largest first."""
+        """The arrays that are alive at a place, the largest first.
+
+        Args:
+          place: a place in the order of the instructions, from 0.
+
+        Returns:
+          The arrays; those that take no bytes in the main memory are left out.
+        """
         found = [one for one in self.arrays if one.begin <= place <= one.end and one.bytes]
         return sorted(found, key=lambda one: -one.bytes)
 

@@ -54,12 +54,28 @@ beside other work.
 
 
 def is_done(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction ends an asynchronous pair."""
+    """Return whether an instruction ends an asynchronous pair.
+
+    Args:
+      module: the module, in which called computations are found.
+      instruction: the instruction.
+
+    Returns:
+      True for the `-done` half of a pair, also where it stands in a fusion.
+    """
     return instruction.opcode.endswith("-done") or _fused_target(module, instruction) == ASYNC_DONE
 
 
 def is_start(module: Module, instruction: Instruction) -> bool:
-    """Return whether an instruction begins an asynchronous pair."""
+    """Return whether an instruction begins an asynchronous pair.
+
+    Args:
+      module: the module, in which called computations are found.
+      instruction: the instruction.
+
+    Returns:
+      True for the `-start` half of a pair, for send and recv, and for a fusion with a start inside.
+    """
     opcode = instruction.opcode
     return (
         opcode.endswith("-start")
@@ -74,6 +90,13 @@ def owns_collective(module: Module, instruction: Instruction) -> bool:
 
     A collective that goes on has its start and its done in other fusions, and is among this
     fusion's results.
+
+    Args:
+      module: the module, in which the fused computation is found.
+      instruction: the instruction.
+
+    Returns:
+      False only for a fusion beside whose work a collective goes on; True for anything else.
     """
     if instruction.opcode != "fusion" or _fused_target(module, instruction) == ASYNC_START:
         return True

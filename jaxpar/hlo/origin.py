@@ -68,6 +68,15 @@ def origin_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Or
     A fusion has the path of its last operation, but its work may be elsewhere: a fusion around a
     matmul belongs where the matmul does. A fusion without metadata takes the place of what it
     wraps.
+
+    Args:
+      module: the module, whose tables have the stack frames.
+      instruction: the instruction.
+      dirs: (directory, name shown) pairs in which a stack frame counts as a source line, the most
+        telling first.
+
+    Returns:
+      The place in the model.
     """
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
@@ -97,14 +106,19 @@ def _telling(module: Module, instruction: Instruction) -> Instruction:
 
 @lru_cache(maxsize=100_000)
 def decode(op_name: str) -> tuple[str, Phase]:
-    """Turn jax's path of an operation into its scope and phase, such as `("block/mlp",
-    "backward")`.
+    """Turn jax's path of an operation into its scope and phase.
 
     An operation outside any derivative is "other" without a scope, and forward with one. In a
     pipeline's ticks the model's scopes are the same, and a forward in the tick of a backward is
     recomputed. Operations that the compiler merged into one,
     `block/(mlp/mul:attention/dot_general)`, have the scope that they share, and the phase of the
     first.
+
+    Args:
+      op_name: the path, `jit(step)/transpose(jvp(block))/mlp/dot_general`.
+
+    Returns:
+      The scope and the phase, such as `("block/mlp", "backward")`.
     """
     decoded = [_decode_path(pieces) for pieces in _paths(op_name)]
     alike = takewhile(
@@ -246,6 +260,13 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
     left belongs to the loop that it feeds or depends on, else to the loop `around` it. A line of
     its own is kept. What the program places itself stays there: where that is in no scope, it
     takes none of a neighbour's.
+
+    Args:
+      nodes: the nodes of one list, a program or the body of a loop.
+      around: the place of the loop around them.
+
+    Returns:
+      The same nodes in the same order, with an origin for every task.
     """
     origins = [_known_origin(node) for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)

@@ -171,7 +171,14 @@ class Instruction:
         )
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """Read a list attribute such as `dimensions={0,1}`; it is empty when absent."""
+        """Read a list attribute such as `dimensions={0,1}`; it is empty when absent.
+
+        Args:
+          key: the name of the attribute.
+
+        Returns:
+          The numbers in the order of the text.
+        """
         return tuple(
             int(n)
             for n in re.findall(
@@ -202,6 +209,12 @@ class Computation:
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """List the instructions that an instruction uses, except those missing from a text that was
         cut short.
+
+        Args:
+          instruction: an instruction of this computation.
+
+        Returns:
+          The instructions, in the order in which it names them.
         """
         return [
             self.instructions[name] for name in instruction.operands if name in self.instructions
@@ -210,8 +223,14 @@ class Computation:
     def behind(
         self, name: str, through: Container[str] = ("copy", "bitcast")
     ) -> Instruction | None:
-        """Find the instruction that made a value, past those that hand it on; None if the text was
-        cut short.
+        """Find the instruction that made a value, past those that hand it on.
+
+        Args:
+          name: the name of the value.
+          through: the opcodes that hand their first operand on.
+
+        Returns:
+          The instruction; None if the text was cut short.
         """
         found = self.instructions.get(name)
         while found is not None and found.opcode in through:
@@ -266,6 +285,12 @@ class Module:
     def called(self, instruction: Instruction) -> list[Computation]:
         """List the computations that an instruction calls, except those missing from a text that
         was cut short.
+
+        Args:
+          instruction: an instruction of any computation.
+
+        Returns:
+          The computations: of a `while` the condition and then the body.
         """
         return [self.computations[name] for name in instruction.called if name in self.computations]
 
@@ -278,6 +303,13 @@ class Module:
     ) -> set[int]:
         """Return the numbers of the state's parts that a `while` body hands on unchanged;
         `through`: see `behind`.
+
+        Args:
+          loop: a `while`.
+          through: the opcodes that hand their first operand on inside the body.
+
+        Returns:
+          The numbers, from 0; empty where the body does not end in a tuple.
         """
         body = self.body(loop)
         root = body.instructions[body.root]
@@ -295,7 +327,14 @@ class Module:
         }
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """List an instruction's frames, innermost first."""
+        """List an instruction's frames, innermost first.
+
+        Args:
+          instruction: an instruction of any computation.
+
+        Returns:
+          The frames, each called by the next; empty where the compiler kept none.
+        """
         frames = []
         number = int(instruction.metadata.get("stack_frame_id", 0))
         while number in self.frames and len(frames) < 1000:
@@ -306,6 +345,12 @@ class Module:
 
 def parse_module(text: str) -> Module:
     """Read a module's text.
+
+    Args:
+      text: the text of a compiled module, `compiled.as_text()`.
+
+    Returns:
+      The module.
 
     Raises:
       UserError: there is no module or no entry computation, so this is not the text of a compiled
@@ -374,7 +419,14 @@ def _instruction(line: str) -> Instruction:
 
 @lru_cache(maxsize=100_000)
 def parse_shape(text: str) -> Shape:
-    """Read a shape `bf16[2,3]{1,0:T(8,128)S(1)}`, or a tuple of shapes in round brackets."""
+    """Read a shape `bf16[2,3]{1,0:T(8,128)S(1)}`, or a tuple of shapes in round brackets.
+
+    Args:
+      text: the shape as HLO writes it, with or without a layout.
+
+    Returns:
+      The shape. A word that is no array, such as `token[]`, is a dtype without dims.
+    """
     text = _COMMENT.sub("", text).strip()
     if text.startswith("("):
         return Shape(
@@ -395,7 +447,14 @@ def parse_shape(text: str) -> Shape:
 
 
 def split(text: str) -> list[str]:
-    """Split a text at the commas that stand in no bracket and no quotes, and take comments out."""
+    """Split a text at the commas that stand in no bracket and no quotes, and take comments out.
+
+    Args:
+      text: a list as HLO writes it, without the brackets around it.
+
+    Returns:
+      The pieces without spaces around them; empty ones are left out.
+    """
     pieces = []
     depth = 0
     start = 0

@@ -39,8 +39,15 @@ class Origin:
 
 
 def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
-    """Count the bytes one device of a group sends in a bandwidth-optimal ring; `size` is as in
-    `Collective.bytes`.
+    """Count the bytes that one device of a group sends in a bandwidth-optimal ring.
+
+    Args:
+      kind: the kind of collective.
+      size: the bytes of the array, as in `Collective.bytes`.
+      devices: the number of devices of a group, which does not matter for a ppermute.
+
+    Returns:
+      The bytes of one execution.
     """
     if kind == "ppermute":
         return float(size)
@@ -143,6 +150,13 @@ class Program:
 def walk(nodes: tuple[Node, ...]) -> Iterator[tuple[Task, int]]:
     """Yield every task of a program (or loop body) with how often it runs in one step: `(task,
     count)` pairs.
+
+    Args:
+      nodes: the nodes of a program or of a loop's body.
+
+    Yields:
+      `(task, count)` pairs in the order of the program, with how often the task runs each time that
+      `nodes` run.
     """
     return ((task, count) for _, task, count in walk_paths(nodes))
 
@@ -150,7 +164,16 @@ def walk(nodes: tuple[Node, ...]) -> Iterator[tuple[Task, int]]:
 def walk_paths(
     nodes: tuple[Node, ...], times: int = 1, path: Path = ()
 ) -> Iterator[tuple[Path, Task, int]]:
-    """Yield every task with its path and how often it runs in one step."""
+    """Yield every task with its path and how often it runs in one step.
+
+    Args:
+      nodes: the nodes of a program or of a loop's body.
+      times: how often these nodes run in one step.
+      path: where these nodes stand in the program.
+
+    Yields:
+      `(path, task, count)` triples in the order of the program.
+    """
     for i, node in enumerate(nodes):
         if isinstance(node, Loop):
             yield from walk_paths(node.body, times * node.trips, (*path, i))

@@ -51,8 +51,16 @@ _COMPUTE |= dict.fromkeys(
 def initial_state(
     module: Module, computation: Computation, loop: Instruction, state: State
 ) -> dict[int, Scalar]:
-    """Find the known scalars of a loop's tuple on its first trip; `state` is that of the loop
-    around it.
+    """Find the known scalars of a loop's tuple on its first trip.
+
+    Args:
+      module: the module, in which called computations are found.
+      computation: the computation in which the loop stands.
+      loop: a `while`.
+      state: the known scalars of the loop around it.
+
+    Returns:
+      The known scalars by their index in the tuple.
     """
     source = computation.behind(loop.operands[0], ("copy", "optimization-barrier", "bitcast"))
     if source is None:
@@ -65,8 +73,16 @@ def initial_state(
 
 
 def invariant(module: Module, loop: Instruction, state: State) -> dict[int, Scalar]:
-    """Return the part of a loop's known state that its body hands on unchanged, and is so known on
-    every trip.
+    """Find the part of a loop's known state that its body hands on unchanged, and that is so known
+    on every trip.
+
+    Args:
+      module: the module, in which the body is found.
+      loop: a `while`.
+      state: the known scalars on the first trip.
+
+    Returns:
+      Those of `state` that hold on every trip.
     """
     unchanged = module.handed_on(loop)
     return {n: value for n, value in state.items() if n in unchanged}
@@ -81,8 +97,16 @@ def _scalars(
 
 
 def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
-    """Count how often the body of a `while` runs, from its `initial_state`; None where the text
-    does not tell.
+    """Count how often the body of a `while` runs.
+
+    Args:
+      module: the module, in which its condition and body are found.
+      loop: a `while`.
+      initial: the known scalars on its first trip, as `initial_state` finds them.
+
+    Returns:
+      The number of trips; None where the text does not tell, or where the loop still runs after
+      65,536 trips that were counted here.
     """
     stated = _STATED.search(loop.attributes.get("backend_config", ""))
     if stated:
@@ -116,15 +140,18 @@ def evaluate(
     state: State,
     arguments: tuple[Scalar | None, ...] = (),
 ) -> Scalar | None:
-    """Compute the scalar that an instruction makes (integers do not wrap here); None where it is
-    not known.
+    """Compute the scalar that an instruction makes; integers do not wrap here.
 
     Args:
       module: the module in which called computations are found.
       computation: the computation in which the instruction `name` stands.
+      name: the instruction.
       state: the known elements of the computation's one tuple parameter, or the parameter itself
         under 0.
       arguments: the values of the parameters of a fusion or call; then there is no state.
+
+    Returns:
+      The scalar; None where it is not known.
     """
     memo: dict[str, Scalar | None] = {}
 

@@ -44,8 +44,16 @@ class Multiplied(NamedTuple):
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Multiplied:
-    """Count the matmuls of one instruction and of the computations that it calls (a loop inside
-    counts once).
+    """Count the matmuls of one instruction and of the computations that it calls.
+
+    Args:
+      module: the module, in which called computations are found.
+      computation: the computation in which the instruction stands.
+      instruction: the instruction.
+
+    Returns:
+      The FLOPs of one execution on one device, in which a loop inside counts once, and the dtype of
+      the operands.
     """
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if len(shapes) < len(instruction.operands):
@@ -174,10 +182,19 @@ def _library_flops(call: Instruction, shapes: list[Shape]) -> float:
 def kernel_work(
     computation: Computation, call: Instruction, bytes_: int, kernel_cost: KernelCost | None
 ) -> tuple[Multiplied, int]:
-    """Find a kernel's work as its author stated it; otherwise `kernel_cost` gives its FLOPs, and
-    `bytes_` its bytes.
+    """Find a kernel's work as its author stated it, or else as it can be estimated.
 
     Its matmuls have the dtype of its largest operand, since the other operands are tables.
+
+    Args:
+      computation: the computation in which the call stands.
+      call: the custom call of the kernel.
+      bytes_: the bytes to take where none are stated.
+      kernel_cost: gives the FLOPs, where none are stated, of the call's name, its path and the dims
+        of its operands; None = they are not known.
+
+    Returns:
+      The FLOPs and the dtype, and the bytes, of one execution.
     """
     shapes = [operand.shape for operand in computation.operands(call)]
     stated = _stated_cost(call)
@@ -250,6 +267,12 @@ def result_of(instruction: Instruction) -> Shape:
 
     The tuple of a start has the operands first, then the result, then flags; but that of copy-start
     has the result first, and those of send and recv have the data first.
+
+    Args:
+      instruction: the instruction.
+
+    Returns:
+      The shape, without the operands and flags that the tuple of a start has beside it.
     """
     shape = instruction.shape
     if instruction.opcode in ("send", "recv"):
@@ -264,7 +287,16 @@ def result_of(instruction: Instruction) -> Shape:
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Count the bytes read plus the bytes written by one execution of an instruction."""
+    """Count the bytes that one execution of an instruction reads and writes in device memory.
+
+    Args:
+      module: the module, in which called computations are found.
+      computation: the computation in which the instruction stands.
+      instruction: the instruction.
+
+    Returns:
+      The bytes. Of an array that is sliced or updated in place only the part counts.
+    """
     shapes = [operand.shape for operand in computation.operands(instruction)]
     result = result_of(instruction)
     if instruction.base in CALLERS:
@@ -358,6 +390,13 @@ def element_shares(module: Module, inner: Computation) -> dict[str, float]:
     A fusion computes an element only when it is needed: if an array is only sliced, only the slice
     is computed or read. Several readers are assumed to need different elements, up to the whole. A
     collective inside reads what it needs itself.
+
+    Args:
+      module: the module, in which computations called inside are found.
+      inner: the fused computation.
+
+    Returns:
+      The shares from 0 to 1, by the name of the instruction.
     """
     share: dict[str, float] = {inner.root: 1.0}
     outputs = {output.name: output for output in _outputs(inner)}
@@ -412,6 +451,14 @@ def _source_share(
 def copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Count the bytes that cross the host link: the result's, or the update's where an array is
     updated in place.
+
+    Args:
+      module: the module, in which called computations are found.
+      computation: the computation in which the instruction stands.
+      instruction: a copy from or to the host, or a fusion that is one.
+
+    Returns:
+      The bytes of one execution.
     """
     where = next(iter(module.called(instruction)), None)
     root, where = (where.instructions[where.root], where) if where else (instruction, computation)
