@@ -55,17 +55,27 @@ def config_args(
     load: Callable[[str], Config] = load_config,
     training: bool = False,
 ) -> tuple[str, Args]:
-    """The first word (a preset's name or a path), and the flags, parsed with the config that it
-    names as their default.
+    """Read the first word (a preset's name or a path), and the flags, with the config that it names
+    as their default.
 
-    `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name.
-    A setting may be written as messages write it, `mesh.tensor=2`, in place of its flag. With
-    `training`, the schedule is that of the run in the folder of the arguments' `run`, if there is
-    one.
+    A setting may be written as messages write it, `mesh.tensor=2`, in place of its flag.
+
+    Args:
+      usage: the command's docstring.
+      schema: the dataclass of the command's arguments; with a field `on` it takes a mesh by name.
+      words: the words behind the command.
+      load: reads the config of a name.
+      training: the schedule is that of the run in the folder of the arguments' `run`, if there is
+        one.
+
+    Returns:
+      The first word, and the arguments. Where help is asked for, it is printed and the command
+      ends.
 
     Raises:
-      UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can
-        have no effect.
+      UserError: words that cannot be parsed, a config that cannot be read, `--on` beside flags of a
+        mesh, a setting that can have no effect, or a `train.steps` that leaves no room for the
+        schedule of a run.
     """
     words = [*words[:1], *flag_words(words[1:])]
     (name,) = positional(usage, schema(Config()), words, 1)
@@ -89,7 +99,14 @@ def config_args(
 
 
 def given_keys(words: list[str]) -> set[str]:
-    """The dotted keys of the flags among some words, and the names of a command's own."""
+    """The dotted keys of the flags among some words, and the names of a command's own.
+
+    Args:
+      words: the words behind the command.
+
+    Returns:
+      The keys, such as `train.batch` and `json`. A key of an earlier version is the one of today.
+    """
     found = {key_of(word) for word in words} - {""}
     return {_today(key) for key in found}
 
@@ -151,8 +168,15 @@ def _say_what_was_given(name: str) -> None:
 
 
 def shorten_schedule(args: Any, keys: set[str]) -> Any:
-    """A command's arguments with the schedule of `fit_schedule`, which is said on standard error if
-    it is another.
+    """Fit the schedule of a command's arguments to its steps by `fit_schedule`, and say on standard
+    error if it is another.
+
+    Args:
+      args: the arguments, a dataclass with a field `config`.
+      keys: the dotted keys that the user gave, which are kept.
+
+    Returns:
+      The arguments with that schedule.
     """
     config, note = fit_schedule(args.config, keys)
     if note:
@@ -161,8 +185,15 @@ def shorten_schedule(args: Any, keys: set[str]) -> Any:
 
 
 def flag_words(words: list[str]) -> list[str]:
-    """The words with every setting as its flag: `mesh.tensor=2` is `--mesh.tensor 2`,
-    `rules.mlp=[fsdp, tensor]` has two values."""
+    """Write every setting among some words as its flag: `mesh.tensor=2` is `--mesh.tensor 2`, and
+    `rules.mlp=[fsdp, tensor]` has two values.
+
+    Args:
+      words: the words behind the command.
+
+    Returns:
+      The words, of which those that are no setting stay as they are.
+    """
     found = list[str]()
     sections = {field.name for field in dataclasses.fields(Config)}
     for word in words:
@@ -181,9 +212,18 @@ def flag_words(words: list[str]) -> list[str]:
 def positional(
     usage: str | None, default: DataclassInstance, words: list[str], count: int
 ) -> list[str]:
-    """The words before the flags: the names and paths that the command cannot do without.
+    """Read the words before the flags: the names and paths that the command cannot do without.
 
-    Where help is asked for in their place, it is shown, with the values of `default`.
+    Where help is asked for in their place, it is shown, and the command ends.
+
+    Args:
+      usage: the command's docstring.
+      default: the command's arguments, whose values help shows.
+      words: the words behind the command.
+      count: how many names the command takes.
+
+    Returns:
+      The first `count` words.
 
     Raises:
       UserError: there are fewer words than `count`, or one of them is a URL.
@@ -306,8 +346,16 @@ def _require_local_flags(args: DataclassInstance) -> None:
 
 
 def run_folder(name: str, given: str = "") -> Path:
-    """The run folder: the one given, or what the config's name stands for: where it is a run
-    folder, or the config.toml in one, that; else runs/NAME."""
+    """Find the folder of a run.
+
+    Args:
+      name: the name of a config or a path. A run folder, or the config.toml in one, stands for that
+        run, and anything else for runs/NAME.
+      given: the folder that the user gave; empty = none.
+
+    Returns:
+      The folder, which need not be there; `given` where it is not empty.
+    """
     path = Path(name)
     if path.name == "config.toml":
         folder = path.parent

@@ -432,8 +432,14 @@ def doctor_command(_: list[str]) -> int:
 
 
 def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
-    """What is known to go wrong with these versions of packages on a backend (`cpu`, `gpu`, `tpu`),
-    a line each.
+    """Say what is known to go wrong with these versions of packages on a backend.
+
+    Args:
+      versions: the installed versions, by package.
+      backend: `cpu`, `gpu` or `tpu`.
+
+    Returns:
+      A line for each warning.
     """
     from jaxpar.parallel.host_memory import known_problem
 

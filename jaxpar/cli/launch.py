@@ -135,7 +135,14 @@ def sweep_command(words: list[str]) -> int:
 
 
 def split_over(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words that follow `--over`, up to the next flag, and all others."""
+    """Take the words of `--over` out of others.
+
+    Args:
+      words: the words behind the command.
+
+    Returns:
+      The words that follow `--over`, up to the next flag, and all others.
+    """
     if "--over" not in words:
         return [], words
     begin = words.index("--over")

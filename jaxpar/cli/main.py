@@ -58,7 +58,21 @@ _HELP = ("-h", "--help", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The entry point: runs one command and returns its exit code."""
+    """Run one command: the entry point.
+
+    A `UserError` is one line on standard error and exit code 2, a reader of the output that has
+    gone is 141, and Ctrl-C is 130.
+
+    Args:
+      argv: the words behind `jaxpar`; None = those of the process, which Ctrl-C then ends.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C, where `argv` is given.
+      OSError: the system refused something that no command turned into a UserError.
+    """
     if argv is None:
         sys.unraisablehook = _unraisable
     try:
@@ -133,8 +147,14 @@ def _command(words: list[str]) -> int:
 
 
 def fail(message: str) -> int:
-    """Print a user's error on standard error, in one line even where a cause it quotes had several;
-    its exit code.
+    """Print a user's error on standard error, in one line even where a cause that it quotes had
+    several.
+
+    Args:
+      message: the error.
+
+    Returns:
+      The exit code, 2.
     """
     print("jaxpar: error: " + visible(" ".join(message.split())), file=sys.stderr)
     return 2

@@ -30,8 +30,11 @@ __all__ = [
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG, or an SVG if the path ends so, whole or not at all; an SVG has the same bytes
-    each time.
+    """Write a picture to a file, whole or not at all; an SVG has the same bytes each time.
+
+    Args:
+      figure: the picture. Its texts are changed so that they are drawn as they stand.
+      path: the file, an SVG where it ends in `.svg` and else a PNG.
 
     Raises:
       UserError: the file cannot be written, or its folder is not there.

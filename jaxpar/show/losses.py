@@ -21,8 +21,13 @@ def loss_figure(
 ) -> Figure:
     """Draw the training and validation loss by step.
 
-    `rows` are the lines of `metrics.jsonl`, and `references` horizontal lines by label, such as the
-    text's unigram entropy (nats a token).
+    Args:
+      rows: the lines of `metrics.jsonl`; losses are in nats a token, and either may be absent.
+      title: the title.
+      references: horizontal lines by label, such as the text's unigram entropy, in nats a token.
+
+    Returns:
+      The figure, which `save_figure` writes.
     """
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -55,8 +60,14 @@ def loss_figure(
 
 
 def sweep_figure(rows: Mapping[str, Sequence[_Numbers]], rates: Mapping[str, float]) -> Figure:
-    """Draw the loss of each run by step, of its lines of `metrics.jsonl`, and beside it its tokens
-    a second.
+    """Draw the loss of each run by step, and beside it its tokens a second.
+
+    Args:
+      rows: the lines of each run's `metrics.jsonl`, by the name of the run.
+      rates: the tokens a second of each run that is drawn, by the same names.
+
+    Returns:
+      The figure.
     """
     figure = Figure(
         figsize=(10, 2.4 + 0.35 * max(len(rates), 5)),

@@ -33,6 +33,9 @@ def mask_figure(masks: Mapping[str, Mask], tiles: Tiles) -> Figure:
     Args:
       masks: the masks by what they are called.
       tiles: the tiles into which queries and keys are cut.
+
+    Returns:
+      The figure.
     """
     columns = min(_COLUMNS, len(masks))
     lines = -(-len(masks) // columns)
@@ -59,7 +62,15 @@ def mask_figure(masks: Mapping[str, Mask], tiles: Tiles) -> Figure:
 
 
 def masks_of_layers(config: ModelConfig) -> dict[str, Mask]:
-    """The masks of a model's kinds of layers, by the layers that have each: `layers 0, 2, 4`."""
+    """The masks of a model's kinds of layers, by the layers that have each: `layers 0, 2, 4`.
+
+    Args:
+      config: the model.
+
+    Returns:
+      The masks by the layers that have each: `layers 0, 2, 4`, or `all layers` where there is one
+      kind.
+    """
     found = {}
     kinds = layer_masks(config)
     for kind, mask in enumerate(kinds):
@@ -73,8 +84,14 @@ def masks_of_layers(config: ModelConfig) -> dict[str, Mask]:
 
 
 def tiles_to_draw(length: int) -> Tiles:
-    """Tiles of a sequence that are large enough to be seen: of 128 tokens as the kernels have them,
-    smaller in a short sequence, larger in a long one.
+    """Choose tiles of a sequence that are large enough to be seen: of 128 tokens as the kernels
+    have them, smaller in a short sequence, larger in a long one.
+
+    Args:
+      length: the tokens of the sequence.
+
+    Returns:
+      Square tiles, at most 64 along each side.
     """
     block = 128
     while length // block < 8 and block > 1:

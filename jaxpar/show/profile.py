@@ -37,13 +37,20 @@ _NOWHERE = ("instructions that are not in the program's text", "", "")
 def profile_parts(
     folder: Path, target: str, say: Callable[[str], None], most: int = 25
 ) -> list[RenderableType]:
-    """Make the table of a run's latest trace, with `most` rows.
+    """Make the table of a run's latest trace.
 
-    `target` is the system to rehearse the run's config for; empty = the one that it ran on, if it
-    can be rehearsed.
+    Args:
+      folder: the run folder.
+      target: the system to rehearse the run's config for; empty = the one that it ran on, if it can
+        be rehearsed.
+      say: receives a line of text as each phase begins.
+      most: how many rows the table shows.
+
+    Returns:
+      A title and the table, for `rich` to print.
 
     Raises:
-      UserError: there is no trace, or the target that was named does not serve.
+      UserError: there is no trace, it is damaged, or the target that was named does not serve.
     """
     files = sorted(
         (folder / "profile").glob("steps_*.json"),
@@ -124,10 +131,19 @@ def _read_facts(file: Path) -> dict[str, Any]:
 
 
 def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
-    """Return the seconds of one step on one device by line of the model, in the trace that `facts`
-    describe.
+    """Return the seconds of one step on one device by line of the model.
 
     A wait for a collective or a copy that runs beside the compute is on the line that started it.
+
+    Args:
+      facts: what was written beside the trace.
+      folder: the folder in which they and the trace are.
+
+    Returns:
+      The seconds by scope, source and phase, as means over the steps and devices of the trace.
+
+    Raises:
+      UserError: the trace is missing or damaged.
     """
     trace = folder / facts["trace"]
     try:

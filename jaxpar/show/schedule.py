@@ -33,8 +33,15 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     each stage keeps.
 
     Each action shows its microbatch where there is room for the number. Later chunks of a stage are
-    lighter. The times are those of one action of one virtual stage. The idle share is added to the
-    title.
+    lighter.
+
+    Args:
+      table: the schedule.
+      times: the times of one action of one virtual stage, in any unit.
+      title: the title, to which the idle share is added.
+
+    Returns:
+      The figure.
 
     Raises:
       UserError: the table is not valid.
@@ -185,7 +192,16 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
     microbatch 3, `F3` is the forward, `B3` the backward, and `F3b` the forward with the second
     chunk. The most inputs that each stage keeps and the bubble follow.
 
-    Of a table that is longer than `width` columns the first and the last ticks are shown.
+    Args:
+      table: the schedule.
+      width: the columns of the terminal. Of a longer table the first and the last ticks are shown.
+      times: the times of one action of one virtual stage, from which the bubble is computed.
+
+    Returns:
+      The text, with colours.
+
+    Raises:
+      UserError: the table is not valid.
     """
     found = simulate_schedule(table, times)
     ticks = table.ticks

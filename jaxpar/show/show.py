@@ -110,8 +110,13 @@ def show_schedule(config: Config, picture: Path) -> None:
     It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its
     backward 2; a transfer takes no time.
 
+    Args:
+      config: the experiment; its mesh, pipeline and batch count.
+      picture: the picture of the mesh, which is not drawn here.
+
     Raises:
-      UserError: the mesh has one stage, or there can be no such pipeline.
+      UserError: the mesh has one stage, there can be no such pipeline, or the picture cannot be
+        written.
     """
     check_folders(picture)
     name = config.pipeline.schedule

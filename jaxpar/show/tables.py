@@ -24,7 +24,14 @@ _number = partial(Column, justify="right")
 
 
 def sharding_table(rows: Sequence[Placement]) -> Table:
-    """List every parameter's name, shape, logical axes, spec and bytes per device, and the sum."""
+    """List every parameter's name, shape, logical axes, spec and bytes per device, and the sum.
+
+    Args:
+      rows: where each parameter lies.
+
+    Returns:
+      The table.
+    """
     table = _table("parameter", "shape", "logical axes", "spec", _number("bytes/device"))
     for column in table.columns:
         column.overflow = "fold"
@@ -50,6 +57,13 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
 def activation_table(rows: Sequence[Activation]) -> Table:
     """List what becomes of each named activation, and its bytes in one layer and in all that exist
     at a time.
+
+    Args:
+      rows: the activations of a layer, in the order in which they are made.
+
+    Returns:
+      The table. Its columns `device` and `host` are the bytes that are saved or offloaded on one
+      device, and its last row sums them.
     """
     table = _table(
         "activation",
@@ -79,7 +93,15 @@ def activation_table(rows: Sequence[Activation]) -> Table:
 
 def communication_table(collectives: Sequence[StepCollective], most: int = 3) -> Table:
     """List what one device sends in a step by collective and mesh axes, the most first, with the
-    scopes and phases in which most of it is sent."""
+    scopes and phases in which most of it is sent.
+
+    Args:
+      collectives: the collectives of one step.
+      most: how many places are named for each kind and axes.
+
+    Returns:
+      The table, the largest first.
+    """
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in collectives:
         groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.step_bytes
@@ -102,7 +124,15 @@ def communication_table(collectives: Sequence[StepCollective], most: int = 3) ->
 
 
 def memory_table(parts: Sequence[MemoryPart], has: int = 0) -> Table:
-    """List the parts of what a step holds, their sum, and what a device has (0 = not known)."""
+    """List the parts of what a step holds, their sum, and what a device has.
+
+    Args:
+      parts: the parts, in bytes of one device and of its part of the host.
+      has: the bytes of a device's memory; 0 = not known, and there is no such row.
+
+    Returns:
+      The table.
+    """
     table = _table("memory", "what", _number("device"), _number("host"))
     sums = MemoryPart(
         "predicted", "", sum(part.device for part in parts), sum(part.host for part in parts)

@@ -36,11 +36,18 @@ _TASKS = 100
 
 
 def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
-    """Draw a report's timeline, a row for each lane and the phases above them.
+    """Draw reports' timelines, a row for each lane and the phases above them.
 
     A training step has a lower panel, a part from the middle of its backward pass. With several
     reports there is a panel for each, on one scale. A collective on the compute lane is one that
     compute waits for.
+
+    Args:
+      report: the report of a rehearsal.
+      others: further reports to draw below it.
+
+    Returns:
+      The figure, whose times are in milliseconds.
 
     Raises:
       UserError: a report was kept without its timeline.

@@ -50,8 +50,14 @@ _NUMBERS = {
 
 
 def watch(folder: Path, once: bool = False) -> None:
-    """Show a run, or the runs in a folder, until Ctrl-C; with `once`, or in a pipe, print it and
-    return.
+    """Show a run, or the runs in a folder, until Ctrl-C.
+
+    Args:
+      folder: a run folder, or one that has run folders in it.
+      once: print it and return, as in a pipe.
+
+    Raises:
+      UserError: there is no run, or the settings of the only one cannot be read.
     """
     out = PlainConsole()
     with (
@@ -66,8 +72,15 @@ def watch(folder: Path, once: bool = False) -> None:
 def page(folder: Path, width: int) -> RenderableType:
     """Make the page of a run, or a table of several runs.
 
+    Args:
+      folder: a run folder, or one that has run folders in it or in their subfolders.
+      width: the columns of the terminal. The page of a run takes at most 100 of them.
+
+    Returns:
+      What `rich` prints. A run in a table that cannot be read has the error in its row.
+
     Raises:
-      UserError: there is no run.
+      UserError: there is no run, or the settings of the only one cannot be read.
     """
     if is_run(folder):
         return _run_page(folder, min(width, 100))
