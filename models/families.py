@@ -72,8 +72,17 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a model; raise a UserError where there is none, or it has no use for
-    some of the sizes.
+    """Look up the family of a model, and refuse sizes that it has no use for.
+
+    Args:
+      config: the sizes of the model.
+
+    Returns:
+      The family of `config.family`.
+
+    Raises:
+      UserError: there is no such family, it has no experts, grouped kv heads or RoPE and the config
+        asks for them, or heads that RoPE turns have an odd size.
     """
     name = config.family
     standard = ModelConfig()

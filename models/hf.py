@@ -81,6 +81,9 @@ def import_hf(
       plan: the plan that says where the parameters go.
       allow_nonfinite: whether entries may be NaN or infinite.
 
+    Returns:
+      The parameters, in the tree of `model.shapes()` without LoRA.
+
     Raises:
       UserError: the checkpoint cannot be read, does not fit the model or has an entry that is not
         finite, or the plan does not fit the model.
@@ -93,7 +96,15 @@ def import_hf(
 
 
 def shift_norms(params: Params, by: float) -> Params:
-    """Add to the scales of norms what a checkpoint leaves out."""
+    """Add to the scales of norms what a checkpoint leaves out.
+
+    Args:
+      params: parameters as they were read.
+      by: what is added to each entry, such as 1.
+
+    Returns:
+      The parameters, with other arrays where a path ends with `norm.scale`.
+    """
 
     def shift(path, leaf):
         if path_name(path).endswith("norm.scale"):
@@ -112,8 +123,20 @@ def read_params(
     shapes: Params,
     allow_nonfinite: bool = False,
 ) -> Params:
-    """Read the parameters of `shapes`, all or some of the model's, from the tensors that hold them;
-    unless `allow_nonfinite` says so, an entry that is NaN or infinite is refused with a UserError.
+    """Read parameters from the tensors that hold them.
+
+    Args:
+      pairs: the tensors, each with where it is read from.
+      model: the model of the parameters.
+      plan: says where the parameters go, and in which dtype.
+      shapes: ShapeDtypeStructs of all or some of the model's parameters.
+      allow_nonfinite: whether entries may be NaN or infinite.
+
+    Returns:
+      The parameters, in a tree of the form of `shapes`.
+
+    Raises:
+      UserError: the plan does not fit the model, or an entry is not finite and has to be.
     """
     finish = (lambda found, source: found) if allow_nonfinite else _require_finite
     letters = dim_letters(model)
@@ -137,7 +160,17 @@ def read_params(
 
 
 def find_tensors(files: Sequence[Path]) -> dict[str, Source]:
-    """Find every tensor of the files of a checkpoint, by name."""
+    """Find every tensor of the files of a checkpoint.
+
+    Args:
+      files: the safetensors files.
+
+    Returns:
+      Where each tensor is read from, by its name.
+
+    Raises:
+      UserError: a file cannot be read as safetensors, or two files have a tensor of one name.
+    """
     sources: dict[str, Source] = {}
     for file in files:
         try:
@@ -230,8 +263,18 @@ def _match(
 def pair_up(
     wanted: dict[str, Tensor], found: dict[str, Source], origin: str
 ) -> list[tuple[Tensor, Source]]:
-    """Pair tensors with their sources of the same names, after checking that names, shapes and
-    dtypes all agree.
+    """Pair tensors with their sources of the same names.
+
+    Args:
+      wanted: the tensors of the model, by name.
+      found: those of the checkpoint, by name.
+      origin: what a message calls the checkpoint.
+
+    Returns:
+      The pairs, in the order of `wanted`.
+
+    Raises:
+      UserError: one of the two lacks a name, or a shape or dtype does not agree.
     """
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]

@@ -57,6 +57,7 @@ def export_hf(
 
     Args:
       params: parameters in any sharding.
+      model: the model of the parameters.
       folder: a folder that does not exist yet or is empty.
       max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of
         its own.
@@ -86,8 +87,13 @@ def export_hf(
 
 
 def require_library_parts(model: Model) -> None:
-    """Refuse a model with parts of one's own, which nobody who loads the folder would compute, with
-    a UserError.
+    """Refuse a model with parts of one's own, which nobody who loads the folder would compute.
+
+    Args:
+      model: the model.
+
+    Raises:
+      UserError: it has such a part.
     """
     for part, name in model.own_parts().items():
         raise UserError(
@@ -102,8 +108,16 @@ def write_folder(
     write: Callable[[Path], None],
     arrays: Iterator[object],
 ) -> None:
-    """Let process 0 `write` a new folder, which appears whole or not at all, from `arrays` that all
-    processes make.
+    """Let process 0 write a new folder, which appears whole or not at all. All processes must call
+    this.
+
+    Args:
+      folder: a folder that does not exist yet or is empty.
+      write: fills the folder that it is given, from `arrays`.
+      arrays: what all processes make together, one after another.
+
+    Raises:
+      UserError: the path is a URL, there is something at it, or it cannot be written.
     """
     require_local(folder)
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
@@ -129,10 +143,20 @@ def write_folder(
 def hf_tensors(
     params: Params, model: Model, dtype: Dtype = "float32", layout: Sequence[Tensor] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and value of every tensor of a model's checkpoint (or of another layout), in
-    the file's order; each is fetched on demand.
+    """Yield every tensor of a model's checkpoint, in the file's order; each is fetched on demand.
 
-    `params` need not be parameters: anything of the same form will do, such as gradients.
+    Args:
+      params: the parameters. Anything of the same form will do, such as gradients.
+      model: the model of the parameters.
+      dtype: of the values.
+      layout: the tensors to yield; None = those of the model's checkpoint.
+
+    Yields:
+      The name and the value of a tensor, with the dims of the file and without the vocabulary's
+      padding.
+
+    Raises:
+      UserError: the parameters are not those of the family's checkpoints.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     require_mapping(model)
@@ -242,6 +266,15 @@ def write_tensors(
 ) -> None:
     """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all
     tensors at once.
+
+    Args:
+      file: the file, which must not exist yet.
+      tensors: what it holds, in its order.
+      arrays: their names and values in the same order, in `dtype`.
+      dtype: what the header says of all of them.
+
+    Raises:
+      OSError: the file is there already or cannot be written.
     """
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -288,8 +288,14 @@ _ROPE = {
 
 
 def model_type(config: ModelConfig) -> str:
-    """Return Hugging Face's name for such a model: a LLaMA with windows is a Mistral, with experts
-    a Mixtral.
+    """Name the model type of Hugging Face for such a model: a LLaMA with windows is a Mistral, with
+    experts a Mixtral.
+
+    Args:
+      config: the sizes of the model.
+
+    Returns:
+      The type; the name of the family where no type has that family.
     """
     tables = [(name, table) for name, table in HF_FAMILIES.items() if table.family == config.family]
     names = [name for name, table in tables if ("experts" in table.sizes) == bool(config.experts)]
@@ -297,7 +303,18 @@ def model_type(config: ModelConfig) -> str:
 
 
 def hf_family(name: str, origin: str) -> HfFamily:
-    """Return the table of a model type; `origin` says in an error message who asked."""
+    """Look up the table of a model type.
+
+    Args:
+      name: the `model_type` of a config.json.
+      origin: who asked, with which a message begins.
+
+    Returns:
+      The table.
+
+    Raises:
+      UserError: there is no such type, or it reads images too.
+    """
     if name in HF_FAMILIES:
         return HF_FAMILIES[name]
     known = ", ".join(HF_FAMILIES)
@@ -319,9 +336,15 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     Dropout and `vocab_multiple` are choices of the training run, not of the checkpoint, and so keep
     our defaults. Change them with `dataclasses.replace`.
 
+    Args:
+      path: a folder with a config.json.
+
+    Returns:
+      The sizes, as `Model` takes them.
+
     Raises:
-      UserError: config.json cannot be read or lacks a key, or `jaxpar.models` cannot compute the
-        model.
+      UserError: the folder is not there, config.json cannot be read or lacks a key, or
+        `jaxpar.models` cannot compute the model.
     """
     folder = Path(path)
     if not folder.exists():
@@ -379,12 +402,20 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
 
 
 def hf_config(config: ModelConfig) -> Json:
-    """Return the config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE)
-    can read.
+    """Make the config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE) can
+    read.
 
     Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to
-    another vocabulary. Sizes that the family's config.json cannot express are refused with a
-    UserError.
+    another vocabulary.
+
+    Args:
+      config: the sizes of the model.
+
+    Returns:
+      What the file holds.
+
+    Raises:
+      UserError: the family has no model type, or its config.json cannot express one of the sizes.
     """
     name = model_type(config)
     head_dim = config.head_size

@@ -50,8 +50,13 @@ class Tensor(NamedTuple):
 
 
 def hf_layout(model: Model) -> list[Tensor]:
-    """List the tensors of a model's checkpoint in the file's order, with those of a block
-    together.
+    """List the tensors of a model's checkpoint.
+
+    Args:
+      model: the model.
+
+    Returns:
+      The tensors in the file's order, with those of a block together.
     """
     sizes = dim_sizes(model)
     present = dim_letters(model)
@@ -82,8 +87,13 @@ def hf_layout(model: Model) -> list[Tensor]:
 
 
 def dim_sizes(model: Model) -> dict[str, int]:
-    """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our
-    padding.
+    """Give the size of each dim in a checkpoint by its letter.
+
+    Args:
+      model: the model.
+
+    Returns:
+      The sizes; V is the vocabulary without our padding.
     """
     config = model.config
     return {
@@ -100,8 +110,14 @@ def dim_sizes(model: Model) -> dict[str, int]:
 
 
 def dim_letters(model: Model) -> dict[str, str]:
-    """Every parameter's dims as letters, in our order, without those it is stacked over:
-    `{"blocks.q": "DHh"}`.
+    """Spell out every parameter's dims as letters.
+
+    Args:
+      model: the model.
+
+    Returns:
+      The letters by the parameter's name, in our order, without the dims that it is stacked over:
+      `{"blocks.q": "DHh"}`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(
         model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
@@ -117,9 +133,15 @@ def dim_letters(model: Model) -> dict[str, str]:
 
 
 def require_mapping(model: Model) -> None:
-    """Refuse a model whose parameters are not those of its family's checkpoints, with a UserError.
+    """Refuse a model whose parameters are not those of its family's checkpoints.
 
     Blocks of one's own may have parameters of the same names and dims, and are then imported.
+
+    Args:
+      model: the model.
+
+    Raises:
+      UserError: a parameter has a name or dims that no tensor of the checkpoints has.
     """
     rows = HF_FAMILIES[model_type(model.config)].tensors.values()
     dims_there = {name: dims.replace(" ", "") for dims, *names in rows for name in names}

@@ -24,11 +24,20 @@ def over_layers(
     xs: PyTree,
     plan: Plan,
 ) -> tuple[Any, Any]:
-    """Run `body(carry, x, kind) -> (carry, y)` over layers stacked in `xs` [L, ...], each of which
-    keeps for its backward what the plan says, and return the last carry and the stacked ys.
+    """Run a body over stacked layers, each of which keeps for its backward what the plan says.
 
     It is one scan, or unrolled where `config.scan_layers` is false. Layers of several kinds are
     scanned in groups of one of each, and those that are left over are unrolled.
+
+    Args:
+      config: the sizes of the model.
+      body: a function `(carry, x, kind) -> (carry, y)` of one layer.
+      carry: what the first layer is given, a tree of arrays.
+      xs: what the layers have, a tree of arrays [L, ...].
+      plan: says what is kept.
+
+    Returns:
+      The last carry, and the ys of all layers stacked [L, ...].
     """
     L = len(jax.tree.leaves(xs)[0])
     p = config.kinds

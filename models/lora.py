@@ -58,7 +58,17 @@ class LoraPair(nnx.Module):
     def expand(
         self, low_BSr: Float[Array, "B S r"], axes: Axes, ops: Ops, seq: LogicalAxis
     ) -> Array:
-        """Multiply what A made by B, and scale it; `axes` are those of the output dims."""
+        """Multiply what A made by B, and scale it.
+
+        Args:
+          low_BSr: what A made.
+          axes: the logical axes of the output dims.
+          ops: as a block is given them.
+          seq: the logical axis of the sequence of `low_BSr` and of the output.
+
+        Returns:
+          An array [B, S, *out].
+        """
         return ops.rank_linear(self.scale * low_BSr, self.b[...], axes, seq)
 
 
@@ -81,6 +91,9 @@ def lora_pairs(
       matrices: the matrices of a block; those of experts can have no pair.
       config: its `lora` has rank and targets; rank 0 asks for none.
       rngs: for A.
+
+    Returns:
+      The pairs by the names of their matrices; none for rank 0.
 
     Raises:
       UserError: a target is none of the matrices that can have a pair.
@@ -168,6 +181,9 @@ def row_linear(
       linear: the matrix.
       ops: as a block is given them.
       seq: the logical axis of the hidden features' sequence.
+
+    Returns:
+      What is added to the residual stream [B, S, D], in its layout.
     """
     axes = linear.axes[:-1]
     y_BSD = ops.row_linear(h_BSI, linear.weight[...], axes, linear.bias_array, seq)
@@ -184,8 +200,15 @@ def base_config(config: ModelConfig) -> ModelConfig:
 
 
 def merge_lora(params: Params, config: ModelConfig) -> Params:
-    """Return the parameters of `base_config`: W + (alpha / rank) A B in place of W, A and B,
-    computed in float32. The arrays of W are donated.
+    """Merge LoRA's matrices into those that they are beside: W + (alpha / rank) A B in place of W,
+    A and B, computed in float32.
+
+    Args:
+      params: the parameters of a model with LoRA, or without; the arrays of W are donated.
+      config: the sizes of the model.
+
+    Returns:
+      The parameters of `base_config`.
     """
     blocks = dict(params["blocks"])
     pairs = blocks.pop("lora", {})
@@ -217,7 +240,14 @@ _OLD_NAME = re.compile(r"(.+)_lora_([ab])")
 
 
 def with_old_names(tree: PyTree) -> PyTree:
-    """Return a tree of any kind in which LoRA's parameters have their old names."""
+    """Give LoRA's parameters their old names.
+
+    Args:
+      tree: a tree of any kind in the form of a model's parameters.
+
+    Returns:
+      The tree with the old names.
+    """
 
     def rename(blocks: PyTree) -> PyTree:
         if not isinstance(blocks, dict):
@@ -232,7 +262,14 @@ def with_old_names(tree: PyTree) -> PyTree:
 
 
 def with_new_names(tree: PyTree) -> PyTree:
-    """Return a tree of any kind in which LoRA's parameters have their names of today."""
+    """Give LoRA's parameters their names of today.
+
+    Args:
+      tree: a tree of any kind in the form that a model's parameters had.
+
+    Returns:
+      The tree with today's names.
+    """
 
     def rename(blocks: PyTree) -> PyTree:
         if not isinstance(blocks, dict):

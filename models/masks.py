@@ -54,14 +54,29 @@ class MaskWord:
     """Whether it is a sliding window, whose layers may have a RoPE base of their own."""
 
     def mask(self, length: int) -> Mask:
-        """Make the mask of a sequence of `length` places, which is causal by an `&` with
-        `Causal()`. That of a shorter sequence is the beginning of that of a longer one.
+        """Make the mask of a sequence. It is causal, by an `&` with `Causal()`; that of a shorter
+        sequence is the beginning of that of a longer one.
+
+        Args:
+          length: the number of places.
+
+        Returns:
+          The mask.
+
+        Raises:
+          UserError: the class of the word does not define it.
         """
         raise UserError(f"the word of {type(self).__name__} makes no mask: give it a method `mask`")
 
     def reach(self, seq_len: int) -> int:
-        """Count the keys that a query late in a sequence may see, blocks of the future included;
-        costs are counted by it.
+        """Count the keys that a query late in a sequence may see, by which costs are counted.
+
+        Args:
+          seq_len: the length of the sequence, in tokens.
+
+        Returns:
+          The number of keys, with those of blocks of the future; all keys, unless the class says
+          otherwise.
         """
         return seq_len
 
@@ -78,7 +93,18 @@ WORDS: Registry[type[MaskWord]] = Registry("a word of model.masks")
 
 
 def register_mask(name: str) -> Callable[[Word], Word]:
-    """A decorator that makes a `MaskWord` known by its name in `model.masks`."""
+    """A decorator that makes a `MaskWord` known by its name in `model.masks`.
+
+    Args:
+      name: the word.
+
+    Returns:
+      A decorator, which leaves the class as it is.
+
+    Raises:
+      UserError: the name is no word; and the decorator, where the class is no dataclass of
+        MaskWord, its `mask` cannot be called with a length, or the name is taken.
+    """
 
     WORDS.require_word(name)
 
@@ -180,7 +206,13 @@ def _third(seq_len: int, stride: int = 1) -> int:
 
 
 def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
-    """Return the mask of each kind of layer; layer i is of kind i % config.kinds.
+    """Make the mask of each kind of layer.
+
+    Args:
+      config: the sizes of the model.
+
+    Returns:
+      The masks, for sequences of `config.max_seq_len`; layer i has number i % config.kinds.
 
     Raises:
       UserError: as `read_word`, or a mask shows a query what comes after it.
@@ -289,8 +321,19 @@ def reach(word: str, seq_len: int) -> int:
 
 
 def shrink_mask(word: str, before: int, seq_len: int) -> str:
-    """Return the same word for a sequence of `seq_len` tokens in place of `before`; a window keeps
-    a third of it.
+    """Turn a word into that for another length of sequence. A window keeps its share of it, and is
+    at least a third of it.
+
+    Args:
+      word: a word of `model.masks`.
+      before: the length that it is for, in tokens.
+      seq_len: the length that it shall be for, in tokens.
+
+    Returns:
+      The word with other numbers, or the same word.
+
+    Raises:
+      UserError: as `read_word`.
     """
     name, made = _read(word)
     smaller = made.shrink(before, seq_len)

@@ -104,14 +104,29 @@ class Model:
     def fit_rules(
         self, rules: ShardingRules, sizes: Mapping[str, int]
     ) -> tuple[ShardingRules, list[str]]:
-        """Return rules that fit more devices than heads, and a line for the log about each
-        change.
+        """Fit rules to more devices than heads.
+
+        Args:
+          rules: the rules.
+          sizes: the number of devices along each mesh axis.
+
+        Returns:
+          The rules that fit, and a line for the log about each change.
         """
         return fit_rules(rules, self.config.heads, self.config.kv_head_count, sizes)
 
     def with_config(self, config: ModelConfig, ops: OpsMaker | None = None) -> Model:
-        """Return the model with other sizes, and perhaps other ops; itself where they are its
-        own.
+        """Make the same model with other sizes, and perhaps other ops.
+
+        Args:
+          config: the sizes.
+          ops: makes the ops of a plan; None = the model's own.
+
+        Returns:
+          The model; itself where both are its own.
+
+        Raises:
+          UserError: the config asks for what the parts have not.
         """
         ops = ops or self.ops
         if (config, ops) == (self.config, self.ops):
@@ -143,6 +158,9 @@ class Model:
           key: the key of all random numbers.
           order: the layer at each place of that dim, where -1 = zeros; None = layers in their own
             order.
+
+        Returns:
+          The parameters, in the tree of `shapes(order)`.
         """
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(blocks_key, self.config.layers)
@@ -173,14 +191,26 @@ class Model:
         return init_part(self.config, name, getattr(self.parts, name), key)
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
-        """Return the parameters as ShapeDtypeStructs; `order` is as for `init`."""
+        """Describe the parameters without making them.
+
+        Args:
+          order: as for `init`.
+
+        Returns:
+          The parameters as float32 ShapeDtypeStructs.
+        """
         return jax.tree.map(
             lambda shape: shape, _shapes(self, None if order is None else tuple(order))
         )
 
     def trained(self, tree: Params) -> Params:
-        """Return the part of a tree of the parameters' form that is trained: all of it, or LoRA's
-        matrices alone.
+        """Pick the part of the parameters that is trained: all of it, or LoRA's matrices alone.
+
+        Args:
+          tree: a tree of the parameters' form.
+
+        Returns:
+          The part, in a tree of the form of that part.
         """
         if not self.config.lora.rank:
             return tree
@@ -213,7 +243,18 @@ class Model:
         plan: Plan,
         key: jax.Array | None = None,
     ) -> Float[Array, "B S D"]:
-        """Turn tokens into the residual stream."""
+        """Turn tokens into the residual stream.
+
+        Args:
+          params: the parameters, of which those of `embed` are read.
+          tokens_BS: the ids of the tokens.
+          positions_BS: their places in their documents.
+          plan: says how it runs on several devices.
+          key: the dropout key; None = no dropout.
+
+        Returns:
+          The residual stream, in its layout and the compute dtype.
+        """
         with jax.named_scope("embed"):
             return self._split["embed"](
                 params["embed"], tokens_BS, positions_BS=positions_BS, ops=self.ops(plan), key=key
@@ -230,9 +271,26 @@ class Model:
         kind: int = 0,
         text_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        """Run one block; `layer` is one slice of `params["blocks"]`, and `kind` its index modulo
-        `config.kinds`. The sums are its router's, if it has one, over the tokens that are text
-        (None = all are)."""
+        """Run one block.
+
+        Args:
+          layer: one slice of `params["blocks"]`.
+          x_BSD: the residual stream, in its layout.
+          positions_BS: the places of the tokens in their documents.
+          segments_BS: the documents of the tokens; None = each row is one.
+          plan: says how it runs on several devices.
+          key: the dropout key; None = no dropout.
+          kind: the number of the layer modulo `config.kinds`.
+          text_BS: which tokens are text; None = all are.
+
+        Returns:
+          The stream after the block, and its router's sums over the tokens that are text; None
+          where it has no router.
+
+        Raises:
+          UserError: the block returns another shape or dtype than it is given, or there are
+            documents and it takes none.
+        """
         split = self._split["blocks"]
         if segments_BS is not None:
             self.require_documents()
@@ -266,7 +324,15 @@ class Model:
     def head(
         self, params: Params, x_BSD: Float[Array, "B S D"]
     ) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
-        """Return the final norm's output and the vocabulary matrix that multiplies it."""
+        """Run what follows the last block, up to the scores.
+
+        Args:
+          params: the parameters; its blocks are not read.
+          x_BSD: the residual stream after the last block.
+
+        Returns:
+          The final norm's output, and the vocabulary matrix that multiplies it.
+        """
         with jax.named_scope("head"):
             return self._split["head"](
                 params["head"], x_BSD, embedding_VD=params["embed"].get("tokens")
@@ -275,9 +341,21 @@ class Model:
     def hidden_states(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        """Return the residual stream after the last block and, for a model with routers, their sums
-        as means over the layers. The batch is as for `loss`, but `in_order`, and may have `text`
-        (see `Places`)."""
+        """Run the model up to the head.
+
+        Args:
+          params: the parameters.
+          batch: as for `loss`, but `in_order`; it may have `text` (see `Places`).
+          plan: says how it runs on several devices.
+          key: the dropout key; None = no dropout.
+
+        Returns:
+          The residual stream after the last block and, for a model with routers, their sums as
+          means over the layers.
+
+        Raises:
+          UserError: as for `block`.
+        """
         tokens_BS = batch["tokens"]
         positions_BS = batch["positions"]
         segments_BS = batch.get("segments")
@@ -298,8 +376,23 @@ class Model:
         key: jax.Array | None = None,
         text_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        """Run all blocks in turn, and add up their routers' sums; `layers` is `params["blocks"]`,
-        or slices of it.
+        """Run all blocks in turn.
+
+        Args:
+          layers: `params["blocks"]`, or slices of it.
+          x_BSD: the residual stream, in its layout.
+          positions_BS: the places of the tokens in their documents.
+          segments_BS: the documents of the tokens; None = each row is one.
+          plan: says how it runs on several devices.
+          key: the dropout key; None = no dropout.
+          text_BS: which tokens are text; None = all are.
+
+        Returns:
+          The stream after the last block, and the means of the routers' sums over the layers; None
+          where there are no routers.
+
+        Raises:
+          UserError: as for `block`.
         """
         if key is None:
             layer_keys = None
@@ -330,8 +423,22 @@ class Model:
         key: jax.Array | None,
         kind: int = 0,
     ) -> tuple[tuple[Array, ...], RouterSums | None]:
-        """Run one block on the `halves` of a batch, and add up its router's sums; `places` are
-        those of the halves, and `kind` is as for `block`."""
+        """Run one block on the `halves` of a batch in turn.
+
+        Args:
+          layer: one slice of `params["blocks"]`.
+          xs: the residual stream of each half.
+          places: the places of the tokens of each half.
+          plan: says how it runs on several devices.
+          key: the dropout key; None = no dropout.
+          kind: as for `block`.
+
+        Returns:
+          The streams after the block, and the router's sums over both halves.
+
+        Raises:
+          UserError: as for `block`.
+        """
         parts = [
             self.block(
                 layer,
@@ -365,8 +472,10 @@ class Model:
         likelihood plus the weighted means.
 
         Args:
+          params: the parameters, in the layout of the plan.
           batch: int32 arrays [B, S]: `tokens`, `labels` (one below zero does not count), and for
             packed documents `positions` and `segments`.
+          plan: says how it runs on several devices.
           key: the dropout key; None = no dropout.
           weights: the weights of the terms that are added to the likelihood.
           counts: the tokens of the whole step, of which the batch is a microbatch; None = it is all
@@ -374,6 +483,9 @@ class Model:
 
         Returns:
           The sums over the batch.
+
+        Raises:
+          UserError: the sequence or the arrays do not fit the plan, or as for `block`.
         """
         if self.config.experts:
             told = with_text(batch)
@@ -398,8 +510,17 @@ class Model:
         plan: Plan,
         weights: LossWeights,
     ) -> LossSums:
-        """Compute the summed loss of the last block's output, without the routers' part; `params`
-        has no blocks.
+        """Compute the summed loss of the last block's output, without the routers' part.
+
+        Args:
+          params: the parameters; its blocks are not read.
+          x_BSD: the residual stream after the last block.
+          labels_BS: for each token the one that follows; one below zero does not count.
+          plan: says how it runs on several devices.
+          weights: the weights of the terms that are added to the likelihood.
+
+        Returns:
+          The sums over the labels that count.
         """
         x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
@@ -414,8 +535,18 @@ class Model:
         batch: Batch,
         plan: Plan,
     ) -> Float[Array, "B S V"]:
-        """Compute float32 next-token scores of the true vocabulary; `batch` is as in `loss`, and
-        needs no labels.
+        """Compute next-token scores of the true vocabulary.
+
+        Args:
+          params: the parameters, in the layout of the plan.
+          batch: as for `loss`; it needs no labels.
+          plan: says how it runs on several devices.
+
+        Returns:
+          The float32 scores [B, S, V], in the tokens' own order, with V = `config.vocab_size`.
+
+        Raises:
+          UserError: as for `loss`.
         """
         x_BSD, _ = self.hidden_states(
             params,
@@ -442,6 +573,12 @@ class Model:
         beside LoRA counts 4 and not 6, since its gradient is not made. All parameters of a block
         and a head are taken to multiply, and each block to attend as the config says, also where
         they are of one's own.
+
+        Args:
+          seq_len: the length of a sequence, in tokens.
+
+        Returns:
+          FLOPs for one token.
         """
         config = self.config
         multiplying = self._count("blocks") + self._count("head") - self._idle_experts()

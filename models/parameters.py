@@ -24,7 +24,14 @@ def param(
     """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over
     those logical axes.
 
-    A dim whose name starts with `_` has no logical axis and is never split.
+    Args:
+      rngs: the random numbers.
+      init: an initialiser `(key, shape, dtype) -> array`.
+      **dims: the size of each dim by its logical axis. A dim whose name starts with `_` has none
+        and is never split.
+
+    Returns:
+      The parameter.
     """
     axes = tuple(None if name.startswith("_") else name for name in dims)
     return param_of(rngs, init, tuple(dims.values()), axes)
@@ -36,10 +43,19 @@ def param_of(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
 ) -> nnx.Param:
-    """Declare a float32 parameter of a shape, with a logical axis or None for each dim.
+    """Declare a float32 parameter by its shape.
 
     The names are Flax's metadata, for `nnx.get_partition_spec`. A layout says later where the array
     lies: Flax would otherwise place it at once, and ask for a mesh whose axes have these names.
+
+    Args:
+      rngs: the random numbers.
+      init: an initialiser `(key, shape, dtype) -> array`.
+      shape: the sizes of its dims.
+      axes: for each dim a logical axis, or None where it is never split.
+
+    Returns:
+      The parameter.
     """
     declared = nnx.with_partitioning(init, axes, eager_sharding=False)
     return nnx.Param(declared(rngs.params(), shape, jnp.float32))
@@ -49,12 +65,18 @@ def declared_axes(
     variable: nnx.Variable,
     name: str = "a parameter",
 ) -> tuple[str | None, ...]:
-    """Return the name of each dim of a variable, as Flax has it in its metadata; None = it has
-    none.
+    """Read the logical axes of a variable, as Flax has them in its metadata.
+
+    Args:
+      variable: the variable.
+      name: what a message calls it.
+
+    Returns:
+      The name of each dim; None = it has none.
 
     Raises:
       UserError: a dim has several names, there are some names and not one for each dim, or the
-        entries are no float32. The message begins with `name`.
+        entries are no float32.
     """
     names = tuple(variable.get_metadata().get("out_sharding") or ())
     shape = variable.shape

@@ -62,9 +62,18 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the model that an adapter belongs to: `base_model_name_or_path`, seen
-    from the adapter's folder, or from here; raise a UserError where there is no such folder, or the
-    config cannot be read."""
+    """Find the folder of the model that an adapter belongs to: `base_model_name_or_path`, seen from
+    the adapter's folder, or from here.
+
+    Args:
+      folder: the adapter's folder.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      UserError: there is no such folder, or the adapter's config cannot be read.
+    """
     name = read_json(folder / CONFIG, _KINDS).get("base_model_name_or_path") or ""
     with reading(folder / CONFIG):  # what is too long for a name
         found = [path for path in (folder / name, Path(name)) if name and path.is_dir()]
@@ -78,9 +87,19 @@ def base_folder(folder: Path) -> Path:
 
 
 def lora_of(folder: Path, base: ModelConfig) -> Lora:
-    """Return the rank, alpha and targets of an adapter of a model. A UserError says that the config
-    cannot be read or asks for what the model does not compute, or that a tensor is beside no matrix
-    of a block."""
+    """Read the rank, alpha and targets of an adapter.
+
+    Args:
+      folder: the adapter's folder.
+      base: the sizes of the model that it belongs to.
+
+    Returns:
+      The values of `model.lora`.
+
+    Raises:
+      UserError: the config cannot be read or asks for what the model does not compute, or no tensor
+        is beside a matrix of a block.
+    """
     config = read_json(folder / CONFIG, _KINDS)
     for key, accepted in _COMPUTED.items():
         if config.get(key, accepted[0]) not in accepted:
@@ -111,8 +130,21 @@ def lora_of(folder: Path, base: ModelConfig) -> Lora:
 
 def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool = False) -> Params:
     """Read the LoRA matrices of a model, each straight into its sharding; the rest of the
-    parameters is not there. An adapter that cannot be read, does not fit the model or has NaN (see
-    `import_hf`), is a UserError."""
+    parameters is not there.
+
+    Args:
+      folder: the adapter's folder.
+      model: the model, whose config has the adapter's rank and targets.
+      plan: the plan that says where the matrices go.
+      allow_nonfinite: whether entries may be NaN or infinite.
+
+    Returns:
+      The matrices, in the tree of `model.trained(model.shapes())`.
+
+    Raises:
+      UserError: the adapter cannot be read, does not fit the model or has an entry that is not
+        finite, or the plan does not fit the model.
+    """
     require_mapping(model)
     pairs = pair_up(
         {tensor.name: tensor for tensor in _layout(model)}, _tensors(folder), str(folder / WEIGHTS)
@@ -121,9 +153,18 @@ def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool
 
 
 def export_adapter(params: Params, model: Model, folder: Path, base: str) -> None:
-    """Write a folder that PEFT loads; `base` is the folder of the model. See `export_hf` for the
-    rest. A UserError says that the folder has files, a write failed, or PEFT has one pair for
-    matrices that have their own here."""
+    """Write a folder that PEFT loads; see `export_hf` for how it is written.
+
+    Args:
+      params: parameters in any sharding.
+      model: the model of the parameters, which has LoRA.
+      folder: a folder that does not exist yet or is empty.
+      base: the folder of the model that the adapter belongs to.
+
+    Raises:
+      UserError: the model has parts of one's own, the folder has files, a write failed, or PEFT has
+        one pair for matrices that have their own here.
+    """
     require_library_parts(model)
     layout = [tensor._replace(name=_PREFIX + tensor.name) for tensor in _layout(model)]
     lora = model.config.lora

@@ -64,12 +64,18 @@ _NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
 def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " h/2"]:
-    """Return the angle per position of each pair of features, extended where `rope_factor` > 1.
+    """Compute the angle per position of each pair of features, extended where `rope_factor` > 1.
 
     RoPE is Su et al. 2021, arXiv:2104.09864. The linear extension divides all by the factor. That
     of llama3 keeps wavelengths below original/high_freq_factor, divides those above
-    original/low_freq_factor, and blends in between (Llama 3.1 release, `apply_scaling`). Layers
-    with a window (`local`) have `rope_local_theta`, if there is one.
+    original/low_freq_factor, and blends in between (Llama 3.1 release, `apply_scaling`).
+
+    Args:
+      config: the sizes of the model.
+      local: whether it is for layers with a window, which have `rope_local_theta` if there is one.
+
+    Returns:
+      The angles [h/2], in radians.
     """
     head_dim = config.head_size
     local = local and config.rope_local_theta > 0
@@ -96,7 +102,17 @@ def rotate(
     scale: float = 1.0,
 ) -> Float[Array, "B S H h"]:
     """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face
-    checkpoints), and multiply by `scale` before rounding."""
+    checkpoints).
+
+    Args:
+      x_BSHh: queries or keys.
+      positions_BS: the places of the tokens.
+      frequencies: the angle per position of each pair, in radians.
+      scale: a factor of the result, applied before it is rounded.
+
+    Returns:
+      An array of the shape and dtype of `x_BSHh`.
+    """
     angles_BSh = positions_BS[..., None].astype(jnp.float32) * frequencies
     angles_BS1h = angles_BSh[:, :, None, :]
     cos = jnp.tile(jnp.cos(angles_BS1h), 2)
@@ -133,6 +149,13 @@ def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
 
     The vocabulary is rounded up so that a mesh axis can divide it. Rows past the vocabulary are
     never read.
+
+    Args:
+      config: the sizes of the model.
+      rngs: the random numbers.
+
+    Returns:
+      The table, with logical axes ("vocab", "embed").
     """
     rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
     return param(rngs, normal(config.init_std), vocab=rows, embed=config.embed)
@@ -291,7 +314,19 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         kind: int = 0,
     ) -> Float[Array, "B S D"]:
-        """Return what attention adds to the residual stream; the arguments are those of a block."""
+        """Compute what attention adds to the residual stream.
+
+        Args:
+          x_BSD: the residual stream after its norm.
+          positions_BS: as for a block.
+          segments_BS: as for a block.
+          ops: as for a block.
+          key: as for a block.
+          kind: as for a block.
+
+        Returns:
+          What is added, in the layout of the stream.
+        """
         config = self.config
         family = self.family
         linears = [
@@ -330,7 +365,15 @@ class Block(nnx.Module):
         x_BSD: Float[Array, "B S D"],
         ops: Ops,
     ) -> Float[Array, "B S D"]:
-        """Return what an MLP without experts adds to the residual stream."""
+        """Compute what an MLP without experts adds to the residual stream.
+
+        Args:
+          x_BSD: the residual stream after its norm.
+          ops: as for a block.
+
+        Returns:
+          What is added, in the layout of the stream.
+        """
         if self.family.activation == "silu":
             activation = jax.nn.silu
         else:
@@ -349,7 +392,16 @@ class Block(nnx.Module):
     def experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
     ) -> tuple[Float[Array, "B S D"], RouterSums]:
-        """Return what the experts add to the residual stream, and their router's sums."""
+        """Compute what the experts add to the residual stream.
+
+        Args:
+          x_BSD: the residual stream after its norm.
+          text_BS: which tokens are text; None = all are.
+          ops: as for a block.
+
+        Returns:
+          What is added, in the layout of the stream, and the router's sums.
+        """
         return ops.expert_mlp(
             x_BSD,
             self.router[...],
