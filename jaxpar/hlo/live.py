@@ -176,7 +176,12 @@ class _Reading:
         return number
 
     def join(self, first: int, second: int) -> None:
-        """Put two arrays into one place."""
+        """Put two arrays into one place.
+
+        Args:
+          first: the number of an array.
+          second: the number of another, or of the same.
+        """
         first = self.root(first)
         second = self.root(second)
         if first == second:
@@ -198,7 +203,15 @@ class _Reading:
         array.end = max(array.end, place)
 
     def run(self, computation: Computation, arguments: Sequence[list[int]]) -> list[int]:
-        """Follow a computation in its order; the arrays of its result."""
+        """Follow a computation in its order.
+
+        Args:
+          computation: the computation.
+          arguments: for each of its parameters the numbers of its arrays, a leaf each.
+
+        Returns:
+          The numbers of the arrays of its result, a leaf each.
+        """
         values: dict[str, list[int]] = {}
         for name, instruction in computation.instructions.items():
             if instruction.opcode == "parameter":

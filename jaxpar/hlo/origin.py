@@ -195,15 +195,17 @@ def _pieces(path: str, separator: str = "/") -> list[str]:
 
 
 def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
-    """Write the innermost frame in the first directory that has any, `models/transformer.py:72`;
-    empty if none has.
+    """Write the innermost frame in the first directory that has any.
 
     Where that calls a program of somebody else, as a model calls a block that it was given, the
     innermost frame of that program is written.
 
     Args:
       frames: those of an instruction, the innermost first.
-      dirs: the directories.
+      dirs: (directory, name shown) pairs, the most telling first.
+
+    Returns:
+      The line, `models/transformer.py:72`; empty if no directory has a frame.
     """
     for folder, shown in dirs:
         if (folder, shown) == OWN:

@@ -58,6 +58,9 @@ def read_program(
       kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them
         itself.
 
+    Returns:
+      The tasks, loops and waits in the order of the schedule, with notes on what was assumed.
+
     Raises:
       UserError: this is not the text of a compiled module, or it is damaged.
     """
@@ -165,10 +168,17 @@ class _Reader:
         arguments: list[_Value],
         into: _Nodes,
     ) -> _Value:
-        """Append the tasks of a computation and return what its result depends on.
+        """Append the tasks of a computation to a list of nodes.
 
-        `known` holds the scalars of its one tuple parameter (a loop's state) that never change, for
-        the trip counts of loops inside.
+        Args:
+          computation: the computation.
+          known: the scalars of its one tuple parameter (a loop's state) that never change, by
+            index, for the trip counts of loops inside.
+          arguments: what each of its parameters depends on.
+          into: the list of nodes, which grows.
+
+        Returns:
+          What the computation's result depends on.
         """
         values: dict[str, _Value] = {}
         for instruction in computation.instructions.values():

@@ -247,8 +247,15 @@ class _Load:
         self.axes: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in self.shape]
 
     def send(self, start: Position, end: Position, amount: float) -> int:
-        """Add a message along its shortest way, axis after axis (half on either of equal ways), and
-        return its hops.
+        """Add a message along its shortest way, axis after axis, and half on either of equal ways.
+
+        Args:
+          start: where it starts.
+          end: where it ends.
+          amount: its share of the bytes of the collective.
+
+        Returns:
+          The number of links on its way.
         """
         here = list(start.coords)
         hops = 0

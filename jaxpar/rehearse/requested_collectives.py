@@ -114,8 +114,15 @@ class _Reader:
         inputs: Sequence[_Value],
         scope: str,
     ) -> list[_Value]:
-        """The values of the results of a jaxpr that brings its own constants, or has them among its
-        inputs.
+        """Read a jaxpr that brings its own constants, or has them among its inputs.
+
+        Args:
+          jaxpr: the jaxpr.
+          inputs: the value of each of its inputs.
+          scope: the named scopes around it, joined by slashes.
+
+        Returns:
+          The values of its results.
         """
         constants = [
             self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())

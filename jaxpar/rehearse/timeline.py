@@ -295,10 +295,15 @@ class _Player:
     def run(
         self, steps: tuple[_Step, ...], before: dict[int, _Moment], drawn: bool
     ) -> list[_Moment]:
-        """Play a list of nodes once, recording events if `drawn`, and return when each of them is
-        over.
+        """Play a list of nodes once.
 
-        `before` says when the tasks of the previous trip are over, by position.
+        Args:
+          steps: the nodes, in the order of the schedule.
+          before: when the tasks of the previous trip are over, by position.
+          drawn: whether events are recorded.
+
+        Returns:
+          When each of the nodes is over.
         """
         done: list[_Moment] = []
         for step in steps:

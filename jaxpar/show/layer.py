@@ -51,6 +51,9 @@ def layer_figure(experiment: Experiment, title: str) -> Figure:
       experiment: an experiment whose devices are here, or simulated.
       title: the title of the picture.
 
+    Returns:
+      The figure.
+
     Raises:
       UserError: the model is a whole one of a program's own, which has no layers that are known.
     """

@@ -66,6 +66,10 @@ def explain(
       sizes: numbers by name, besides those of mesh axes, that may be the factor by which a gradient
         is wrong.
       stacked: tells from a parameter's name whether its first dim counts layers.
+
+    Returns:
+      The same verdict, in whose wrong rows `finding` says how the gradient differs, and `layers`
+      which layers do where it is stacked.
     """
     parts, means = _contributions(run, partitions, want)
     others = functools.cache(lambda: list(altered()))

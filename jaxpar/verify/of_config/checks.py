@@ -92,6 +92,9 @@ class Verification:
         Args:
           config: the name of the config.
           command: the command line.
+
+        Returns:
+          The object, in which an error that is no finite number is None.
         """
         setup = self.setup
         sizes = total_sizes(setup.config.mesh)

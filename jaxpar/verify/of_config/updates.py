@@ -49,6 +49,9 @@ def compare_updates(case: Case, reference: Answer) -> Verdict:
       case: what is verified; its optimizer has a constant learning rate, so large that rounding of
         the parameters does not count.
       reference: the loss and gradients that both take.
+
+    Returns:
+      The verdict, with a row for each parameter that is trained.
     """
     got = _moved(_experiment(case, alone=False), case, reference)
     want = _moved(_experiment(case, alone=True), case, reference)
