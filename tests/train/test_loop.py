@@ -22,6 +22,7 @@ from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
 from jaxpar.train.evaluate import evaluate_folder
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.learning_rate import learning_rate
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment
@@ -81,11 +82,11 @@ def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("runs") / "whole"
     real_draw = local._draw_loss
 
-    def draw(config: Config, folder: Path, entropy: float) -> None:
+    def draw(experiment: Experiment, folder: Path) -> None:
         drawn.append(len(read_metrics(folder)))
         if len(drawn) == 1:
             raise OSError("the disk is full")
-        real_draw(config, folder, entropy)
+        real_draw(experiment, folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "_EVERY", 0.0)
