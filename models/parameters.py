@@ -76,7 +76,7 @@ def declared_axes(
 
     Raises:
       UserError: a dim has several names, there are some names and not one for each dim, or the
-        entries are no float32.
+        entries are no floating-point numbers.
     """
     names = tuple(variable.get_metadata().get("out_sharding") or ())
     shape = variable.shape
@@ -92,7 +92,6 @@ def declared_axes(
             f"{name} of shape {shape} is {variable.dtype}: a parameter is floating point, for a "
             "gradient"
         )
-    require_float32(variable.dtype, f"{name} of shape {shape}")
     return names or (None,) * len(shape)
 
 

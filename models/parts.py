@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import PyTree
-from jaxpar.models.parameters import declared_axes
+from jaxpar.models.parameters import declared_axes, require_float32
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops
 
@@ -261,6 +261,7 @@ def axes_of(state: Mapping[Any, Any], name: str) -> Params:
         path = f"{name}.{key}"
         if isinstance(one, nnx.Variable):
             found[str(key)] = declared_axes(one, path)
+            require_float32(one.dtype, path)
         else:
             found[str(key)] = axes_of(one, path)
     return found
