@@ -14,10 +14,18 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
 from jaxpar.base.plan import Context
-from jaxpar.base.toml import presets
+from jaxpar.base.toml import flatten, presets
 from jaxpar.models.masks import reach
 from jaxpar.verify.of_config.setup import fit_mesh, mesh_note, simulated_devices
-from jaxpar.verify.of_config.shrink import LEAST, Least, asked_sizes, odd_multiple, pieces, shrink
+from jaxpar.verify.of_config.shrink import (
+    LEAST,
+    RULES,
+    Least,
+    asked_sizes,
+    odd_multiple,
+    pieces,
+    shrink,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -203,6 +211,18 @@ def test_every_preset_shrinks_to_what_its_mesh_divides(name: str, mesh: MeshSpec
     assert (model.layers, small.train.accumulation) == (layers, min(config.train.accumulation, 4))
     assert (small.train.steps, small.data.source) == (Config().train.steps, Config().data.source)
     assert note.startswith("model shrunk: model.")
+
+
+def test_the_table_of_rules_has_every_setting_that_becomes_small() -> None:
+    named = [rule.setting for rule in RULES]
+    assert len(set(named)) == len(named)
+    assert set(named) <= set(flatten(Config()))
+    reset = ("data.", "train.", "mesh.", "checkpoint.", "metrics.")
+    for name in presets("jaxpar.configs"):
+        config = load_config(name)
+        after = flatten(shrink(config, MeshSpec(stage=2, tensor=2))[0])
+        changed = {key for key, value in flatten(config).items() if after[key] != value}
+        assert {key for key in changed if not key.startswith(reset)} <= set(named)
 
 
 # Heads and kv heads on tensor devices, then on those that are here.

@@ -3,41 +3,27 @@ place of the config's.
 
 Family, rules, remat, precision, packing and mesh axes stay. Layers are few and dims are narrow.
 Each dim is a multiple of the pieces it is split into, and an odd one where possible, so that no
-shard is a power of two by accident. The rules, and the functions that have them:
-
-    setting                what it becomes                                        in
-    data.seq_len           at least three tokens in each chunk of the context     shrink
-    train.batch            two sequences a shard, or a half of one under Domino   shrink
-    train.accumulation     at most MOST_ACCUMULATION                              shrink
-    overlap, where "auto"  the form with the most parts                           _without_auto
-    heads, kv_heads        the fewest that are split and copied like the model's  _few_heads
-    layers                 an odd number stays odd, unequal stages stay unequal   _few_layers
-    pipeline.microbatches  about three a stage; fewer than stages if it was so    _few_layers
-    embed, mlp             about as many to a head as the model has               _narrow_model
-    experts                two a device, and more than a token chooses            _narrow_model
-    vocab_size             at least _VOCAB; a padded table stays padded           _narrow_model
-    masks                  each one once in its turn, at the new length           _few_masks
-    dropout                none                                                   _narrow_model
+shard is a power of two by accident. `RULES` says what becomes of each setting, and why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from jaxpar.base.config import (
     CheckpointConfig,
     Config,
     DataConfig,
     MetricsConfig,
-    ModelConfig,
     TrainConfig,
     rules_of,
 )
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
-from jaxpar.base.plan import Overlap, Pipeline
+from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
 from jaxpar.base.toml import flatten
 from jaxpar.models.masks import shrink_mask
@@ -72,12 +58,57 @@ LEAST = (
 )
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The config that is made small, and what the rules ask of it and of its meshes."""
+
+    config: Config
+    mesh: MeshSpec
+    """The mesh on which it is verified, without -1."""
+    least: Least
+
+    @cached_property
+    def sizes(self) -> AxisSizes:
+        """The devices along each axis of the mesh on which it is verified."""
+        return total_sizes(self.mesh)
+
+    @cached_property
+    def asked(self) -> AxisSizes:
+        """The devices along each axis of the mesh that was asked for."""
+        return asked_sizes(self.config.mesh, self.mesh)
+
+    def split(self, *axes: LogicalAxis) -> int:
+        """Return what a dim must be a multiple of, so that the mesh divides it along these axes."""
+        return math.lcm(*(pieces(axis, self.config.rules, self.sizes) for axis in axes))
+
+    @cached_property
+    def chunks(self) -> int:
+        """The number of chunks that the context is cut into.
+
+        In zigzag order each device has two of q, k and v.
+        """
+        devices = pieces("attention_seq", rules_of(self.config, self.asked), self.sizes)
+        if devices == 1 or self.config.context.strategy == "ulysses":
+            return devices
+        return 2 * devices
+
+    @cached_property
+    def few_heads(self) -> tuple[int, int]:
+        """The numbers of heads and kv heads of the small model."""
+        return _few_heads(self.config, self.sizes, self.asked)
+
+    @cached_property
+    def few_layers(self) -> tuple[int, Pipeline]:
+        """The number of layers of the small model, and the pipeline that they go through."""
+        return _few_layers(self.config, self.sizes, self.asked)
+
+
 def shrink(
     config: Config,
     mesh: MeshSpec,
     least: Least = LEAST[0],
 ) -> tuple[Config, str]:
-    """Make the model and batch of a config small.
+    """Make the model and batch of a config small, by `RULES`.
 
     Steps, learning rate, data source and everything else that does not affect a gradient are reset
     to their defaults.
@@ -90,61 +121,24 @@ def shrink(
     Returns:
       The config with a small model and batch on `mesh`, and a note of the changes.
     """
-    sizes = total_sizes(mesh)
-    asked = asked_sizes(config.mesh, mesh)
-    devices = pieces("attention_seq", rules_of(config, asked), sizes)
-    # The sequence of q, k and v is cut into two chunks for each device in zigzag order.
-    if devices == 1 or config.context.strategy == "ulysses":
-        chunks = devices
-    else:
-        chunks = 2 * devices
-    multiples = _multiples(config, chunks, sizes, least)
-    # Each chunk has three tokens, because a single one would hide a wrong order inside it.
-    fewest_tokens = least.seq_len
-    if chunks > 1:
-        fewest_tokens = max(fewest_tokens, 3 * chunks)
-    seq_len = odd_multiple(fewest_tokens, multiples["seq"])
-    layers, pipeline = _few_layers(config, sizes, asked)
-    model = _narrow_model(
-        config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim
-    )
-    overlap = _without_auto(config.overlap)
-    accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
-    # Each shard, or each half of one, has two sequences, because a single one would hide a wrong
-    # order inside a shard.
-    rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
-    staged = pieces("stage", config.rules, sizes) > 1
-    batch = rows * accumulation * (pipeline.microbatches if staged else 1)
     kept = {
         name: getattr(config.train, name)
         for name in ("seed", "z_loss", "balance_loss", "router_z_loss")
     }
-    train = TrainConfig(batch=batch, accumulation=accumulation, **kept)
     small = replace(
         config,
-        model=model,
-        data=DataConfig(seq_len=seq_len, pack=config.data.pack),
-        train=train,
+        data=DataConfig(pack=config.data.pack),
+        train=TrainConfig(**kept),
         mesh=mesh,
-        overlap=overlap,
-        pipeline=pipeline,
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(),
     )
+    whole = Whole(config, mesh, least)
+    for rule in RULES:
+        table, name = rule.setting.split(".")
+        changed = replace(getattr(small, table), **{name: rule.becomes(whole, small)})
+        small = replace(small, **{table: changed})
     return small, _note(config, small)
-
-
-def _without_auto(overlap: Overlap) -> Overlap:
-    """What is left to choose, set to the form in which the most could go wrong: that of the most
-    parts. All forms give the same answer.
-    """
-    rings = ring_forms()
-    finest = max(rings, key=lambda name: len(rings[name](2)))
-    explicit = {"gather": finest, "scatter": finest, "domino": "on"}
-    given = vars(overlap)
-    return replace(
-        overlap, **{name: form for name, form in explicit.items() if given[name] == "auto"}
-    )
 
 
 def few_rows(config: Config, mesh: MeshSpec) -> Config:
@@ -202,34 +196,12 @@ def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: AxisSizes) -> int:
     return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
 
 
-def _multiples(
-    config: Config,
-    chunks: int,
-    sizes: AxisSizes,
-    least: Least,
-) -> dict[str, int]:
-    """Return what each small dim must be a multiple of, so that the mesh divides it."""
-
-    def split(*axes: LogicalAxis) -> int:
-        return math.lcm(*(pieces(axis, config.rules, sizes) for axis in axes))
-
-    return {
-        "seq": math.lcm(chunks, split("seq", "residual_seq"), least.block),
-        "layers": split("layers"),
-        "embed": split("embed", "state_embed"),
-        "head_dim": math.lcm(2, split("head_dim")),  # RoPE pairs the features of a head
-        "mlp": split("mlp"),
-        "experts": split("experts"),
-        "vocab": math.lcm(4, split("vocab")),
-    }
-
-
 def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int]:
     """Return the fewest heads and kv heads with which this mesh does what the config's own does
     with the model's.
 
     Pairs are tried from the fewest query heads per kv head, and then from the fewest heads. The
-    first that the mesh divides and whose `situation` is the model's is taken; if there is none, the
+    first that the mesh divides and whose situation is the model's is taken; if there is none, the
     first that has the same rules.
     """
     rules = config.rules
@@ -237,38 +209,9 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
     asked_rules = rules_of(config, asked)
     kv_heads = model.kv_head_count
     group = model.heads // kv_heads
-    # Ulysses deals out the heads of a device, and also its kv heads if there are enough of them.
-    if config.context.strategy == "ulysses":
-        dealt = pieces("attention_seq", asked_rules, sizes)
-    else:
-        dealt = 1
-    kv_on_device, dealt_there = (
-        pieces(axis, asked_rules, asked) for axis in ("kv_heads", "attention_seq")
-    )
-    if kv_heads // kv_on_device % dealt_there == 0:
-        kv_dealt = dealt
-    else:
-        kv_dealt = 1
+    dealt, kv_dealt = _dealt(config, sizes, asked)
     split = pieces("heads", asked_rules, sizes) * dealt
     kv_split = pieces("kv_heads", asked_rules, sizes) * kv_dealt
-
-    def situation(
-        heads: int,
-        kv_heads: int,
-        sizes: AxisSizes,
-    ) -> tuple[ShardingRules, bool, bool]:
-        """Return the fitted rules, whether there are more devices than heads, and whether a head
-        has several copies.
-        """
-        fitted, _ = fit_rules(rules, heads, kv_heads, sizes)
-        devices = pieces("heads", fitted, sizes)
-        copied = fitted.heads != fitted.kv_heads
-        return (
-            fitted,
-            pieces("heads", rules, sizes) > heads,
-            copied and math.lcm(kv_heads, devices) > devices,
-        )
-
     most = math.lcm(
         *(pieces(axis, rules, sizes) for axis in ("heads", "kv_heads")), split, kv_split
     )
@@ -278,12 +221,46 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
         for K in range(min(2, kv_heads), 2 * most + 3)
         if K * group * times % split == 0
         and K % kv_split == 0
-        and situation(K * group * times, K, sizes)[0] == asked_rules
+        and _situation(rules, K * group * times, K, sizes)[0] == asked_rules
     ]
-    wanted = situation(model.heads, kv_heads, asked)
+    wanted = _situation(rules, model.heads, kv_heads, asked)
     return next(
-        (pair for pair in alike if situation(*pair, sizes) == wanted),
+        (pair for pair in alike if _situation(rules, *pair, sizes) == wanted),
         alike[0],
+    )
+
+
+def _dealt(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int]:
+    """Return over how many devices Ulysses deals out the heads of a device, and its kv heads.
+
+    The kv heads are dealt out only if there are enough of them. Both are 1 without Ulysses.
+    """
+    if config.context.strategy != "ulysses":
+        return 1, 1
+    asked_rules = rules_of(config, asked)
+    dealt = pieces("attention_seq", asked_rules, sizes)
+    kv_on_device = config.model.kv_head_count // pieces("kv_heads", asked_rules, asked)
+    if kv_on_device % pieces("attention_seq", asked_rules, asked) == 0:
+        return dealt, dealt
+    return dealt, 1
+
+
+def _situation(
+    rules: ShardingRules,
+    heads: int,
+    kv_heads: int,
+    sizes: AxisSizes,
+) -> tuple[ShardingRules, bool, bool]:
+    """Return the fitted rules, whether there are more devices than heads, and whether a head has
+    several copies.
+    """
+    fitted, _ = fit_rules(rules, heads, kv_heads, sizes)
+    devices = pieces("heads", fitted, sizes)
+    copied = fitted.heads != fitted.kv_heads
+    return (
+        fitted,
+        pieces("heads", rules, sizes) > heads,
+        copied and math.lcm(kv_heads, devices) > devices,
     )
 
 
@@ -323,51 +300,6 @@ def _few_layers(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int
     return sum(small), replace(pipeline, microbatches=min(count, fewest), layers=small)
 
 
-def _narrow_model(
-    config: Config,
-    multiples: Mapping[str, int],
-    heads: tuple[int, int],
-    layers: int,
-    seq_len: int,
-    least_head_dim: int,
-) -> ModelConfig:
-    """Return a model with few heads and layers, whose other dims keep about their ratios to the
-    heads.
-    """
-    model = config.model
-    (H, K) = heads
-    head_dim = _multiple(least_head_dim, multiples["head_dim"])
-    width = model.embed / (model.heads * model.head_size)
-    embed = odd_multiple(round(H * head_dim * width), multiples["embed"])
-    # Each device has two experts, and there are more than a token chooses, but no more than the
-    # model has.
-    split = multiples["experts"]
-    experts = _multiple(max(2 * split, model.experts_per_token + 1), split)
-    if model.experts % split == 0:
-        experts = min(experts, model.experts)
-    vocab = odd_multiple(_VOCAB, multiples["vocab"])
-    # the model's table has padding, so the small one has it too
-    if model.vocab_size % model.vocab_multiple:
-        vocab -= multiples["vocab"] // 2 + 1
-    return replace(
-        model,
-        layers=layers,
-        embed=embed,
-        heads=H,
-        kv_heads=K if model.kv_heads else 0,
-        head_dim=head_dim,
-        mlp=odd_multiple(round(embed * model.mlp / model.embed), multiples["mlp"]),
-        experts=experts,
-        vocab_size=vocab,
-        vocab_multiple=multiples["vocab"],
-        dropout=0.0,
-        masks=tuple(
-            shrink_mask(word, config.data.seq_len, seq_len) for word in _few_masks(model.masks)
-        ),
-        max_seq_len=seq_len if config.data.seq_len == model.max_seq_len else seq_len + 3,
-    )
-
-
 def _note(config: Config, small: Config) -> str:
     """Say which settings of the model, and of what is done with it, the small config has
     otherwise.
@@ -396,3 +328,168 @@ def odd_multiple(least: int, of: int) -> int:
     """Return the smallest odd multiple of `of` that is at least `least`."""
     times = -(-least // of)
     return (times + 1 - times % 2) * of
+
+
+def _seq_len(whole: Whole, small: Config) -> int:
+    """A multiple of the pieces of the sequence, with three tokens in each chunk of the context."""
+    fewest = whole.least.seq_len
+    if whole.chunks > 1:
+        fewest = max(fewest, 3 * whole.chunks)
+    split = whole.split("seq", "residual_seq")
+    return odd_multiple(fewest, math.lcm(whole.chunks, split, whole.least.block))
+
+
+def _head_dim(whole: Whole, small: Config) -> int:
+    """An even number, because RoPE pairs the features of a head."""
+    return _multiple(whole.least.head_dim, math.lcm(2, whole.split("head_dim")))
+
+
+def _embed(whole: Whole, small: Config) -> int:
+    """About as many features to those of all heads as the model has."""
+    model = whole.config.model
+    width = model.embed / (model.heads * model.head_size)
+    features = small.model.heads * small.model.head_dim
+    return odd_multiple(round(features * width), whole.split("embed", "state_embed"))
+
+
+def _mlp(whole: Whole, small: Config) -> int:
+    """About as many features to those of the residual stream as the model has."""
+    model = whole.config.model
+    return odd_multiple(round(small.model.embed * model.mlp / model.embed), whole.split("mlp"))
+
+
+def _experts(whole: Whole, small: Config) -> int:
+    """Two a device and more than a token chooses, but no more than the model has."""
+    model = whole.config.model
+    split = whole.split("experts")
+    experts = _multiple(max(2 * split, model.experts_per_token + 1), split)
+    if model.experts % split == 0:
+        return min(experts, model.experts)
+    return experts
+
+
+def _vocab_size(whole: Whole, small: Config) -> int:
+    """At least _VOCAB rows, of which some are padding where the model's table has padding."""
+    model = whole.config.model
+    multiple = small.model.vocab_multiple
+    rows = odd_multiple(_VOCAB, multiple)
+    if model.vocab_size % model.vocab_multiple:
+        return rows - multiple // 2 - 1
+    return rows
+
+
+def _masks(whole: Whole, small: Config) -> tuple[str, ...]:
+    """Each mask once in its turn, made for the small sequence."""
+    seq_len = whole.config.data.seq_len
+    words = _few_masks(whole.config.model.masks)
+    return tuple(shrink_mask(word, seq_len, small.data.seq_len) for word in words)
+
+
+def _max_seq_len(whole: Whole, small: Config) -> int:
+    """As long as the sequence, or a little longer if it was longer."""
+    if whole.config.data.seq_len == whole.config.model.max_seq_len:
+        return small.data.seq_len
+    return small.data.seq_len + 3
+
+
+def _finest_ring(form: str) -> str:
+    """The ring of the most parts, where the form was left to choose."""
+    if form != "auto":
+        return form
+    rings = ring_forms()
+    return max(rings, key=lambda name: len(rings[name](2)))
+
+
+def _batch(whole: Whole, small: Config) -> int:
+    """Two sequences of each microbatch for each shard, or for each half of one under Domino."""
+    rows = 2 * small.overlap.parts * whole.split("batch")
+    if whole.split("stage") > 1:
+        rows *= small.pipeline.microbatches
+    return rows * small.train.accumulation
+
+
+class Rule(NamedTuple):
+    """What becomes of one setting."""
+
+    setting: str
+    """The table and the name, as a config has them."""
+    becomes: Callable[[Whole, Config], Any]
+    """Makes the small value from the whole config and the small one as the rules before left it."""
+    why: str
+
+
+# A rule may read what the rules above it have written into the small config.
+RULES = (
+    Rule(
+        "data.seq_len",
+        _seq_len,
+        "a single token in a chunk of the context would hide a wrong order inside it",
+    ),
+    Rule(
+        "model.layers",
+        lambda whole, small: whole.few_layers[0],
+        "an odd number stays odd, and stages with unequal numbers of layers stay unequal",
+    ),
+    Rule(
+        "pipeline.layers",
+        lambda whole, small: whole.few_layers[1].layers,
+        "the stages have as many layers as the small model",
+    ),
+    Rule(
+        "pipeline.microbatches",
+        lambda whole, small: whole.few_layers[1].microbatches,
+        "about three a stage use each slot of a buffer twice; fewer than stages stay fewer",
+    ),
+    Rule(
+        "model.heads",
+        lambda whole, small: whole.few_heads[0],
+        "the fewest that the mesh splits as the mesh that was asked for splits the model's",
+    ),
+    Rule(
+        "model.kv_heads",
+        lambda whole, small: whole.few_heads[1] if whole.config.model.kv_heads else 0,
+        "the fewest that are split, and copied, as the model's are",
+    ),
+    Rule("model.head_dim", _head_dim, "RoPE pairs features, and some kernels need a whole tile"),
+    Rule("model.embed", _embed, "it keeps about its ratio to the heads"),
+    Rule("model.mlp", _mlp, "it keeps about its ratio to the residual stream"),
+    Rule("model.experts", _experts, "each device has several, and a token leaves some out"),
+    Rule(
+        "model.vocab_multiple",
+        lambda whole, small: math.lcm(4, whole.split("vocab")),
+        "the mesh divides the table, and there is room for padding",
+    ),
+    Rule("model.vocab_size", _vocab_size, "a table with padding keeps some, and no other has any"),
+    Rule("model.masks", _masks, "each kind of layer is there, and they still take turns"),
+    Rule("model.max_seq_len", _max_seq_len, "a longer table of positions stays longer"),
+    Rule(
+        "model.dropout",
+        lambda whole, small: 0.0,
+        "what is drawn at random differs between two layouts",
+    ),
+    Rule(
+        "overlap.gather",
+        lambda whole, small: _finest_ring(small.overlap.gather),
+        "all forms give the same answer, and in the one of the most parts most could go wrong",
+    ),
+    Rule(
+        "overlap.scatter",
+        lambda whole, small: _finest_ring(small.overlap.scatter),
+        "as for overlap.gather",
+    ),
+    Rule(
+        "overlap.domino",
+        lambda whole, small: "on" if small.overlap.domino == "auto" else small.overlap.domino,
+        "as for overlap.gather",
+    ),
+    Rule(
+        "train.accumulation",
+        lambda whole, small: min(whole.config.train.accumulation, MOST_ACCUMULATION),
+        "more microbatches would only repeat what these do",
+    ),
+    Rule(
+        "train.batch",
+        _batch,
+        "a single sequence in a shard, or in half of one, would hide a wrong order inside it",
+    ),
+)
