@@ -113,7 +113,15 @@ functions again. `none` keeps everything, also what has no name.
 
 
 def actions(policy: Policy, keep: Keep) -> dict[str, Action]:
-    """What becomes of every named activation."""
+    """Decide what becomes of every named activation.
+
+    Args:
+      policy: the policy, `memory.policy`.
+      keep: what is said of single names, `memory.keep`; it goes before the policy.
+
+    Returns:
+      The action for each name of `NAMES`.
+    """
     found: dict[str, Action] = {
         name: "save" if name in PRESETS[policy] else "recompute" for name in NAMES
     }

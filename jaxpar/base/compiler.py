@@ -41,6 +41,9 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
       words: a config's `compiler.options`. Those that only another platform's compiler has are left
         out: `option_notes` says which.
 
+    Returns:
+      The options by their names.
+
     Raises:
       UserError: a word is no `name=value`, or the compiler does not know the name or take the
         value.
@@ -57,9 +60,19 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
 
 
 def option_notes(mesh: Mesh, words: Iterable[str]) -> list[str]:
-    """What becomes of a user's options on a mesh other than as they say, a line each.
+    """Say what becomes of a user's options on a mesh other than as they say.
 
     A config for TPUs is shown and verified on CPUs, whose compiler does not have the TPU's options.
+
+    Args:
+      mesh: the mesh of the step.
+      words: a config's `compiler.options`.
+
+    Returns:
+      A line for the log, or none.
+
+    Raises:
+      UserError: as for `read_options`.
     """
     foreign = _foreign(read_options(words), mesh)
     if foreign:
@@ -70,6 +83,12 @@ def option_notes(mesh: Mesh, words: Iterable[str]) -> list[str]:
 def read_options(words: Iterable[str]) -> Options:
     """Read `name=value` words: true and false are booleans, digits are numbers, and anything else
     is text.
+
+    Args:
+      words: the words, such as `xla_a=true`.
+
+    Returns:
+      The values by the options' names.
 
     Raises:
       UserError: a word is not of this form, or a name stands there twice.

@@ -48,8 +48,13 @@ def console() -> Console:
 
 
 def check_folders(*files: str | Path) -> None:
-    """Raise a UserError, before minutes of work, if the folder of an output file is not there;
-    empty = no file.
+    """Refuse, before minutes of work, output files whose folders are not there.
+
+    Args:
+      *files: the paths; empty = no file.
+
+    Raises:
+      UserError: a path is a URL, or its folder is not there.
     """
     require_local(*files)
     for file in files:
@@ -58,7 +63,16 @@ def check_folders(*files: str | Path) -> None:
 
 
 def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
-    """The first lines of a run: versions, devices, mesh, and the given facts."""
+    """Write the first lines of a run: versions, devices, mesh and precision, and what else is
+    given.
+
+    Args:
+      plan: the plan of the run.
+      facts: further texts by what they are of.
+
+    Returns:
+      The lines.
+    """
     devices = list(plan.mesh.devices.ravel())
     platform = devices[0].platform
     name = devices[0].device_kind
@@ -133,7 +147,13 @@ class ProgressLine:
         numbers: Mapping[str, float | None],
         eta_seconds: float,
     ) -> None:
-        """Show the numbers of a step."""
+        """Show the numbers of a step.
+
+        Args:
+          step: the number of the step.
+          numbers: what is known of it, as for `numbers_text`.
+          eta_seconds: the seconds that are left of the run.
+        """
         text = numbers_text(numbers)
         if self._bar.disable:
             self._console.print(
@@ -150,8 +170,14 @@ class ProgressLine:
 
 
 def numbers_text(numbers: Mapping[str, float | None]) -> str:
-    """The numbers of a step that are known, in a fixed order: `loss 2.345  grad 0.81  lr 1.0e-03
-    12.3K tok/s`.
+    """Write the numbers of a step in one line: `loss 2.345  grad 0.81  lr 1.0e-03  12.3K tok/s`.
+
+    Args:
+      numbers: the numbers by name, as in metrics.jsonl: bytes, seconds, or shares of 1. None = it
+        is not known, and left out.
+
+    Returns:
+      Those that a line has room for, in a fixed order.
     """
     forms = {
         "loss": lambda x: f"loss {x:.4f}",
@@ -169,7 +195,14 @@ def numbers_text(numbers: Mapping[str, float | None]) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration as `1:02:03` or `2:03`."""
+    """Write a duration as `1:02:03` or `2:03`.
+
+    Args:
+      seconds: the duration; one below zero counts as zero.
+
+    Returns:
+      The text, to whole seconds.
+    """
     minutes, seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -178,7 +211,14 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """A size as `1.41 GiB`."""
+    """Write a size as `1.41 GiB`.
+
+    Args:
+      count: the number of bytes.
+
+    Returns:
+      The text, in units of 1,024.
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             if unit == "B":
@@ -189,7 +229,14 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A count as `124.4M`."""
+    """Write a count as `124.4M`.
+
+    Args:
+      count: the number.
+
+    Returns:
+      The text, in units of 1,000.
+    """
     for unit in ("", "K", "M", "B"):
         if abs(count) < 1000:
             return f"{count:.4g}{unit}"

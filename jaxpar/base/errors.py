@@ -46,12 +46,15 @@ class UserError(Exception):
 
 
 def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
-    """` (did you mean 'x'?)` for the closest choice, or the empty string when nothing is close.
+    """Suggest the closest choice: ` (did you mean 'x'?)`.
 
     Args:
       word: what was written.
       choices: what might have been meant.
       alike: how close a choice must be, from 0 to 1 = the same.
+
+    Returns:
+      The hint, or the empty string when nothing is close.
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=alike)
     if close:
@@ -104,7 +107,14 @@ def json_line(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """A value as Python writes it, for a message, cut off where it is long."""
+    """Write a value as Python does, for a message.
+
+    Args:
+      value: any value.
+
+    Returns:
+      The text, of at most 80 characters.
+    """
     try:
         if isinstance(value, str) and not value.isprintable():
             text = ascii(value)
@@ -124,6 +134,12 @@ def short(value: object) -> str:
 def reading(file: str | Path) -> Iterator[None]:
     """Turn an error of the system inside, or of a text that is none, into a UserError that names
     the file.
+
+    Args:
+      file: the file that is read inside.
+
+    Raises:
+      UserError: it is a URL, cannot be read, or is no text.
     """
     require_local(file)
     try:
@@ -139,12 +155,15 @@ def read_json(
     file: Path,
     kinds: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Args:
       file: the file.
       kinds: what some of its values must be, by key: `{"weight_map": dict[str, str], "r": int,
         "bias": str | None}`. A key may be absent. Values of other keys may be anything.
+
+    Returns:
+      The object.
 
     Raises:
       UserError: the file cannot be read, is no JSON or holds no object, has one key twice with
@@ -156,8 +175,17 @@ def read_json(
 
 
 def parse_json(text: str | bytes, origin: str) -> Any:
-    """The value of a JSON text; a UserError, which calls it `origin`, where it is none, or too deep
-    to be read.
+    """Parse a JSON text.
+
+    Args:
+      text: the text, or its bytes in UTF-8.
+      origin: what a message calls it.
+
+    Returns:
+      The value.
+
+    Raises:
+      UserError: it is no JSON, is too deep to be read, or has one key twice with different values.
     """
     try:
         if isinstance(text, bytes):
@@ -176,8 +204,18 @@ def require_kinds(
     kinds: Mapping[str, Any],
     origin: str,
 ) -> dict[str, Any]:
-    """Return an object of JSON whose values are of these kinds (see `read_json`); a UserError where
-    it is not.
+    """Require that a value of JSON is an object whose values are of some kinds.
+
+    Args:
+      value: the value.
+      kinds: as for `read_json`.
+      origin: what a message calls the value.
+
+    Returns:
+      The value.
+
+    Raises:
+      UserError: it is no object, or one of its values is of another kind.
     """
     if not isinstance(value, dict):
         raise UserError(f"{origin} is not a JSON object, found {short(value)}")
@@ -188,10 +226,16 @@ def require_kinds(
 
 
 def is_kind(value: object, kind: Any) -> bool:
-    """Whether a value of JSON is of a kind: a type, `list[int]`, `dict[str, str]`, or one of
-    several, `int | None`.
+    """Tell whether a value of JSON is of a kind.
 
     A whole number is one of 64 bits and no boolean; every number is finite.
+
+    Args:
+      value: the value.
+      kind: a type, `list[int]`, `dict[str, str]`, one of several as in `int | None`, or `Any`.
+
+    Returns:
+      Whether it is, with all that is in it.
     """
     if kind is Any:
         return True

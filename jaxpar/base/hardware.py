@@ -26,8 +26,14 @@ allocates nothing."""
 
 
 def usable_bytes(hbm_bytes: int, platform: str) -> int:
-    """The bytes of a device's memory that programs may take: on a GPU (`gpu` or `cuda`) those of
-    JAX's pool.
+    """Count the bytes of a device's memory that programs may take.
+
+    Args:
+      hbm_bytes: all bytes of its memory.
+      platform: the platform: `cpu`, `gpu` or `cuda`, or `tpu`.
+
+    Returns:
+      The bytes; on a GPU those of JAX's pool.
     """
     if platform in ("gpu", "cuda"):
         return int(GPU_POOL * hbm_bytes)
@@ -250,8 +256,16 @@ class _MeshPreset:
 
 
 def load_chip(name: str) -> Chip:
-    """The chip of this name, from its file in `jaxpar.meshes.chips`; a UserError where there is
-    none.
+    """Load a chip from its file in `jaxpar.meshes.chips`.
+
+    Args:
+      name: the name of the file, without its ending.
+
+    Returns:
+      The chip.
+
+    Raises:
+      UserError: there is no such file.
     """
     known = presets(CHIPS)
     if name not in known:
@@ -260,8 +274,13 @@ def load_chip(name: str) -> Chip:
 
 
 def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
-    """A mesh and its chip, from a preset of `jaxpar.meshes` or a TOML file; no figures where that
-    names no `chip`.
+    """Load a mesh and its chip.
+
+    Args:
+      name_or_path: a preset of `jaxpar.meshes`, or a TOML file.
+
+    Returns:
+      The mesh, and the figures of its chip; no figures where it names no `chip`.
 
     Raises:
       UserError: there is no such preset, chip or file, or the file is malformed.
@@ -277,15 +296,27 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip with this `jax.Device.device_kind`, or None for an unknown one."""
+    """Find a chip among those that have a file.
+
+    Args:
+      device_kind: what `jax.Device.device_kind` says on it.
+
+    Returns:
+      The chip, or None for an unknown one.
+    """
     known = (load_chip(name) for name in presets(CHIPS))
     return next((chip for chip in known if device_kind in chip.hardware.device_kinds), None)
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The figures of the chip with this `jax.Device.device_kind`, or None for an unknown one.
+    """Find the figures of a chip. They do not say how many chips there are: `chips`, `ici.shape`
+    and `ici.wraps` are empty.
 
-    They do not say how many chips there are: `chips`, `ici.shape` and `ici.wraps` are empty.
+    Args:
+      device_kind: what `jax.Device.device_kind` says on it.
+
+    Returns:
+      The figures, or None for an unknown chip.
     """
     chip = chip_of(device_kind)
     return chip.hardware if chip else None
@@ -299,10 +330,14 @@ def has_bfloat16(device: object) -> bool:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU,
-    another dtype.
+    """Look up the dense matmul speed of one device.
 
-    `dtype` is a field of `PeakFlops`: float32, bfloat16, float8 or int8.
+    Args:
+      device_kind: what `jax.Device.device_kind` says on it.
+      dtype: a field of `PeakFlops`: float32, bfloat16, float8 or int8.
+
+    Returns:
+      FLOP/s, or None where there is no figure: an unknown chip, a CPU, another dtype.
     """
     hardware = hardware_of(device_kind)
     if hardware:

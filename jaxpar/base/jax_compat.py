@@ -162,8 +162,14 @@ KNOWN_OPTIONS = (*_TPU, *_TPU_OVERLAP, *_GPU_OVERLAP, SCOPED_VMEM)
 
 
 def compiler_options(mesh: Mesh) -> Options:
-    """Options for `jax.jit(..., compiler_options=...)` of a program, by the platform and the size
-    of its mesh.
+    """Choose options for `jax.jit(..., compiler_options=...)` of a program, by the platform and the
+    size of its mesh.
+
+    Args:
+      mesh: the mesh, whose devices may be absent.
+
+    Returns:
+      The options by their names.
     """
     platform = mesh.devices.flat[0].platform
     several = mesh.size > 1
@@ -248,10 +254,14 @@ def kernel_memory_message(message: str) -> str:
 
 
 def compiler_message(message: str) -> str:
-    """A message of a compiler or a runtime in one line of at most 300 characters.
+    """Shorten a message of a compiler or a runtime.
 
-    It is what `kernel_memory_message` says, or else the first line with those that a heading
-    announces.
+    Args:
+      message: the message.
+
+    Returns:
+      One line of at most 300 characters: what `kernel_memory_message` says, or else the first line
+      with those that a heading announces.
     """
     if found := kernel_memory_message(message):
         return found[:300]

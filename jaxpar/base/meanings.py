@@ -160,8 +160,16 @@ def meaning(typed: str) -> str:
 
 
 def suggest_preset(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'gpt2_124m'?)`: the preset whose name is the same but for signs, the smallest
-    that begins with it, or the nearest by its letters."""
+    """Suggest a preset: ` (did you mean 'gpt2_124m'?)`.
+
+    Args:
+      name: what was written.
+      known: the names of the presets.
+
+    Returns:
+      A hint at the preset whose name is the same but for signs, the smallest that begins with it,
+      or the nearest by its letters; empty where there is none.
+    """
     known = list(known)
     plain = _plain(name)
     if not plain:

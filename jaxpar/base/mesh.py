@@ -73,7 +73,15 @@ class MeshSpec:
 
 
 def require_mesh_axis(name: object, otherwise: str) -> None:
-    """Raise a UserError that begins with `otherwise` if this is not the name of a mesh axis."""
+    """Refuse what is not the name of a mesh axis.
+
+    Args:
+      name: what was given.
+      otherwise: with what the message begins.
+
+    Raises:
+      UserError: it is no such name.
+    """
     if not isinstance(name, str) or name not in MESH_AXES:
         if isinstance(name, str):
             hint = suggest(name, MESH_AXES)
@@ -110,12 +118,15 @@ def resolve(
     device_count: int,
     available: str = "",
 ) -> dict[MeshAxis, int]:
-    """The size of each axis inside a slice, with -1 filled in.
+    """Fill in the axis of -1.
 
     Args:
       spec: the sizes by axis.
       device_count: the number of devices over all slices.
       available: how a message calls these devices; empty means `64 are here`.
+
+    Returns:
+      The size of each axis inside a slice.
 
     Raises:
       UserError: an axis whose size is no whole number, 0 or below -1, two axes of -1, or a product
@@ -187,7 +198,7 @@ def largest_divisor(number: int, most: int) -> int:
 def make_mesh(
     spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None, **sizes: int
 ) -> Mesh:
-    """A mesh with all six axes (most of size 1), devices placed by topology.
+    """Make a mesh with all six axes (most of size 1), devices placed by topology.
 
     On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the
     slices, or on GPU the processes, form the outer blocks (`create_hybrid_device_mesh`); simulated
@@ -198,6 +209,9 @@ def make_mesh(
       spec: the sizes by axis.
       devices: the devices to use; None means all of `jax.devices()`.
       sizes: in place of a spec: `make_mesh(data=2, fsdp=-1)`. An axis of -1 takes what is left.
+
+    Returns:
+      The mesh, its axes in the order of `MESH_AXES`.
 
     Raises:
       UserError: a name is not a mesh axis, an argument is of another type, or the sizes do not

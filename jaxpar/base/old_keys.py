@@ -26,12 +26,15 @@ _DIGITS = 12  # of a ratio: 6e-5 / 6e-4 is 0.1 and not 0.09999999999999999
 
 
 def floor_ratio(floor: Any, peak: Any, origin: str) -> float:
-    """Return an old `train.min_learning_rate` as a share of `train.learning_rate`.
+    """Turn an old `train.min_learning_rate` into a share of `train.learning_rate`.
 
     Args:
       floor: the old value, and `peak` the learning rate beside it; any type, as a file gives them.
       peak: see `floor`.
       origin: what a message calls the place of the old key.
+
+    Returns:
+      The share; 0 where the learning rate is no number, which is refused elsewhere.
 
     Raises:
       UserError: the floor is not a number.
@@ -58,12 +61,15 @@ def renew_tables(
     default_peak: float,
     origin: str,
 ) -> Mapping[str, Any]:
-    """Return the tables of a TOML file with the keys of today.
+    """Give the tables of a TOML file the keys of today.
 
     Args:
       tables: the file's tables, by name.
       default_peak: the learning rate of a file that gives none.
       origin: what a message calls the file.
+
+    Returns:
+      The tables.
 
     Raises:
       UserError: the file has the old key and the new one, or the old one is not a number.
@@ -125,6 +131,9 @@ def renew_changes(
       changes: values by dotted key.
       peak: the learning rate where the changes give none.
       origin: what a message calls them.
+
+    Returns:
+      The values by the keys of today.
 
     Raises:
       UserError: see `renew_tables`.

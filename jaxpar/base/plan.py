@@ -65,8 +65,17 @@ class Overlap:
         return replace(self, **taken)
 
     def form(self, move: Move, site: LogicalAxis | None) -> Form:
-        """The form of a move at the linears whose hidden dim is `site`; a UserError where it is
-        still `auto`.
+        """Look up the form of a move at some linears.
+
+        Args:
+          move: `gather` or `scatter`.
+          site: the logical axis of their hidden dim.
+
+        Returns:
+          The form, by its name.
+
+        Raises:
+          UserError: it is still `auto`.
         """
         form = getattr(self, f"{site}_{move}", "same")
         if form == "same":
@@ -79,7 +88,17 @@ class Overlap:
         return form
 
     def forms(self, site: LogicalAxis | None) -> tuple[Form, Form]:
-        """The form of the gather and that of the scatter; see `form`."""
+        """Look up the forms of both moves at some linears.
+
+        Args:
+          site: as for `form`.
+
+        Returns:
+          The form of the gather and that of the scatter.
+
+        Raises:
+          UserError: as for `form`.
+        """
         return self.form("gather", site), self.form("scatter", site)
 
     @property
@@ -227,13 +246,21 @@ def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
 
 
 def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
-    """The mesh axes over which gradients are summed once a step, after the last microbatch, rather
-    than for each one.
+    """Find the mesh axes over which gradients are summed once a step, after the last microbatch,
+    rather than for each one.
 
     These are the outermost axes that split the batch and nothing else, so that each device can hold
     sums of its own. There are none under ZeRO-1, where the state is split over them too: a device
-    would hold the whole gradient. Nor are there any where a result depends on the whole microbatch,
-    as with dropout and the balance of experts.
+    would hold the whole gradient.
+
+    Args:
+      plan: the plan.
+      accumulation: the number of microbatches of a step.
+      whole: whether a result depends on the whole microbatch, as with dropout and the balance of
+        experts; there are none then.
+
+    Returns:
+      The axes, outermost first.
     """
     if accumulation == 1 or whole or plan.size("stage") > 1:
         return ()
@@ -245,7 +272,15 @@ def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshA
 
 
 def plan_without_batch_axes(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
-    """The plan of the devices that share one place along mesh axes that split the batch alone."""
+    """Make the plan of the devices that share one place along some mesh axes.
+
+    Args:
+      plan: the plan.
+      mesh_axes: the axes, which split the batch alone.
+
+    Returns:
+      The plan with the same mesh, in which they split nothing.
+    """
     return replace(
         plan,
         rules=replace(

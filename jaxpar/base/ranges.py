@@ -110,8 +110,14 @@ def require_ranges(
 
 
 def range_rows(schema: type, defaults: typing.Mapping[str, Any]) -> list[str]:
-    """The rows of a table in Markdown with the key, the default and the range of each number of a
-    schema.
+    """Write the rows of a table in Markdown about the numbers of a schema.
+
+    Args:
+      schema: the dataclass.
+      defaults: the defaults by dotted key.
+
+    Returns:
+      A row for each number, with the key, the default and the range.
     """
     return [
         f"| `{key}` | {_default_text(defaults[key])} | {allowed} |"
@@ -124,7 +130,16 @@ def _default_text(value: Any) -> str:
 
 
 def out_of_range(key: str, value: float, allowed: Range) -> str:
-    """The sentence about a number that is not in its range."""
+    """Write the sentence about a number that is not in its range.
+
+    Args:
+      key: its dotted key.
+      value: the number.
+      allowed: its range.
+
+    Returns:
+      The sentence, without a full stop.
+    """
     huge = isinstance(value, int) and value.bit_length() > 64
     if huge:
         said = f"(a number of {int(value).bit_length()} bits)"

@@ -69,8 +69,13 @@ class Registry(Generic[T]):
         return entry
 
     def require_word(self, name: object) -> None:
-        """Raise a UserError where a name is no word, as where a decorator was written without its
-        brackets.
+        """Require a word for a name. It is none where a decorator was written without its brackets.
+
+        Args:
+          name: what was given.
+
+        Raises:
+          UserError: it is no word.
         """
         if isinstance(name, str) and re.fullmatch(r"\w[\w-]*", name):
             return
@@ -232,13 +237,16 @@ def registering(
     entry_of: Callable[[Kept], Any],
     arguments: tuple[str, ...],
 ) -> Callable[[Kept], Kept]:
-    """A decorator that registers the function that it is put on, and leaves it as it is.
+    """Make a decorator that registers the function that it is put on.
 
     Args:
       registry: where it is registered.
       name: by which word.
       entry_of: makes the entry of the function.
       arguments: what the function will be called with, by place.
+
+    Returns:
+      The decorator, which leaves the function as it is.
 
     Raises:
       UserError: the name is no word; and the decorator, where what it is put on cannot be called
@@ -255,7 +263,16 @@ def registering(
 
 
 def require_callable(what: str, function: object, arguments: tuple[str, ...]) -> None:
-    """Raise a UserError where something cannot be called with so many arguments by place."""
+    """Require a function that can be called with so many arguments by place.
+
+    Args:
+      what: what it is, with which a message begins.
+      function: what was given.
+      arguments: the names of the arguments.
+
+    Raises:
+      UserError: it cannot be called so.
+    """
     called = f"{what} is called with ({', '.join(arguments)})"
     if not callable(function):
         raise UserError(f"{called}, and was given {short(function)}: give a function")

@@ -291,14 +291,14 @@ _FOLLOWS: dict[LogicalAxis, LogicalAxis] = {"kv_heads": "heads", "residual_seq":
 
 
 def fit_to_mesh(rules: ShardingRules, mesh: Mesh | AbstractMesh) -> ShardingRules:
-    """The rules as they are on a mesh: defaults without the axes that it lacks.
-
-    Where `kv_heads` was not written and no axis of its default is there, it is that of `heads`, and
-    so is `residual_seq` that of `seq`.
+    """Fit the rules to a mesh, whose axes may be others: defaults lose the axes that it lacks.
 
     Args:
       rules: the rules as they were written.
       mesh: the mesh.
+
+    Returns:
+      The rules as they are on the mesh.
 
     Raises:
       UserError: a rule that was written names an axis that the mesh does not have.
@@ -369,7 +369,19 @@ def split_axes(
     rules: ShardingRules,
     mesh: Mesh | AbstractMesh,
 ) -> tuple[MeshAxis, ...]:
-    """The mesh axes of more than one device that the rules split a logical axis over."""
+    """Find what a logical axis is split over on a mesh.
+
+    Args:
+      axis: the logical axis; None is split over nothing.
+      rules: the rules.
+      mesh: the mesh.
+
+    Returns:
+      The mesh axes of more than one device that the rules give it, outermost first.
+
+    Raises:
+      UserError: as for `named_axes`.
+    """
     if axis is None:
         named = ()
     else:
@@ -378,7 +390,14 @@ def split_axes(
 
 
 def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
-    """The mesh axes that the rules give a logical axis, whatever their sizes.
+    """Look up the mesh axes that the rules give a logical axis, whatever their sizes.
+
+    Args:
+      axis: the logical axis.
+      rules: the rules.
+
+    Returns:
+      The mesh axes, outermost first.
 
     Raises:
       UserError: no rule names it, and it is none of `LOGICAL_AXES`: what it was meant to be split
@@ -417,15 +436,23 @@ def drop_axes(
 def fit_rules(
     rules: ShardingRules, heads: int, kv_heads: int, sizes: Mapping[MeshAxis, int]
 ) -> tuple[ShardingRules, list[str]]:
-    """Rules that fit more devices than heads, and a line for the log about each change.
+    """Fit rules to more devices than heads.
 
     Heads that their mesh axes do not divide keep the first of the axes that do, and attention
     splits the sequence over the others, as the residual stream does. Kv heads that theirs do not
     divide are copied: their weights are whole over the axes that are left out, and each device
     makes those of its query heads (`jaxpar.parallel.linear.column_linear`). Where `attention_seq`
     is set, or kv heads are split otherwise than by the first axes of heads, nothing is changed:
-    what does not divide is refused as for any other dim. `sizes` are the numbers of devices along
-    the mesh axes.
+    what does not divide is refused as for any other dim.
+
+    Args:
+      rules: the rules.
+      heads: the number of query heads.
+      kv_heads: the number of kv heads.
+      sizes: the numbers of devices along the mesh axes.
+
+    Returns:
+      The rules that fit, and a line for the log about each change.
     """
 
     def split(named: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:

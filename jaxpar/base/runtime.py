@@ -48,11 +48,16 @@ _FIX = {
 
 
 def start(spec: MeshSpec) -> list[jax.Device]:
-    """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are
-    here.
+    """Start JAX for a mesh.
 
     Called after JAX has started, as in a notebook, it only checks. On GPUs JAX's pool is that of
     `wide_gpu_pool`. Compiled programs are kept: see `keep_programs`.
+
+    Args:
+      spec: the mesh, of which the platform, `distributed` and on CPUs the sizes are read.
+
+    Returns:
+      The devices: simulated ones on `cpu`, else those that are here.
 
     Raises:
       UserError: a TPU or GPU is asked for and absent, or JAX has already started on another
@@ -224,6 +229,9 @@ def widen_cpu_pool(devices: int) -> None:
     small machine, the last peer may find no thread free. A small LLaMA on 8 devices and 2 cores
     with 8 threads was killed by XLA's watchdog in 3 of 11 runs and did not finish in time in 4
     more; with 32 threads or more, 9 of 9 runs finished.
+
+    Args:
+      devices: the number of simulated devices; up to one changes nothing.
     """
     if devices > 1:
         os.environ.setdefault(
@@ -277,7 +285,14 @@ def _processor() -> str:
 
 
 def memory_of(device: jax.Device) -> int:
-    """The bytes of memory of a device; 0 where it does not say, is a CPU, or is not here."""
+    """Ask a device for the size of its memory.
+
+    Args:
+      device: the device.
+
+    Returns:
+      Bytes; 0 where it does not say, is a CPU, or is not here.
+    """
     if device.platform == "cpu" or device not in jax.local_devices():
         return 0
     return (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -296,8 +311,13 @@ def machine_memory() -> int:
 
 
 def versions(packages: Sequence[str] = COMPILING) -> dict[str, str]:
-    """The versions of packages, as far as they are installed: of those that decide what a program
-    is compiled to.
+    """Look up the versions of packages.
+
+    Args:
+      packages: their names; by default those that decide what a program is compiled to.
+
+    Returns:
+      The versions of those that are installed.
     """
     found = {}
     for package in packages:
@@ -312,6 +332,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     if that fails.
 
     Readers see the file whole or not at all, also while others write it; its folder is made.
+
+    Args:
+      path: the file.
+
+    Yields:
+      The open file.
 
     Raises:
       UserError: the file cannot be written, as on a disk that is full, or the path is a URL.
@@ -330,8 +356,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error of the system that keeps a file from being written into a UserError that names
-    the file.
+    """Turn an error of the system that keeps a file from being written into a UserError.
+
+    Args:
+      path: the file that is written inside.
+
+    Raises:
+      UserError: it cannot be written.
+      OSError: something else failed that was read meanwhile.
     """
     try:
         yield
@@ -347,7 +379,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file by `replacing`."""
+    """Write a file by `replacing`.
+
+    Args:
+      path: the file.
+      text: its content; a text is written in UTF-8.
+
+    Raises:
+      UserError: as for `replacing`.
+    """
     with replacing(path) as file:
         file.write(text.encode() if isinstance(text, str) else text)
 
@@ -365,11 +405,18 @@ def cache_folder() -> Path:
 
 
 def run_together(run: Callable[[], T]) -> T:
-    """Call `run`, in which no collective may stand, and return its result once it has returned on
-    every process.
+    """Call a function on all processes, and go on once it has returned on every one of them.
 
-    All processes must call this. Where `run` fails, its own error is raised, and on all others a
-    UserError.
+    All processes must call this.
+
+    Args:
+      run: the function, in which no collective may stand.
+
+    Returns:
+      Its result.
+
+    Raises:
+      UserError: it failed on another process. Where it fails, its own error is raised.
     """
     if jax.process_count() == 1:
         return run()

@@ -57,7 +57,7 @@ def spec_for(
     shape: Sequence[int] | None = None,
     name: str = "array",
 ) -> P:
-    """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are left out.
+    """Make the PartitionSpec of an array with these logical axes.
 
     Args:
       axes: a logical axis, or None for a dim that is replicated, for each dim.
@@ -65,6 +65,9 @@ def spec_for(
       mesh: any mesh, whose axis sizes decide what is split.
       shape: the global shape. When it is given, every dim is checked to divide.
       name: what a message calls the array.
+
+    Returns:
+      The spec; mesh axes of size 1 are left out.
 
     Raises:
       UserError: two dims use one mesh axis, the mesh axes of a dim do not divide it, no rule names
@@ -143,7 +146,15 @@ def _kind(value: object) -> str:
 
 
 def require_layout(layout: object, what: str) -> None:
-    """Raise a UserError, which begins with what takes it, if this is no layout."""
+    """Require a layout.
+
+    Args:
+      layout: what was given.
+      what: what takes it, with which the message begins.
+
+    Raises:
+      UserError: it is no layout.
+    """
     if not isinstance(layout, Layout):
         raise UserError(
             f"{what} takes a jaxpar.Layout, and was given {_kind(layout)}: make it by "
@@ -152,8 +163,14 @@ def require_layout(layout: object, what: str) -> None:
 
 
 def require_axes(axes: object, what: str) -> None:
-    """Raise a UserError, which begins with what takes them, if these are no logical axes of one
-    array.
+    """Require the logical axes of one array.
+
+    Args:
+      axes: what was given; a list counts as a tuple.
+      what: what takes them, with which the message begins.
+
+    Raises:
+      UserError: it is a string, or no tuple of logical axes.
     """
     if isinstance(axes, str):
         raise UserError(
@@ -240,11 +257,31 @@ class Layout:
         return jnp.dtype(self.compute)
 
     def mesh_axes(self, axis: LogicalAxis | None) -> tuple[MeshAxis, ...]:
-        """The mesh axes of more than one device that split a logical axis; no axis splits None."""
+        """Find the mesh axes of more than one device that split a logical axis.
+
+        Args:
+          axis: the logical axis; None is not split.
+
+        Returns:
+          The mesh axes, outermost first.
+
+        Raises:
+          UserError: no rule names the logical axis.
+        """
         return split_axes(axis, self.rules, self.mesh)
 
     def size(self, axis: LogicalAxis | None) -> int:
-        """The number of pieces that this layout splits a logical axis into."""
+        """Count the pieces that this layout splits a logical axis into.
+
+        Args:
+          axis: the logical axis; None is one piece.
+
+        Returns:
+          The number.
+
+        Raises:
+          UserError: no rule names the logical axis.
+        """
         return self.pieces(self.mesh_axes(axis))
 
     def pieces(self, mesh_axes: Sequence[MeshAxis]) -> int:
@@ -252,7 +289,17 @@ class Layout:
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
 
     def spec(self, axes: Axes) -> P:
-        """The PartitionSpec of these logical axes."""
+        """Make the PartitionSpec of an array, of whatever shape.
+
+        Args:
+          axes: for each dim a logical axis, or None where it is replicated.
+
+        Returns:
+          The spec; mesh axes of size 1 are left out.
+
+        Raises:
+          UserError: `spec_for` says when, or these are no axes.
+        """
         require_axes(axes, "spec")
         return _spec(axes, self.rules, self.mesh)
 
@@ -270,7 +317,7 @@ class Layout:
     ) -> PyTree: ...
 
     def sharding(self, axes: PyTree, shape: PyTree = None, name: str = "array") -> PyTree:
-        """The sharding of an array with these logical axes, or those of a pytree of arrays.
+        """Place an array with these logical axes, or a pytree of arrays.
 
         Args:
           axes: for each dim a logical axis, or None where it is replicated, as a tuple or a
@@ -279,6 +326,9 @@ class Layout:
           shape: the global shape, which is then checked to divide. For a pytree, the arrays or
             ShapeDtypeStructs in a tree of the same form.
           name: what a message calls the array.
+
+        Returns:
+          The sharding, or those of the pytree in a tree of its form.
 
         Raises:
           UserError: `spec_for` says when.
@@ -315,6 +365,14 @@ class Layout:
     ) -> jax.Array:
         """Fix the sharding of `x` at this point of a jitted function.
 
+        Args:
+          x: an array of any shape.
+          axes: for each dim a logical axis, or None where it is replicated.
+          name: what a message calls the array.
+
+        Returns:
+          The same array.
+
         Raises:
           UserError: `spec_for` says when; on one device too, where there is nothing to fix.
         """
@@ -338,7 +396,15 @@ def path_name(path: KeyPath) -> str:
 
 
 def merge_trees(tree: PyTree, part: PyTree) -> PyTree:
-    """Return a dict of dicts in which what a `part` of it has stands in place of its own."""
+    """Put a part of a tree in place of what the tree has there.
+
+    Args:
+      tree: a dict of dicts.
+      part: some of its dicts and leaves, by the same keys.
+
+    Returns:
+      A new dict of dicts, with the leaves of the part.
+    """
     if not isinstance(part, dict):
         return part
     return {
@@ -360,8 +426,18 @@ class Placement(NamedTuple):
 
 
 def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
-    """A row for each array or ShapeDtypeStruct of a tree, whose logical axes are in a tree of the
-    same form.
+    """Tell where the arrays of a tree lie.
+
+    Args:
+      shapes: a tree of arrays or ShapeDtypeStructs.
+      axes: their logical axes, in a tree of the same form.
+      layout: mesh and rules.
+
+    Returns:
+      A row for each array.
+
+    Raises:
+      UserError: `spec_for` says when.
     """
     rows = []
     shardings = jax.tree.leaves(layout.sharding(axes, shapes))
@@ -380,6 +456,9 @@ def local_bytes(tree: PyTree) -> int:
 
     Args:
       tree: a pytree of ShapeDtypeStructs or arrays that have shardings.
+
+    Returns:
+      The bytes.
     """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -393,8 +472,15 @@ def replicated_sharding(layout: Layout) -> NamedSharding:
 
 
 def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
-    """The rows (dim 0) of a global batch that this process's devices hold, sorted: its data loader
-    reads these.
+    """Find the rows of a global batch that this process's devices hold: its data loader reads
+    these.
+
+    Args:
+      sharding: the sharding of the batch, whose dim 0 are the rows.
+      rows: the number of rows of the global batch.
+
+    Returns:
+      Their numbers, sorted.
     """
     shards = sharding.addressable_devices_indices_map((rows,)).values()
     return sorted({row for index in shards if index is not None for row in range(rows)[index[0]]})
@@ -404,10 +490,15 @@ def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
 
 
 def kv_copy_axes(layout: Layout) -> tuple[MeshAxis, ...]:
-    """The mesh axes that split heads and not kv heads.
+    """Find the mesh axes that split heads and not kv heads.
 
     Along these k and v hold copies of kv heads, so that each device has those of its query heads.
-    There are none where the mesh axes of kv heads are not the first ones of heads.
+
+    Args:
+      layout: mesh and rules.
+
+    Returns:
+      The axes; none where the mesh axes of kv heads are not the first ones of heads.
     """
     heads = layout.mesh_axes("heads")
     kv_heads = layout.mesh_axes("kv_heads")

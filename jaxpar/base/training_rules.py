@@ -55,7 +55,14 @@ def only_training(key: str) -> bool:
 
 
 def training_rules(config: Config) -> list[Rule]:
-    """The contradictions that a config could have in what only training reads."""
+    """List the contradictions that a config could have in what only training reads.
+
+    Args:
+      config: the config.
+
+    Returns:
+      The rules, of which each says whether it is broken, and what to try.
+    """
     train = config.train
     precision = config.precision
     optimizer = config.optimizer

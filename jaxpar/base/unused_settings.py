@@ -270,6 +270,9 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
         is from no file.
       config: the config with the flags, on the mesh that is asked for.
       flags: the keys that were given on the command line.
+
+    Raises:
+      UserError: such a setting was given or is in the file, or the file cannot be read.
     """
     for key, because in idle_keys(config):
         if key in flags:
@@ -287,7 +290,14 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
 
 
 def idle_keys(config: Config) -> Iterator[tuple[str, str]]:
-    """The keys that differ from their defaults and have no effect, each with the reason."""
+    """Find the settings that differ from their defaults and have no effect.
+
+    Args:
+      config: the config.
+
+    Yields:
+      The dotted key, and the reason.
+    """
     values = flatten(config)
     defaults = flatten(Config())
     for effect in EFFECTS:
