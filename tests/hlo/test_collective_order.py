@@ -18,7 +18,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.hlo.collective_order import find_unordered, require_order
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import order_token_after, ready_after
-from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline import ticks
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan
 
@@ -122,7 +122,7 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
 
     assert found() == []
     if case < 1:
-        monkeypatch.setattr(executor, "first_order_token", lambda plan: None)
+        monkeypatch.setattr(ticks, "first_order_token", lambda plan: None)
         assert found() != []
 
 

@@ -19,7 +19,7 @@ from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
 from jaxpar.models import Model
-from jaxpar.parallel.pipeline import executor
+from jaxpar.parallel.pipeline import executor, ticks
 from jaxpar.parallel.pipeline.program import Rows, TickProgram
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import parameter_order
@@ -344,7 +344,7 @@ def test_a_tied_gradient_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch
     """The head's part of a tied table is added by every stage that has the table, as if they did
     not share it out.
     """
-    own = executor._Stage._score
+    own = ticks.Stage._score
 
     def twice(self: Any, carry: Any, y_BSD: Any, row: Any) -> Any:
         found = own(self, carry, y_BSD, row)
@@ -358,7 +358,7 @@ def test_a_tied_gradient_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch
         }
         return found._replace(ends=ends)
 
-    failed, wrong, _ = failed_with(monkeypatch, executor._Stage, "_score", twice)
+    failed, wrong, _ = failed_with(monkeypatch, ticks.Stage, "_score", twice)
     assert failed.loss_ok
     assert wrong == ["embed.tokens"]
 
@@ -410,13 +410,13 @@ def test_places_of_another_microbatch_are_caught(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_stage_that_never_sends_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = executor._Stage._send
+    own = ticks.Stage._send
 
     def lost(self: Any, x_BSD: Any, by: int) -> Any:
         there = jax.lax.axis_index(self.axes) != 2
         return own(self, x_BSD if by > 0 else jnp.where(there, x_BSD, 0), by)
 
-    failed, wrong, _ = failed_with(monkeypatch, executor._Stage, "_send", lost)
+    failed, wrong, _ = failed_with(monkeypatch, ticks.Stage, "_send", lost)
     assert failed.loss_ok
     assert "head.norm.scale" not in wrong
     assert {"embed.positions", "blocks.up"} <= set(wrong)

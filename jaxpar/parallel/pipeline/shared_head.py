@@ -1,0 +1,97 @@
+"""The output of the last stage, shared out over all stages for the final norm and the loss.
+
+No single stage runs the head, since all others would wait for it. Each stage takes a part of every
+device's tokens, and the gradients of the parts are put together again (Yeung et al. 2024,
+arXiv:2411.05288, share out the vocabulary instead, and wait for its sums).
+
+Shapes: B batch, S sequence, T pieces of the sequence that a device has, P stages, D embed.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxpar.base.plan import Plan
+from jaxpar.parallel.collectives import manual, reduce_scatter
+from jaxpar.parallel.linear import GATHERED, STORED
+
+
+def share_tokens(y_BSD: Array, plan: Plan) -> Array:
+    """Sum over the stages, all but one of which have zeros, and give each stage a part of every
+    device's tokens.
+
+    Args:
+      y_BSD: the last stage's output [B, S, D], and zeros on the other stages.
+      plan: the plan, inside the `shard_map` over its stages.
+
+    Returns:
+      This stage's part [B, S / P, D]; a device's tokens are padded with zeros to a multiple of P.
+    """
+    axes = plan.mesh_axes("stage")
+    stages = plan.size("stage")
+
+    def local(y_BSD: Array) -> Array:
+        missing = -y_BSD.shape[1] % stages
+        y_BSD = jnp.pad(y_BSD, ((0, 0), (0, missing), (0, 0)))
+        return reduce_scatter(y_BSD, axes, 1, stages)
+
+    with jax.named_scope("share"):
+        return manual(local, plan, (STORED,), STORED)(y_BSD)
+
+
+def gather_tokens(part_BSD: Array, S: int, plan: Plan) -> Array:
+    """Gather the parts of all stages on every stage: the inverse of `share_tokens`.
+
+    Args:
+      part_BSD: this stage's part [B, S / P, D], padded.
+      S: the number of tokens of a sequence, without padding.
+      plan: the plan, inside the `shard_map` over its stages.
+
+    Returns:
+      All tokens [B, S, D].
+    """
+    axes = plan.mesh_axes("stage")
+    here = S // plan.size("residual_seq")
+
+    def local(part_BSD: Array) -> Array:
+        return jax.lax.all_gather(part_BSD, axes, axis=1, tiled=True)[:, :here]
+
+    with jax.named_scope("share"):
+        return manual(local, plan, (STORED,), STORED)(part_BSD)
+
+
+def own_labels(labels_BS: Array, plan: Plan) -> Array:
+    """Choose the labels of this stage's part of the tokens.
+
+    Args:
+      labels_BS: the labels of a microbatch [B, S].
+      plan: the plan, inside the `shard_map` over its stages.
+
+    Returns:
+      The labels of what `share_tokens` gives this stage, [B, S / P]; those of padding are -1,
+      which does not count.
+    """
+    axes = plan.mesh_axes("stage")
+    stages = plan.size("stage")
+    pieces = plan.size("residual_seq") // plan.size("seq")
+
+    def local(labels_BS: Array) -> Array:
+        labels_BTS = labels_BS.reshape(len(labels_BS), pieces, -1)
+        missing = -labels_BTS.shape[2] % stages
+        labels_BTS = jnp.pad(
+            labels_BTS,
+            ((0, 0), (0, 0), (0, missing)),
+            constant_values=-1,
+        )
+        labels_BTPS = labels_BTS.reshape(*labels_BTS.shape[:2], stages, -1)
+        own = jax.lax.dynamic_index_in_dim(
+            labels_BTPS,
+            jax.lax.axis_index(axes),
+            2,
+            keepdims=False,
+        )
+        return own.reshape(len(labels_BS), -1)
+
+    return manual(local, plan, (GATHERED[:2],), GATHERED[:2])(labels_BS)

@@ -1,0 +1,123 @@
+"""What a stage is given, and what it finds in it for one microbatch: tokens, places, dropout keys.
+
+Shapes: M microbatches, B batch, S sequence, D embed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import PyTree
+from jaxpar.parallel.cross_entropy import LossWeights
+from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.pipeline.layers import Layers
+from jaxpar.parallel.pipeline.program import TickProgram
+from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, read
+from jaxpar.parallel.token_order import Places, places_of_halves
+
+
+class Task(NamedTuple):
+    """What all stages know: the model, how it runs, and the ticks."""
+
+    model: PipelinedModel
+    plan: Plan
+    weights: LossWeights
+    layers: Layers
+    """How many layers each virtual stage has, and in which order they are stored."""
+    program: TickProgram
+    backward: bool
+    """Whether gradients are asked for; without, the program has forward ticks alone."""
+
+
+class StageArrays(NamedTuple):
+    """The arrays that a stage is given."""
+
+    blocks: PyTree
+    """The stacked weights of its layers, [virtual x places, ...]."""
+    ends: PyTree
+    """The parameters of the embedding and the head."""
+    rows: PyTree
+    """The batch, [M, B, S]."""
+    key: PyTree
+    """The key of the dropout, or None."""
+    order: PyTree
+    """The layer at each of its places, [virtual x places]; -1 = none."""
+    labels_per_token: PyTree
+    """The step's labels that count over its tokens of text, where the model has routers."""
+
+
+class MicrobatchKeys(NamedTuple):
+    """The dropout keys of one microbatch, all None without dropout."""
+
+    embed: Array | None
+    """The embedding's key."""
+    layers: Array | None
+    """A key for each layer of the model, [layers]."""
+
+
+class StageInputs(NamedTuple):
+    """What a stage can look up for each microbatch."""
+
+    task: Task
+    arrays: StageArrays
+
+    def row(self, i: ArrayLike) -> dict[str, Array]:
+        """Return the arrays [B, S] of microbatch `i`, by name."""
+        return {name: read(x, i) for name, x in self.arrays.rows.items()}
+
+    def keys(self, i: ArrayLike) -> MicrobatchKeys:
+        """Return the keys of microbatch `i`, as `Model.hidden_states` makes them."""
+        if self.arrays.key is None:
+            return MicrobatchKeys(None, None)
+        embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
+        return MicrobatchKeys(embed, jax.random.split(blocks, self.task.model.config.layers))
+
+    def layer_context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
+        """Return what the layer at place `j` of a chunk is told about microbatch `i`."""
+        row = self.row(i)
+        places = places_of_halves(
+            Places(row["positions"], row.get("segments"), row.get("text")), self.task.plan
+        )
+        layer = self.arrays.order[chunk * self.task.layers.places + j]
+        keys = self.keys(i).layers
+        if keys is None:
+            key = None
+        else:
+            key = keys[jnp.maximum(layer, 0)]
+        if -1 in self.task.layers.order:
+            there = layer >= 0
+        else:
+            there = None
+        return LayerContext(places, key, there)
+
+    def embed(self, ends: Params, i: ArrayLike) -> Array:
+        """Return the embedding [B, S, D] of microbatch `i`, with these parameters."""
+        row = self.row(i)
+        x_BSD = self.task.model.embed(
+            ends,
+            row["tokens"],
+            row["positions"],
+            self.task.plan,
+            self.keys(i).embed,
+        )
+        return self.task.plan.constrain(x_BSD, STORED)
+
+    def router_weights(self) -> RouterSums | None:
+        """Return the weights of a layer's router sums in the loss, or None in a model without
+        routers.
+
+        The losses of routers are means over the layers and over the text, beside a likelihood that
+        is a sum over labels (see `Model.loss`).
+        """
+        if not self.task.model.config.experts:
+            return None
+        weights = self.task.weights
+        share = self.arrays.labels_per_token / self.task.model.config.layers
+        return RouterSums(weights.balance_loss * share, weights.router_z_loss * share)
