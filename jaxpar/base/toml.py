@@ -138,9 +138,9 @@ def from_dict(
             raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
     tables = {
         one.name: bool(one.metadata.get("lists"))
-        for one in dataclasses.fields(schema)
+        for one in dataclasses.fields(schema)  # pyright: ignore[reportArgumentType]
         if one.metadata.get("table")
-    }  # pyright: ignore[reportArgumentType]
+    }
     given = {
         key: _words_of(item, origin, prefix + key, tables[key])
         if key in tables and isinstance(item, dict)

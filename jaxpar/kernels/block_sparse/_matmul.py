@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from functools import partial
 from types import ModuleType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +69,10 @@ def matmul(
     x_TI = x.reshape(-1, x.shape[-1])
     if isinstance(blocks_MN, np.ndarray):
         known = BlockSparse(blocks_MN, *block_size(blocks_MN, weight_IO.shape))
-        y_TO = _product(how._replace(known=known), x_TI, weight_IO, None)
+        product = _product(how._replace(known=known), x_TI, weight_IO, None)
     else:
-        y_TO = _product(how, x_TI, weight_IO, blocks_MN)
+        product = _product(how, x_TI, weight_IO, blocks_MN)
+    y_TO = cast(Array, product)  # custom_vjp hides the type of what it wraps
     return y_TO.reshape(*x.shape[:-1], weight_IO.shape[1])
 
 

@@ -101,7 +101,9 @@ class Cost(NamedTuple):
     bytes_accessed: int
 
 
-def stated_cost(tiles: SparseTiles, rows: int, read_each: int, others: Sequence[Array]) -> Cost:
+def stated_cost(
+    tiles: SparseTiles, rows: int, read_each: int, others: Sequence[Array | jax.ShapeDtypeStruct]
+) -> Cost:
     """The cost of one product; where values say which tiles are kept, that of all.
 
     Args:

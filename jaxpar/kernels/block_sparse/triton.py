@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from jaxpar.kernels.attention.call import Index, Ref
+from jaxpar.kernels.attention.call import Ref
 from jaxpar.kernels.attention.triton_tiles import LEAST
 from jaxpar.kernels.attention.visits import Unserved
 from jaxpar.kernels.block_sparse.blocks import (
@@ -155,23 +155,25 @@ def _weight_gradient_kernel(
 class _Rows:
     """Some rows of an array, of which the last may not exist."""
 
-    def __init__(self, start: Index, size: int, end: int):
+    def __init__(self, start: int | Array, size: int, end: int):
         self.slice = pl.ds(start, size)
         # a mask where the last tile goes past the end
         self.mask = None if end % size == 0 else (start + jnp.arange(size) < end)[:, None]
 
-    def load(self, ref: Ref, column: Index, width: int) -> Array:
+    def load(self, ref: Ref, column: int | Array, width: int) -> Array:
         """Load columns of the rows, with zeros where there is no row."""
         other = None if self.mask is None else 0.0
         return plt.load(ref.at[self.slice, pl.ds(column, width)], mask=self.mask, other=other)
 
-    def store(self, ref: Ref, column: Index, value: Array) -> None:
+    def store(self, ref: Ref, column: int | Array, value: Array) -> None:
         """Store columns of the rows that exist."""
         place = ref.at[self.slice, pl.ds(column, value.shape[1])]
         plt.store(place, value.astype(ref.dtype), mask=self.mask)
 
 
-def _load_tile(weight: Ref, row: Index, height: int, column: Index, width: int) -> Array:
+def _load_tile(
+    weight: Ref, row: int | Array, height: int, column: int | Array, width: int
+) -> Array:
     return plt.load(weight.at[pl.ds(row, height), pl.ds(column, width)])
 
 
