@@ -35,6 +35,15 @@ class _Settings:
         """Whether there are arrays as large as the parameters, as first moments are."""
         return True
 
+    @property
+    def rounds_first_moments(self) -> bool:
+        """Whether there are first moments, which may be stored in bfloat16.
+
+        They are those that `jaxpar.train.named_optimizers` names. An optimizer that says nothing
+        has none, so that a config which asks for them in bfloat16 is refused.
+        """
+        return False
+
 
 @dataclass(frozen=True)
 class Adam(_Settings):
@@ -48,6 +57,11 @@ class Adam(_Settings):
     def moment_decays(self) -> dict[str, float]:
         """The decays of the first moments, by their settings, that a bfloat16 limits."""
         return {"beta1": self.beta1}
+
+    @property
+    def rounds_first_moments(self) -> bool:
+        """Whether there are first moments, which may be stored in bfloat16."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,11 @@ class Lion(_Settings):
     weight_decay: WeightDecay = 0.1
     """As for AdamW."""
 
+    @property
+    def rounds_first_moments(self) -> bool:
+        """Whether there are first moments, which may be stored in bfloat16."""
+        return True
+
 
 @dataclass(frozen=True)
 class Sgd(_Settings):
@@ -93,6 +112,11 @@ class Sgd(_Settings):
     @property
     def has_moments(self) -> bool:
         """Whether it has a momentum."""
+        return self.momentum > 0
+
+    @property
+    def rounds_first_moments(self) -> bool:
+        """Whether it has a momentum, which may be stored in bfloat16."""
         return self.momentum > 0
 
 
@@ -130,6 +154,11 @@ class Adafactor(_Settings):
         """Whether it has a momentum."""
         return self.momentum > 0
 
+    @property
+    def rounds_first_moments(self) -> bool:
+        """Whether it has a momentum, which may be stored in bfloat16."""
+        return self.momentum > 0
+
 
 @dataclass(frozen=True)
 class Muon(_Settings):
@@ -157,6 +186,11 @@ class Muon(_Settings):
     def moment_decays(self) -> dict[str, float]:
         """The decays of the first moments, by their settings, that a bfloat16 limits."""
         return {"momentum": self.momentum, "beta1": self.beta1}
+
+    @property
+    def rounds_first_moments(self) -> bool:
+        """Whether there are first moments, which may be stored in bfloat16."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -208,4 +242,4 @@ class OptimizerConfig:
     @property
     def rounds_first_moments(self) -> bool:
         """Whether there are first moments, which may be stored in bfloat16."""
-        return self.settings.has_moments and self.name != "schedule_free"
+        return self.settings.rounds_first_moments

@@ -4,6 +4,7 @@ of themselves.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,8 +107,8 @@ def test_a_config_is_checked_by_what_is_registered(own: None) -> None:
         check(override(Config(), {"data.source": "square"}))
     changes = {"data.source": "counting", "data.stride": 3, "data.column": "body"}
     idle = dict(idle_keys(override(Config(), changes)))
-    assert idle["data.stride"] == "it is for data.source stdlib, text, tokens, squares"
-    assert idle["data.column"] == "it is for data.source hf, parquet"
+    assert re.match(r"it is for data.source stdlib, text, .*squares$", idle["data.stride"])
+    assert re.match(r"it is for data.source hf, parquet(, |$)", idle["data.column"])
     changes = {"data.source": "squares", "data.stride": 3}
     assert "data.stride" not in dict(idle_keys(override(Config(), changes)))
 

@@ -12,6 +12,7 @@ from tiers import needs_libtpu
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.plan import Overlap
+from jaxpar.parallel.ring_matmul import ring_forms
 from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, choose_overlap, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
@@ -66,8 +67,8 @@ def test_each_site_takes_its_fastest_form(monkeypatch):
     config = config_of(Overlap("auto", "auto", domino="auto"))
     found = chosen(config, said.append)
     assert found == Overlap("xla", "xla", heads_scatter="ring", mlp_scatter="bidirectional")
-    assert len(tried) == len(set(tried)) == 1 + 2 * len(SITES) + 2, (
-        "each site twice, and Domino with and without rings"
+    assert len(tried) == len(set(tried)) == 1 + len(ring_forms()) * len(SITES) + 2, (
+        "each site once with each ring, and Domino with and without rings"
     )
     assert said[0] == "overlap auto: xla: 10000.00 ms a block"
     assert said[-1] == "overlap auto: mlp_scatter bidirectional, heads_scatter ring, else xla"
@@ -84,7 +85,7 @@ def test_what_is_not_open_is_left_alone(monkeypatch):
     )
     asked = Overlap("bidirectional", "auto", heads_scatter="ring")
     assert chosen(config_of(asked)) == dataclasses.replace(asked, scatter="xla", mlp_scatter="ring")
-    assert len(tried) == 3, "one site is open, and Domino is off"
+    assert len(tried) == 1 + len(ring_forms()), "one site is open, and Domino is off"
     closed = make_experiment(config_of(Overlap("ring")))
     assert choose_overlap(closed) is closed
 

@@ -445,7 +445,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             layout(tensor=8),
             overlap="rnig",  # pyright: ignore[reportCallIssue, reportArgumentType]
         ),
-        r"is one of xla, ring, bidirectional, found 'rnig' \(did you mean 'ring'\?\)",
+        r"is one of xla, ring, bidirectional.*, found 'rnig' \(did you mean 'ring'\?\)",
     ),
     "a function that is not jitted": (
         lambda: rehearse.step(lambda x: x, X, target="v5e-8"),

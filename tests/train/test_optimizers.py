@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from traced_steps import config_of
 from jaxpar.base.checks import check
 from jaxpar.base.config import CheckpointConfig, Config, load_config, override, parse
 from jaxpar.base.errors import UserError
+from jaxpar.base.optimizer_config import OptimizerName, _Settings
 from jaxpar.base.sharding import local_bytes, path_name
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
@@ -297,6 +298,16 @@ def test_first_moments_in_bfloat16_and_in_host_memory(name: str) -> None:
         # Lion takes a sign, which turns where a moment is near zero
         limit = 0.2 if name == "lion" else 0.02
         assert np.linalg.norm(np.asarray(x) - np.asarray(y)) < limit * moved
+
+
+def test_settings_say_whether_there_are_first_moments_as_the_optimizer_does() -> None:
+    """And settings that say nothing have none."""
+    assert not _Settings().rounds_first_moments
+    momentum = {"optimizer.sgd.momentum": 0.9, "optimizer.adafactor.momentum": 0.9}
+    for name in get_args(OptimizerName):
+        chosen = override(Config(), {"optimizer.name": name} | momentum)
+        first = config_optimizer(chosen).first_moments
+        assert chosen.optimizer.settings.rounds_first_moments == bool(first), name
 
 
 def test_a_step_that_is_not_finite_keeps_the_state_of_any_optimizer() -> None:
