@@ -228,7 +228,7 @@ def _forward_kernel(
             axis=0,
             keepdims=True,
         )
-        added = _product(step.columns(v), weights.astype(v.dtype))
+        added = product(step.columns(v), weights.astype(v.dtype))
         weighted[...] = weighted[...] * kept + added
 
     @pl.when(step.last)
@@ -256,7 +256,7 @@ def _dq_kernel(
     @step.visit
     def _(shown: _Shown) -> None:
         _, dscores = step.gradients(shown, q, dout, k, v, lse, delta)
-        dq_sum[...] += _product(step.columns(k), dscores.astype(k.dtype))
+        dq_sum[...] += product(step.columns(k), dscores.astype(k.dtype))
 
     @pl.when(step.last)
     def _() -> None:
@@ -284,8 +284,8 @@ def _dkv_kernel(
     @step.visit
     def _(shown: _Shown) -> None:
         weights, dscores = step.gradients(shown, q, dout, k, v, lse, delta)
-        dv_sum[...] += _product(weights.astype(dout.dtype), step.rows(dout))
-        dk_sum[...] += _product(dscores.astype(q.dtype), step.rows(q))
+        dv_sum[...] += product(weights.astype(dout.dtype), step.rows(dout))
+        dk_sum[...] += product(dscores.astype(q.dtype), step.rows(q))
 
     @pl.when(step.last)
     def _() -> None:
@@ -293,13 +293,16 @@ def _dkv_kernel(
         dv[...] = step.rows(dv_sum[...]).astype(dv.dtype)
 
 
-def _product(a: Array, b: Array) -> Array:
-    """A matrix product summed in float32; float32 factors keep all their bits."""
+def product(a: Array, b: Array, dim_a: int = 1, dim_b: int = 0) -> Array:
+    """A matrix product over one dim of each, summed in float32; float32 factors keep all their
+    bits.
+    """
     if a.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
     else:
         precision = jax.lax.Precision.DEFAULT
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    dims = ((dim_a,), (dim_b,)), ((), ())
+    return jax.lax.dot_general(a, b, dims, precision, jnp.float32)
 
 
 # Steps.
@@ -339,7 +342,7 @@ class _Step(NamedTuple):
         return x[...] if self.across else x[...].T
 
     def scores(self, q: Ref, k: Ref) -> Array:
-        scores = _product(self.rows(k), self.columns(q)) * self.scale
+        scores = product(self.rows(k), self.columns(q)) * self.scale
         return cap_scores(scores, self.call.softcap)
 
     def gradients(
@@ -350,7 +353,7 @@ class _Step(NamedTuple):
         """
         scores = self.scores(q, k)
         weights = shown(jnp.exp(scores - lse[...]), 0.0)
-        dcapped = weights * (_product(self.rows(v), self.columns(dout)) - delta[...])
+        dcapped = weights * (product(self.rows(v), self.columns(dout)) - delta[...])
         return weights, through_cap(dcapped, scores, self.call.softcap)
 
     def visit(self, body: Callable[[_Shown], None]) -> None:

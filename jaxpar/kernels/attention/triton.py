@@ -306,7 +306,7 @@ def attention_forward(
         weights_qk = jnp.exp2(scores_qk * plan.unit - next_q[:, None])
         before_q = jnp.exp2(most_q - next_q)
         v_kh = keys.load(v_ref, ONLY)
-        added_qh = _product(weights_qk.astype(v_kh.dtype), v_kh, 1, 0)
+        added_qh = product(weights_qk.astype(v_kh.dtype), v_kh, 1, 0)
         out_qh = out_qh * before_q[:, None] + added_qh
         return out_qh, next_q, total_q * before_q + jnp.sum(weights_qk, axis=1)
 
@@ -352,9 +352,9 @@ def attention_dq(
             seen_qk = None
         scores_qk = _scores(plan, q_qh, k_kh)
         weights_qk = _weights(plan, scores_qk, seen_qk, lse_q1)
-        dweights_qk = _product(dout_qh, keys.load(v_ref, ONLY), 1, 1)
+        dweights_qk = product(dout_qh, keys.load(v_ref, ONLY), 1, 1)
         dscores_qk = _dscores(plan, scores_qk, weights_qk, dweights_qk, delta_q1)
-        return dq_qh + _product(dscores_qk.astype(k_kh.dtype), k_kh, 1, 0)
+        return dq_qh + product(dscores_qk.astype(k_kh.dtype), k_kh, 1, 0)
 
     dq_qh = _walk(lists, row, visit, _zeros(q_qh.shape))
     queries.store(dq_ref, ONLY, dq_qh * plan.scale)
@@ -390,10 +390,10 @@ def attention_dkv(
                 seen_kq = None
             scores_kq = _scores(plan, k_kh, q_qh)
             weights_kq = _weights(plan, scores_kq, seen_kq, lse_1q)
-            dv_kh += _product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
-            dweights_kq = _product(v_kh, dout_qh, 1, 1)
+            dv_kh += product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
+            dweights_kq = product(v_kh, dout_qh, 1, 1)
             dscores_kq = _dscores(plan, scores_kq, weights_kq, dweights_kq, delta_1q)
-            dk_kh += _product(dscores_kq.astype(q_qh.dtype), q_qh, 1, 0)
+            dk_kh += product(dscores_kq.astype(q_qh.dtype), q_qh, 1, 0)
             return dk_kh, dv_kh
 
         return _walk(lists, row, visit, carry)
@@ -516,7 +516,7 @@ def _visible(
     return seen & (j < keys.end)
 
 
-def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
+def product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
     """A product over one dim of each, in float32; float32 factors are not rounded to TF32, as they
     would by default.
     """
@@ -530,7 +530,7 @@ def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
 
 def _scores(plan: _Plan, a: Array, b: Array) -> Array:
     """The scores without the factor `plan.unit`: the products, or their tanh under a soft cap."""
-    products = _product(a, b, 1, 1)
+    products = product(a, b, 1, 1)
     if plan.softcap:
         return jnp.tanh(products * (plan.scale / plan.softcap))
     return products

@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
 from jaxpar.kernels.attention.call import Index, Ref, pad_to
+from jaxpar.kernels.attention.tpu import product
 from jaxpar.kernels.attention.visits import Unserved, check_list, flatten_visits
 from jaxpar.kernels.block_sparse.blocks import Blocks, SparseTiles, cut_into_tiles, stated_cost
 from jaxpar.kernels.masks import FULL
@@ -201,7 +202,7 @@ def _multiply_kernel(
             taken = x[:, pl.ds(pl.multiple_of((codes[n] >> 2) * width, width), width)]
         else:
             taken = x[...]
-        total[...] += _product(taken, weight[...], 1, 1 if transposed else 0)
+        total[...] += product(taken, weight[...], 1, 1 if transposed else 0)
 
     @pl.when(last)
     def _() -> None:
@@ -219,21 +220,11 @@ def _weight_gradient_kernel(
 
     @pl.when(codes[pl.program_id(0)] & 3 == FULL)
     def _() -> None:
-        total[...] += _product(x[...], dy[...], 0, 0)
+        total[...] += product(x[...], dy[...], 0, 0)
 
     @pl.when(t == pl.num_programs(1) - 1)
     def _() -> None:
         dweight[...] = total[...]
-
-
-def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    """A product over one dim of each, summed in float32; float32 factors keep all their bits."""
-    if a.dtype == jnp.float32:
-        precision = jax.lax.Precision.HIGHEST
-    else:
-        precision = jax.lax.Precision.DEFAULT
-    dims = ((dim_a,), (dim_b,)), ((), ())
-    return jax.lax.dot_general(a, b, dims, precision, jnp.float32)
 
 
 def _tiles(map_MN: Blocks, matrix: Any, unit: int) -> SparseTiles:

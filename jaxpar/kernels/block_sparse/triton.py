@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from jaxpar.kernels.attention.call import Ref
+from jaxpar.kernels.attention.triton import product
 from jaxpar.kernels.attention.triton_tiles import LEAST
 from jaxpar.kernels.attention.visits import Unserved
 from jaxpar.kernels.block_sparse.blocks import (
@@ -112,10 +113,10 @@ def _multiply_kernel(
         if transposed:
             taken = rows.load(x, entry * tile_o, tile_o)
             tile = _load_tile(weight, row * tile_i, tile_i, entry * tile_o, tile_o)
-            return total + _product(taken, tile, 1, 1)
+            return total + product(taken, tile, 1, 1)
         taken = rows.load(x, entry * tile_i, tile_i)
         tile = _load_tile(weight, entry * tile_i, tile_i, row * tile_o, tile_o)
-        return total + _product(taken, tile, 1, 0)
+        return total + product(taken, tile, 1, 0)
 
     width = tile_i if transposed else tile_o
     zeros = jnp.zeros((block_t, width), jnp.float32)
@@ -142,7 +143,7 @@ def _weight_gradient_kernel(
 
         def add(t: Array, total: Array) -> Array:
             rows = _Rows(t * block_t, block_t, T)
-            return total + _product(
+            return total + product(
                 rows.load(x, row * tile_i, tile_i), rows.load(dy, column * tile_o, tile_o), 0, 0
             )
 
@@ -175,16 +176,6 @@ def _load_tile(
     weight: Ref, row: int | Array, height: int, column: int | Array, width: int
 ) -> Array:
     return plt.load(weight.at[pl.ds(row, height), pl.ds(column, width)])
-
-
-def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    """A product over one dim of each, in float32; float32 factors are not rounded to TF32."""
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST
-    else:
-        precision = None
-    dims = ((dim_a,), (dim_b,)), ((), ())
-    return lax.dot_general(a, b, dims, precision, jnp.float32)
 
 
 def _call(
