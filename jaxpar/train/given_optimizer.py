@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
 import numpy as np
 import optax
+from jax.extend import core
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, short
+from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.models import Params
 from jaxpar.train.named_optimizers import config_optimizer
@@ -75,12 +78,22 @@ def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[s
     for program in programs:
         # a function of Python is written with its address
         found.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
-        for constant in program.consts:
+        for constant in _constants(program):
             found.update(np.asarray(constant).tobytes())
     return {
         PROGRAM: found.hexdigest(),
         VERSIONS: f"jax {jax.__version__}, optax {optax.__version__}",
     }
+
+
+def _constants(program: core.Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+    """Yield the arrays that a program closes over, and those of the programs that it calls."""
+    yield from getattr(program, "consts", ())
+    jaxpr: Any = getattr(program, "jaxpr", program)  # newer JAX has one class for both
+    for eqn in jaxpr.eqns:
+        for value in jax.tree.leaves(list(eqn.params.values())):  # a branch stands in a tuple
+            if isinstance(value, core.Jaxpr | ClosedJaxpr):
+                yield from _constants(value)
 
 
 def other_optimizer_note(

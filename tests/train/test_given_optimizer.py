@@ -33,6 +33,13 @@ def lion(rate: float) -> optax.GradientTransformation:
     )
 
 
+def closing_in_a_jit(rate: float) -> optax.GradientTransformation:
+    """With its number as an array that an inner program closes over."""
+    rates = jax.numpy.array([rate, 1.0])
+    scale = jax.jit(lambda x: -x * rates[0])
+    return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+
+
 def with_rate_in_state(rate: float) -> optax.GradientTransformation:
     return optax.inject_hyperparams(optax.lion)(rate)
 
@@ -43,6 +50,7 @@ def with_rate_in_state(rate: float) -> optax.GradientTransformation:
     [
         (optax.lion(1e-4), optax.lion(1e-3)),
         (optax.adam(1e-3), optax.nadam(1e-3)),
+        (closing_in_a_jit(1e-3), closing_in_a_jit(1e-4)),
         (lion(1e-4), lion(1e-3)),
         (with_rate_in_state(1e-4), with_rate_in_state(1e-3)),
     ],
