@@ -269,6 +269,16 @@ def test_a_mesh_axis_of_what_is_left_counts_as_it_is_here() -> None:
     assert asked_sizes(config.mesh, MeshSpec(tensor=4)) == total_sizes(MeshSpec(data=2, tensor=4))
 
 
+def test_heads_that_lie_otherwise_on_so_few_devices_are_refused() -> None:
+    """Six heads on eight devices are split further than there are; on two no heads are."""
+    changes = {"model.family": "llama", "model.heads": 6, "model.kv_heads": 3, "mesh.tensor": 8}
+    config = override(Config(), changes)
+    small = fit_mesh(config.mesh, 2)
+    assert small is not None
+    with pytest.raises(UserError, match=r"on the 2 devices that verify has than on the 8 of the"):
+        shrink(config, small)
+
+
 def test_what_is_turned_off_is_said() -> None:
     config = override(Config(), {"model.dropout": 0.1, "train.accumulation": 40, "train.batch": 80})
     small, note = shrink(config, MeshSpec())

@@ -22,6 +22,7 @@ from jaxpar.base.config import (
     TrainConfig,
     rules_of,
 )
+from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
@@ -120,6 +121,9 @@ def shrink(
 
     Returns:
       The config with a small model and batch on `mesh`, and a note of the changes.
+
+    Raises:
+      UserError: no small model has its heads there as the config's own lie on the whole mesh.
     """
     kept = {
         name: getattr(config.train, name)
@@ -203,6 +207,9 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
     Pairs are tried from the fewest query heads per kv head, and then from the fewest heads. The
     first that the mesh divides and whose situation is the model's is taken; if there is none, the
     first that has the same rules.
+
+    Raises:
+      UserError: there is none with the same rules on so few devices.
     """
     rules = config.rules
     model = config.model
@@ -223,6 +230,14 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
         and K % kv_split == 0
         and _situation(rules, K * group * times, K, sizes)[0] == asked_rules
     ]
+    if not alike:
+        count = math.prod(sizes.values())
+        raise UserError(
+            f"model.heads={model.heads} and model.kv_heads={kv_heads} lie otherwise on the {count} "
+            f"devices that verify has than on the {math.prod(asked.values())} of the mesh, however "
+            "few they are made: give it as many devices, such as simulated ones (--mesh.platform "
+            "cpu)"
+        )
     wanted = _situation(rules, model.heads, kv_heads, asked)
     return next(
         (pair for pair in alike if _situation(rules, *pair, sizes) == wanted),
