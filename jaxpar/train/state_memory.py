@@ -80,7 +80,9 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
         moments,
         BytesByMemory(max(gradients - in_host, 0), in_host),
         BytesByMemory(local_bytes(experiment.batch)),
-        _update_bytes(state, model, plan) + _whole_matrix_bytes(experiment),
+        _update_bytes(state, model, plan)
+        + _whole_matrix_bytes(experiment)
+        + _gathered_bytes(trained, model, plan),
         streamed,
     )
 
@@ -133,6 +135,27 @@ def _update_bytes(state: TrainState[Shape], model: AnyModel, plan: Plan) -> int:
                 )
                 tables += 4 * sum(jax.tree.leaves(entries))
     return tables + layers // model.config.layers
+
+
+def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> int:
+    """Return the bytes of new parameters that are gathered beside the old ones, where the state is
+    split further than they are (ZeRO-1).
+
+    What is updated where it lies takes the old one's place; what a gather makes does not, and the
+    compiler gathers all of them before an old one is let go. Where the state streams, they go layer
+    by layer, as it does.
+    """
+
+    def one(param: Shape, axes: Axes) -> int:
+        held = math.prod(param.sharding.shard_shape(param.shape))
+        if _local_entries(param.shape, axes, plan) == held:
+            return 0
+        return held * param.dtype.itemsize
+
+    found = jax.tree.map(one, trained, model.trained(model.axes))
+    blocks = sum(jax.tree.leaves(found.get("blocks", {}))) if model.has_blocks else 0
+    others = sum(jax.tree.leaves(found)) - blocks
+    return others + (blocks // model.config.layers if plan.streams else blocks)
 
 
 def _whole_matrix_bytes(experiment: Experiment) -> int:

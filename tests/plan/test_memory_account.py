@@ -14,17 +14,20 @@ import jax
 import pytest
 from experiments import experiment_of
 from rich.console import Console
+from tiers import needs_libtpu
 from traced_steps import config_of
 
+from jaxpar import rehearse
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
+from jaxpar.rehearse.targets import load_target
 from jaxpar.show.tables import memory_table
 from jaxpar.train import open_run
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -184,3 +187,24 @@ def test_a_step_that_runs_out_of_memory_is_no_traceback(
     monkeypatch.setattr(open_run, "init_state", exhausted)
     with pytest.raises(UserError, match=match):
         train(ALONE, tmp_path / "run")
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_with_zero_1_the_sum_is_what_a_tpu_compiler_says(name: str) -> None:
+    """Within 10 %: with libtpu 0.0.42.1 the account is 9 % and 2 % below, and 43 % below without
+    the parameters that are gathered. What is left are new pieces of them that wait for the gather.
+    """
+    target = load_target("v5e-8")
+    changes = {
+        "optimizer.name": name,
+        "data.seq_len": 128,
+        "train.batch": 8,
+        "train.accumulation": 1,
+        "mesh.data": 8,
+        "rules.state_embed": ("data",),
+    }
+    experiment = make_experiment(override(load_config("gpt2_124m"), changes), target.devices())
+    predicted = sum(part.device for part in memory_account(experiment, "tpu"))
+    compiled = rehearse.config(experiment, target=target)["memory"]["total"]
+    assert predicted == pytest.approx(compiled, rel=0.1)

@@ -521,15 +521,26 @@ def test_the_memory_account_has_the_matrices_that_muon_gathers() -> None:
     """Newton-Schulz works with three stacks of the largest matrix, whole on every device; where
     the state goes layer by layer, with those of one layer.
     """
-    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
-    held = state_bytes(make_experiment(config("muon", **mesh), jax.devices()), "tpu")
     sizes = config("muon").model
     matrix = 4 * sizes.embed * (sizes.mlp or 0)
-    assert held.update == 3 * sizes.layers * matrix
-    assert state_bytes(make_experiment(config("lion", **mesh), jax.devices()), "tpu").update == 0
-    offload = override(config("muon", **mesh), {"memory.optimizer": "offload"})
-    streamed = state_bytes(make_experiment(offload, jax.devices()), "tpu").update
-    assert 3 * matrix < streamed < held.update + 3 * matrix
+
+    def works_with(name: str, **changes: Any) -> int:
+        changed = override(config(name, fsdp=4, tensor=2), changes)
+        return state_bytes(make_experiment(changed, jax.devices()), "tpu").update
+
+    assert works_with("muon") == 3 * sizes.layers * matrix
+    assert works_with("lion") == 0
+    streamed = works_with("muon", **{"memory.optimizer": "offload"})
+    assert 3 * matrix < streamed < 3 * (sizes.layers + 1) * matrix
+
+
+def test_the_memory_account_has_the_parameters_that_zero_1_gathers() -> None:
+    """The new ones, which stand beside the old ones until all are there."""
+    experiment = make_experiment(config("lion", data=8), jax.devices())
+    gathered = local_bytes(experiment.state.params)
+    assert state_bytes(experiment, "tpu").update == gathered
+    whole = override(experiment.config, {"rules.state_embed": ()})
+    assert state_bytes(make_experiment(whole, jax.devices()), "tpu").update == 0
 
 
 @pytest.mark.slow
