@@ -38,7 +38,7 @@ def known_problem(platform: str, jaxlib: str) -> str:
 
     Args:
       platform: `cpu`, `gpu` or `tpu`.
-      jaxlib: the version of jaxlib.
+      jaxlib: its version, as `jaxlib` itself states it.
 
     Returns:
       The problem in words; empty = nothing is known.
