@@ -16,7 +16,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, read_json, suggest
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.toml import flatten, from_dict
-from jaxpar.models.masks import has_window, read_word
+from jaxpar.models.masks import has_window, read_word, words_that_look_ahead
 
 REQUIRED = object()
 Json = dict[str, Any]  # a config.json: another program wrote it, so its values may be anything
@@ -433,6 +433,7 @@ def hf_config(config: ModelConfig) -> Json:
         family.local
         and len(windows) <= 1
         and all(map(has_window, windows))
+        and not words_that_look_ahead(config)
         and (family.local.where or not turns)
     )
     if config.query_scale:

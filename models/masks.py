@@ -1,4 +1,4 @@
-"""The masks of a model's layers, by the words of `model.masks`; all of them are causal.
+"""The masks of a model's layers, by the words of `model.masks`.
 
     causal
         all tokens up to itself
@@ -8,9 +8,13 @@
         a window of every `stride`-th token, and the first tokens
     bigbird(window=3, globals=2, random=3, block=64, seed=0)
         blocks near, first and at random
+    full
+        all tokens, those after it too
+    local(64)
+        itself, and that many tokens before it and after it (arXiv:2412.13663, section 2.1.2)
 
-A word is a frozen dataclass whose fields are its numbers, registered by its name; a program adds
-its own in the same way:
+The last two are an encoder's; the others are causal. A word is a frozen dataclass whose fields are
+its numbers, registered by its name; a program adds its own in the same way:
 
     @register_mask("even")
     @dataclass(frozen=True)
@@ -37,7 +41,16 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.ranges import Range, ranges
 from jaxpar.base.registry import Registry, require_callable
-from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Window, bigbird, looks_back
+from jaxpar.kernels.masks import (
+    Causal,
+    Dilated,
+    First,
+    Full,
+    Mask,
+    Window,
+    bigbird,
+    looks_back,
+)
 
 MayBeZero = Annotated[int, Range(0, 2**31 - 1)]
 """A number of a word that may be 0. Others are at least 1, unless their type has a range."""
@@ -52,10 +65,13 @@ class MaskWord:
 
     slides: ClassVar[bool] = False
     """Whether it is a sliding window, whose layers may have a RoPE base of their own."""
+    looks_ahead: ClassVar[bool] = False
+    """Whether it is for encoders, and may show a token those after it. Of another word such a mask
+    is refused, as a mistake."""
 
     def mask(self, length: int) -> Mask:
-        """Make the mask of a sequence. It is causal, by an `&` with `Causal()`; that of a shorter
-        sequence is the beginning of that of a longer one.
+        """Make the mask of a sequence. It is causal, by an `&` with `Causal()`, unless the word
+        `looks_ahead`; that of a shorter sequence is the beginning of that of a longer one.
 
         Args:
           length: the number of places.
@@ -196,6 +212,34 @@ class _BigbirdWord(MaskWord):
         return ""
 
 
+@register_mask("full")
+@dataclass(frozen=True)
+class _FullWord(MaskWord):
+    looks_ahead: ClassVar[bool] = True
+
+    def mask(self, length: int) -> Mask:
+        return Full()
+
+
+@register_mask("local")
+@dataclass(frozen=True)
+class _LocalWord(MaskWord):
+    """The local layers of ModernBERT (Warner et al. 2024, arXiv:2412.13663, section 2.1.2)."""
+
+    tokens: int
+    slides: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
+
+    def mask(self, length: int) -> Mask:
+        return Window(self.tokens, self.tokens)
+
+    def reach(self, seq_len: int) -> int:
+        return 2 * self.tokens + 1
+
+    def shrink(self, before: int, seq_len: int) -> MaskWord:
+        return _LocalWord(_in_proportion(self.tokens, before, seq_len, least=_third(seq_len, 2)))
+
+
 def _in_proportion(number: int, before: int, seq_len: int, least: int) -> int:
     return max(least, round(number * seq_len / before))
 
@@ -222,18 +266,35 @@ def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
 
 @lru_cache(maxsize=64)
 def _mask(word: str, length: int) -> Mask:
-    mask = read_word(word).mask(length)
+    made = read_word(word)
+    mask = made.mask(length)
     if not isinstance(mask, Mask):
         raise UserError(
             f"model.masks: {word!r} makes {short(mask)}, which is no mask: make one of "
             "jaxpar.kernels.masks"
         )
-    if not looks_back(mask):
+    if not (made.looks_ahead or looks_back(mask)):
         raise UserError(
             f"model.masks: {word!r} makes {mask}, which may show a token those after it, so that "
-            "the loss would know its answers: join it to Causal() by &"
+            "the loss would know its answers: join it to Causal() by &, or say looks_ahead = True "
+            f"in {type(made).__name__} if it is for an encoder"
         )
     return mask
+
+
+def words_that_look_ahead(config: ModelConfig) -> list[str]:
+    """The words of a model's layers that may show a token those after it, each once.
+
+    Args:
+      config: the sizes of the model.
+
+    Returns:
+      The words; none where the model is causal.
+
+    Raises:
+      UserError: as `read_word`.
+    """
+    return [word for word in dict.fromkeys(config.masks) if read_word(word).looks_ahead]
 
 
 def read_word(word: str) -> MaskWord:

@@ -69,7 +69,7 @@ MUTATIONS = [
              "    known = rules.logical_axes\n    raise UserError(", "    known = rules.logical_axes\n    return ()\n    raise UserError(",
              "tests/base/test_rules.py"),
     Mutation("open_word", "a word of model.masks may show what comes after a token", "models/masks.py",
-             "if not looks_back(mask):", "if looks_back(mask) is None:", "tests/models/test_masks.py"),
+             "if not (made.looks_ahead or looks_back(mask)):", "if looks_back(mask) is None:", "tests/models/test_masks.py"),
     # Masks and kernels.
     Mutation("window", "a mask off by one", "jaxpar/kernels/masks.py",
              "i - j <= self.left", "i - j < self.left", "tests/models/test_masks.py -k shows_what"),

@@ -75,7 +75,7 @@ class ModelConfig:
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: tuple[str, ...] = ("causal",)
     """What the tokens of each layer see: layer i takes word i % len(masks) of causal, window(4096),
-    longformer(...) and bigbird(...). See docs/attention.md."""
+    longformer(...), bigbird(...), and for encoders full and local(64). See docs/attention.md."""
     attention_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
     """Scores of attention become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2);
     0 = no cap.

@@ -213,7 +213,7 @@ EFFECTS = (
     ),
     Effect(
         ("model.rope_local_theta",),
-        lambda c: any("window(" in word for word in c.model.masks),
+        lambda c: any("window(" in word or "local(" in word for word in c.model.masks),
         "no layer of model.masks has a window: add --model.masks 'window(1024)' causal",
     ),
     Effect(

@@ -22,7 +22,7 @@ from jaxpar.data.corpus import Part, val_batches
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
-from jaxpar.train.plans import kernel_notes, make_experiment
+from jaxpar.train.plans import kernel_notes, make_experiment, mask_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus
@@ -115,7 +115,7 @@ def evaluate_folder(
     config = experiment.config
     plan = experiment.plan
     run_together(lambda: require_memory(experiment, machine_memory(), training=False))
-    for note in kernel_notes(experiment, training=False):
+    for note in (*kernel_notes(experiment, training=False), *mask_notes(experiment)):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)
     corpus = load_run_corpus(data, config.model.vocab_size, folder, say)

@@ -27,6 +27,7 @@ from jaxpar.base.plan import Overlap, Plan, is_matrix
 from jaxpar.base.sharding import Axes, fit_rules, is_axes, replicated_sharding
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Model, Params
+from jaxpar.models.masks import words_that_look_ahead
 from jaxpar.parallel.cache import cache_spec
 from jaxpar.parallel.collectives import platform_of
 from jaxpar.train import decode_programs
@@ -75,7 +76,10 @@ class Generator:
     """
 
     def __init__(self, model: Model, params: Params, plan: Plan, consume: bool = False):
-        """Take the model onto the plan; raise a UserError where that has stages."""
+        """Take the model onto the plan; raise a UserError where that has stages, or a mask of the
+        model looks ahead.
+        """
+        require_causal(model.config)
         self.plan, self.times = decode_plan(plan, model.config), GenerationTimes()
         self.model = model.with_config(replace(model.config, dropout=0.0))
         self.config = self.model.config
@@ -267,6 +271,22 @@ def bucket(length: int) -> int:
     """
     step = max(1 << max(length.bit_length() - 3, 0), 16)
     return -(-length // step) * step
+
+
+def require_causal(config: ModelConfig) -> None:
+    """Refuse a model whose tokens see those after them: it cannot write one after the other.
+
+    Args:
+      config: the sizes of the model.
+
+    Raises:
+      UserError: a word of `model.masks` looks ahead.
+    """
+    for word in words_that_look_ahead(config):
+        raise UserError(
+            f"model.masks={word} lets tokens see those after them, which are not there yet while a "
+            "text is written: an encoder does not generate, take a model whose masks are causal"
+        )
 
 
 def decode_plan(plan: Plan, model: ModelConfig) -> Plan:

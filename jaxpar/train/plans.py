@@ -17,9 +17,10 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
+from jaxpar.base.registry import SOURCES
 from jaxpar.base.runtime import start
 from jaxpar.models import AnyModel, Model
-from jaxpar.models.masks import layer_masks
+from jaxpar.models.masks import layer_masks, words_that_look_ahead
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
@@ -135,6 +136,8 @@ def _assemble(
     check_batch(experiment)
     if config.data.pack and isinstance(model, Model):
         model.require_documents()
+    if model.has_blocks:
+        check_padding(config)
     check_names(experiment)
     if config.compiler.options:
         step_options(mesh, config.compiler.options)
@@ -247,6 +250,26 @@ def check_own_model(config: Config) -> None:
         )
 
 
+def check_padding(config: Config) -> None:
+    """Refuse rows that are filled up, where tokens would see what fills them.
+
+    Args:
+      config: a config whose model has layers of ours, or of their masks.
+
+    Raises:
+      UserError: a mask looks ahead, and the rows of the data may end in padding that is no document
+        of its own.
+    """
+    ahead = words_that_look_ahead(config.model)
+    windows = "stride" in SOURCES[config.data.source].reads
+    if ahead and not windows and not config.data.pack:
+        raise UserError(
+            f"model.masks={ahead[0]} lets tokens see those after them, and with "
+            f"data.source={config.data.source} a row may end in padding, which they would see: set "
+            "data.pack=true, which makes the padding a document of its own"
+        )
+
+
 def check_batch(experiment: Experiment) -> None:
     """Refuse a batch or a sequence that the mesh does not divide.
 
@@ -315,6 +338,7 @@ def plan_notes(experiment: Experiment) -> list[str]:
         *pipeline_notes(config, plan),
         *offload,
         *kernel_notes(experiment),
+        *mask_notes(experiment),
     ]
     if replicated := replicated_note(experiment.state.opt_state):
         notes.append(replicated)
@@ -359,6 +383,25 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
     )
     slow = dict.fromkeys(why for name, why in found if name == "chunked" and why)
     return [f"attention by plain XLA, in tiles, and no kernel ({why})" for why in slow]
+
+
+def mask_notes(experiment: Experiment) -> list[str]:
+    """Say where the loss asks for what a mask shows.
+
+    Args:
+      experiment: the experiment.
+
+    Returns:
+      A line, or none.
+    """
+    if not experiment.model.has_blocks:
+        return []
+    ahead = words_that_look_ahead(experiment.config.model)
+    return [
+        f"model.masks={word} lets tokens see those after them, one of which is the answer that the "
+        "loss asks for: it falls without the model learning to write text"
+        for word in ahead[:1]
+    ]
 
 
 def offload_asked(plan: Plan) -> str:

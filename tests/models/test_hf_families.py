@@ -264,7 +264,8 @@ def test_gpt2_has_no_free_head_dim():
             UserError, match=rf"a llama checkpoint cannot say model.{field}=.*8.*without"
         ):
             hf_config(ModelConfig(family="llama", **{field: value}))
-    for masks in (("bigbird",), ("window(8)", "causal"), ("window(8)", "window(9)")):
+    unsaid = [("bigbird",), ("window(8)", "causal"), ("window(8)", "window(9)")]
+    for masks in [*unsaid, ("full",), ("local(8)",)]:
         with pytest.raises(
             UserError, match=r"a mistral checkpoint cannot say model.masks=.*without"
         ):

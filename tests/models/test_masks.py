@@ -31,6 +31,7 @@ from jaxpar.models.masks import (
     reach,
     register_mask,
     shrink_mask,
+    words_that_look_ahead,
 )
 
 pytestmark = pytest.mark.quick
@@ -61,6 +62,8 @@ def seen(word: str) -> np.ndarray:
             "bigbird(3, 1, 0, block=4)",
             (J <= I) & ((abs(I // 4 - J // 4) <= 1) | (J < 4) | (I < 4)),
         ),
+        ("full", J == J + 0 * I),
+        ("local(5)", abs(I - J) <= 5),
     ],
 )
 def test_a_word_shows_what_it_says(word: str, want: np.ndarray) -> None:
@@ -73,7 +76,9 @@ def test_random_blocks_are_drawn_by_their_seed() -> None:
     assert not np.array_equal(first, other)
 
 
-@pytest.mark.parametrize("word", ["window(3)", "longformer(3, 2)", "bigbird(3, 1, 2, block=2)"])
+@pytest.mark.parametrize(
+    "word", ["window(3)", "longformer(3, 2)", "bigbird(3, 1, 2, block=2)", "local(3)"]
+)
 def test_a_longer_context_shows_the_same_tokens(word: str) -> None:
     """`train.restore.require_model` takes weights of another `max_seq_len`."""
     short, long = (
@@ -97,6 +102,8 @@ def test_a_longer_context_shows_the_same_tokens(word: str) -> None:
         ("window(five)", r"has wrong numbers: write window\(tokens\)"),
         ("window(0)", r"'window\(0\)' has tokens=0: it is at least 1"),
         ("causal(3)", r"has wrong numbers: write causal"),
+        ("full(3)", r"has wrong numbers: write full"),
+        ("local", r"'local' has wrong numbers: write local\(tokens\)"),
         ("longformer(size=3)", r"write longformer\(window=512, globals=1, stride=1\)"),
         ("bigbird(4)", r"has window=4: blocks on both sides make it odd"),
     ],
@@ -110,12 +117,16 @@ def test_a_word_shrinks_with_the_sequence() -> None:
     assert shrink_mask("causal", 1000, 10) == "causal"
     assert shrink_mask("window(4)", 1000, 12) == "window(4)"  # at least a third
     assert shrink_mask("window(500)", 1000, 30) == "window(15)"
+    assert shrink_mask("full", 1000, 10) == "full"
+    assert shrink_mask("local(500)", 1000, 30) == "local(15)"
+    assert shrink_mask("local(4)", 1000, 12) == "local(2)"  # both sides are a third
     assert shrink_mask("longformer(500)", 1000, 30) == "longformer(window=15, globals=1, stride=1)"
     assert (
         shrink_mask("bigbird(block=64)", 640, 20)
         == "bigbird(window=3, globals=2, random=3, block=2, seed=0)"
     )
     reached = {"causal": 99, "window(7)": 7, "longformer(7, 2)": 9, "bigbird(block=4)": 32}
+    reached |= {"full": 99, "local(7)": 15}
     assert {word: reach(word, 99) for word in reached} == reached
 
 
@@ -201,6 +212,10 @@ def test_masks_that_would_be_wrong_are_refused(even: Any) -> None:
     try:
         with pytest.raises(UserError, match=r"'open' makes .*, which may show a token those after"):
             layer_masks(ModelConfig(masks=("open",)))
+        assert words_that_look_ahead(ModelConfig(masks=("full", "causal", "local(2)"))) == [
+            "full",
+            "local(2)",
+        ]
         with pytest.raises(UserError, match="frozen dataclasses of MaskWord"):
             register_mask("no_word")(Bare)  # pyright: ignore[reportArgumentType]
     finally:

@@ -31,6 +31,10 @@ def test_a_platform_that_is_not_here_is_refused_without_devices() -> None:
         ({"model.heads": 0}, "model.heads"),
         ({"train.learning_rate": 0.0}, "train.learning_rate"),
         ({"train.batch": 33, "train.accumulation": 2}, "try train.batch=34"),
+        (
+            {"model.masks": ("full",), "data.source": "arrayrecord"},
+            "model.masks=full lets .* data.source=arrayrecord a row may end in padding.*data.pack",
+        ),
     ],
 )
 def test_settings_are_checked(changes: dict[str, object], said: str) -> None:

@@ -211,6 +211,9 @@ def test_what_cannot_be_continued_is_refused(model, params, plan_of: Callable[..
         one.generate([[1] * 60], 5)
     with pytest.raises(UserError, match="a pipeline of 2 stages trains"):
         Generator(model, params, plan_of(stage=2))
+    encoder = Model(replace(model.config, masks=("causal", "local(4)")))
+    with pytest.raises(UserError, match=r"model.masks=local\(4\) lets tokens see those after"):
+        Generator(encoder, params, plan_of())
     for values, message in (
         ({"top_k": 5}, "no effect"),
         ({"temperature": 1.0, "top_p": 0.0}, "0 < top_p"),
