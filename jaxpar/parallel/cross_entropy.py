@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, require_layout, state_axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
@@ -31,6 +32,7 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, require_head
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
+_BIAS: tuple[LogicalAxis, ...] = ("vocab",)
 _ROWS = 128  # chunks of more tokens than this are multiples of it: a matmul unit's rows
 _SCORES = 2**27  # bytes of scores at a time: with more, no matmul is faster
 _CHUNK = 1024  # tokens: in smaller chunks the matrix's gradient costs more than making scores twice
@@ -71,13 +73,14 @@ def linear_cross_entropy(
     labels_BS: Int[Array, "B S"],
     layout: Layout,
     *,
+    bias_V: Float[Array, " V"] | None = None,
     vocab_size: int = 0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
     loss_mib: int = 4096,
 ) -> LossSums:
-    """Compute the summed cross-entropy of `x @ head.T` against the labels; a label below zero does
-    not count.
+    """Compute the summed cross-entropy of `x @ head.T + bias` against the labels; a label below
+    zero does not count.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
@@ -85,6 +88,8 @@ def linear_cross_entropy(
         `vocab_size` are padding.
       labels_BS: for each token the entry of the vocabulary that should follow.
       layout: mesh, rules and compute dtype.
+      bias_V: what is added to the score of each entry, with the logical axis "vocab"; None =
+        nothing is.
       vocab_size: the true vocabulary; 0 = all rows.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
@@ -100,7 +105,7 @@ def linear_cross_entropy(
     """
     require_layout(layout, "linear_cross_entropy")
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
-    require_head("linear_cross_entropy", x_BSD, head_VD, layout)
+    require_head("linear_cross_entropy", x_BSD, head_VD, layout, bias_V)
     layout.sharding(GATHERED[:2], labels_BS.shape, "labels")
     if labels_BS.shape != x_BSD.shape[:2] or not jnp.issubdtype(labels_BS.dtype, jnp.integer):
         raise UserError(
@@ -113,8 +118,17 @@ def linear_cross_entropy(
     require_number("linear_cross_entropy", "softcap", softcap, least=0)
     require_number("linear_cross_entropy", "loss_mib", loss_mib, above=0)
     how = _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib)
-    sums = cast(LossSums, _sums(layout, how, x_BSD, head_VD, labels_BS))
+    sums = cast(LossSums, _sums(layout, how, x_BSD, _Head(head_VD, bias_V), labels_BS))
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
+
+
+class _Head(NamedTuple):
+    """What makes the scores, or its gradient, or the logical axes of both; a bias of None is
+    none.
+    """
+
+    matrix: PyTree
+    bias: PyTree
 
 
 class _Scores(NamedTuple):
@@ -127,38 +141,40 @@ class _Scores(NamedTuple):
 
 
 def _sums_and_gradients(
-    layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array, wanted: bool
-) -> tuple[LossSums, tuple[Array, Array] | None]:
-    """Compute the sums and, where they are wanted, the gradients of x and of the matrix."""
+    layout: Layout, how: _Scores, x_BSD: Array, head: _Head, labels_BS: Array, wanted: bool
+) -> tuple[LossSums, tuple[Array, _Head] | None]:
+    """Compute the sums and, where they are wanted, the gradients of x and of the head."""
 
     def local(
-        x_BSD: Array, head_VD: Array, labels_BS: Array
-    ) -> tuple[LossSums, tuple[Array, Array] | None]:
+        x_BSD: Array, head: _Head, labels_BS: Array
+    ) -> tuple[LossSums, tuple[Array, _Head] | None]:
         x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(
             labels_BS.size, -1
         )
         labels_T = labels_BS.reshape(-1)
-        tiles = tiling(len(x_TD), len(head_VD), x_TD.shape[1], layout, how.loss_mib)
+        tiles = tiling(len(x_TD), len(head.matrix), x_TD.shape[1], layout, how.loss_mib)
         if tiles.slices == 1:
             by = _by_chunks
             count = tiles.chunks
         else:
             by = _by_slices
             count = tiles.slices
-        sums, gradients = by(x_TD, head_VD, labels_T, count, layout, how, wanted)
+        sums, gradients = by(x_TD, head, labels_T, count, layout, how, wanted)
         axes = split_over(GATHERED[:2], layout)
         if axes:
             sums = jax.lax.psum(sums, axes)
         if gradients is None:
             return sums, None
         dx_BSD = gradients[0].reshape(*labels_BS.shape, -1)
-        dhead_VD = gradients[1]
         dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
-        return sums, (dx_BSD.astype(x_BSD.dtype), dhead_VD.astype(head_VD.dtype))
+        dhead = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients[1], head)
+        return sums, (dx_BSD.astype(x_BSD.dtype), dhead)
 
-    outs = (_SUMS, (STORED, state_axes(_HEAD)) if wanted else None)
-    run = manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)
-    return run(x_BSD, head_VD, labels_BS)
+    bias_axes = None if head.bias is None else _BIAS
+    dhead_axes = _Head(state_axes(_HEAD), bias_axes)
+    outs = (_SUMS, (STORED, dhead_axes) if wanted else None)
+    run = manual(local, layout, (STORED, _Head(_HEAD, bias_axes), GATHERED[:2]), outs)
+    return run(x_BSD, head, labels_BS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -166,17 +182,17 @@ def _sums(
     layout: Layout,
     how: _Scores,
     x_BSD: Array,
-    head_VD: Array,
+    head: _Head,
     labels_BS: Array,
 ) -> LossSums:
-    return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=False)[0]
+    return _sums_and_gradients(layout, how, x_BSD, head, labels_BS, wanted=False)[0]
 
 
 def _sums_backward(layout, how, gradients, cotangents):
-    dx_BSD, dhead_VD = (
-        (gradient * cotangents.loss).astype(gradient.dtype) for gradient in gradients
+    dx_BSD, dhead = jax.tree.map(
+        lambda gradient: (gradient * cotangents.loss).astype(gradient.dtype), gradients
     )
-    return dx_BSD, dhead_VD, None
+    return dx_BSD, dhead, None
 
 
 _sums.defvjp(partial(_sums_and_gradients, wanted=True), _sums_backward)
@@ -254,45 +270,62 @@ def tiling(
 
 def _by_chunks(
     x_TD: Array,
-    head_VD: Array,
+    head: _Head,
     labels_T: Array,
     chunks: int,
     layout: Layout,
     how: _Scores,
     wanted: bool,
-) -> tuple[LossSums, tuple[Array, Array] | None]:
-    used_VD = gather_weight(head_VD, _HEAD, layout)
+) -> tuple[LossSums, tuple[Array, _Head] | None]:
+    used_VD = gather_weight(head.matrix, _HEAD, layout)
+    used = _Head(used_VD, head.bias)
     first = first_row("vocab", len(used_VD), layout)
 
     def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
-        (total, dhead_VD) = carry
+        (total, dhead) = carry
         (x_TD, labels_T) = chunk
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, first, how)
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used, first, how)
         sums, dlse_T, lse_T = _sums_of(_score_sums(logits_TV, is_label_TV), labels_T, layout, how)
         total = jax.tree.map(jnp.add, total, sums)
         if not wanted:
             return (total, None), None
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(
-            layout.dtype
-        )
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+        dbias_V = _bias_gradient(dhead.bias, dlogits_TV)
+        dlogits_TV = dlogits_TV.astype(layout.dtype)
+        dhead_VD = dhead.matrix
         dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
-        return (total, dhead_VD), jnp.matmul(
+        return (total, _Head(dhead_VD, dbias_V)), jnp.matmul(
             dlogits_TV, used_VD, preferred_element_type=layout.dtype
         )
 
     nothing = jnp.zeros(())
     if wanted:
-        dhead_zeros_VD = jnp.zeros(used_VD.shape, jnp.float32)
+        dhead_zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), used)
     else:
-        dhead_zeros_VD = None
-    zeros: PyTree = LossSums(nothing, nothing, nothing), dhead_zeros_VD
-    (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
+        dhead_zeros = None
+    zeros: PyTree = LossSums(nothing, nothing, nothing), dhead_zeros
+    (total, dhead), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
     if not wanted:
         return total, None
     tokens = split_over(GATHERED[:2], layout)
-    dhead_VD = reduce(dhead_VD, tokens, ("vocab", None), state_axes(_HEAD), layout)
+    dhead_VD = reduce(dhead.matrix, tokens, ("vocab", None), state_axes(_HEAD), layout)
+    dbias_V = _summed_bias(dhead.bias, tokens)
     dx_TD = dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)]
-    return total, (dx_TD, dhead_VD)
+    return total, (dx_TD, _Head(dhead_VD, dbias_V))
+
+
+def _bias_gradient(dbias_V: Array | None, dlogits_TV: Array) -> Array | None:
+    """Add what some tokens say of the bias to its gradient; None where there is no bias."""
+    if dbias_V is None:
+        return None
+    return dbias_V + jnp.sum(dlogits_TV, axis=0)
+
+
+def _summed_bias(dbias_V: Array | None, tokens: tuple[MeshAxis, ...]) -> Array | None:
+    """The gradient of the bias over the devices that have other tokens."""
+    if dbias_V is None or not tokens:
+        return dbias_V
+    return jax.lax.psum(dbias_V, tokens)
 
 
 def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
@@ -319,15 +352,16 @@ class _Seen(NamedTuple):
 
 
 def _scores(
-    x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores
+    x_TD: Array, labels_T: Array, head: _Head, first: Array | int, how: _Scores
 ) -> tuple[Array, Array]:
     """Return the float32 scores [T, V] of the rows from `first` on, and which of them are the
     labels'.
     """
-    entries_V = first + jnp.arange(head_VD.shape[0])
-    logits_TV = cap_scores(
-        jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap
-    )
+    entries_V = first + jnp.arange(head.matrix.shape[0])
+    logits_TV = jnp.matmul(x_TD, head.matrix.T, preferred_element_type=jnp.float32)
+    if head.bias is not None:
+        logits_TV += head.bias.astype(jnp.float32)
+    logits_TV = cap_scores(logits_TV, how.softcap)
     # The label's score is a masked sum, not a gather, which stays local to each vocabulary shard.
     return jnp.where(entries_V < how.vocab_size, logits_TV, MASKED), entries_V == labels_T[:, None]
 
@@ -384,21 +418,23 @@ def _dlogits(
 
 def _by_slices(
     x_TD: Array,
-    head_VD: Array,
+    head: _Head,
     labels_T: Array,
     slices: int,
     layout: Layout,
     how: _Scores,
     wanted: bool,
-) -> tuple[LossSums, tuple[Array, Array] | None]:
-    rows = len(head_VD) // slices
+) -> tuple[LossSums, tuple[Array, _Head] | None]:
+    rows = len(head.matrix) // slices
     tokens = split_over(GATHERED[:2], layout)
-    first_rows_N = first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices)
-    parts = _Slice(head_VD.reshape(slices, rows, -1), first_rows_N)
+    first_rows_N = first_row("vocab", len(head.matrix), layout) + rows * jnp.arange(slices)
+    parts = _Slice(
+        jax.tree.map(lambda x: x.reshape(slices, rows, *x.shape[1:]), head), first_rows_N
+    )
 
     def add(seen: _Seen, part: _Slice) -> tuple[_Seen, None]:
-        used_VD = gather_weight(part.head_VD, _HEAD, layout)
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part.first, how)
+        used = part.head._replace(matrix=gather_weight(part.head.matrix, _HEAD, layout))
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used, part.first, how)
         return _join_slices(seen, _score_sums(logits_TV, is_label_TV)), None
 
     nothing = jnp.zeros(labels_T.shape)
@@ -407,28 +443,32 @@ def _by_slices(
     if not wanted:
         return sums, None
 
-    def pull(dx_TD: Array, part: _Slice) -> tuple[Array, Array]:
-        used_VD = gather_weight(part.head_VD, _HEAD, layout)
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part.first, how)
+    def pull(dx_TD: Array, part: _Slice) -> tuple[Array, _Head]:
+        used = part.head._replace(matrix=gather_weight(part.head.matrix, _HEAD, layout))
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used, part.first, how)
         dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+        dbias_V = None if part.head.bias is None else jnp.sum(dlogits_TV, axis=0)
         dlogits_TV = dlogits_TV.astype(layout.dtype)
         # Rows come last: a scatter over the first dim stays a scatter in this loop; XLA:TPU makes
         # others all-reduces.
         dhead_DV = jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=jnp.float32)
-        dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
+        dx_TD += jnp.matmul(dlogits_TV, used.matrix, preferred_element_type=jnp.float32)
         stored = state_axes(_HEAD)[::-1]
-        return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), stored, layout)
+        dhead_DV = reduce(dhead_DV, tokens, (None, _HEAD[0]), stored, layout)
+        return dx_TD, _Head(dhead_DV, dbias_V)
 
-    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), parts)
+    dx_TD, dhead_N = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), parts)
+    dhead_NDV = dhead_N.matrix
     dhead_VD = dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1])
-    return sums, (dx_TD.astype(layout.dtype), dhead_VD)
+    dbias_V = None if dhead_N.bias is None else _summed_bias(dhead_N.bias.reshape(-1), tokens)
+    return sums, (dx_TD.astype(layout.dtype), _Head(dhead_VD, dbias_V))
 
 
 class _Slice(NamedTuple):
     """A device's slices of the vocabulary, or one of them."""
 
-    head_VD: Array
-    """Rows of the matrix as they are stored, [N, V / N, D], or those of one slice."""
+    head: _Head
+    """Rows of the matrix as they are stored, [N, V / N, D], and the bias, or those of one slice."""
     first: Array
     """The first of these rows in the whole vocabulary."""
 

@@ -259,6 +259,7 @@ def logits(
     head_VD: Float[Array, "V D"],
     layout: Layout,
     *,
+    bias_V: Float[Array, " V"] | None = None,
     vocab_size: int = 0,
     softcap: float = 0.0,
     overlap: Overlapping = "xla",
@@ -269,6 +270,8 @@ def logits(
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: the vocabulary matrix, with logical axes ("vocab", "embed").
       layout: mesh, rules and compute dtype.
+      bias_V: what is added to the score of each entry, with the logical axis "vocab"; None =
+        nothing is.
       vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
         they are.
@@ -281,7 +284,7 @@ def logits(
       UserError: the arrays do not fit together, or a number is out of its range.
     """
     require_layout(layout, "logits")
-    require_head("logits", x_BSD, head_VD, layout)
+    require_head("logits", x_BSD, head_VD, layout, bias_V)
     require_whole("logits", "vocab_size", vocab_size, least=0, most=head_VD.shape[0])
     require_number("logits", "softcap", softcap, least=0)
     stored: Axes = ("embed", "vocab")
@@ -296,13 +299,15 @@ def logits(
         dtype="float32",
         overlap=overlap,
     )
-    logits_BSV = cap_scores(logits_BSV, softcap)
+    logits_BSV = cap_scores(_plus(logits_BSV, bias_V, ("vocab",), layout), softcap)
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)
 
 
-def require_head(what: str, x_BSD: Array, head_VD: Array, layout: Layout) -> None:
+def require_head(
+    what: str, x_BSD: Array, head_VD: Array, layout: Layout, bias_V: Array | None = None
+) -> None:
     """Refuse hidden states and a head that do not fit together.
 
     Args:
@@ -310,10 +315,13 @@ def require_head(what: str, x_BSD: Array, head_VD: Array, layout: Layout) -> Non
       x_BSD: the hidden states.
       head_VD: the vocabulary matrix.
       layout: mesh and rules.
+      bias_V: what is added to the scores, or None.
 
     Raises:
-      UserError: the mesh does not divide an array, or the two differ in D.
+      UserError: the mesh does not divide an array, the two differ in D, or the bias has another
+        length than the matrix.
     """
+    _require_bias(what, bias_V, head_VD.shape[:1])
     layout.sharding(STORED, x_BSD.shape, "x")
     layout.sharding(("vocab", "embed"), head_VD.shape, "head")
     _require_width(what, x_BSD.shape, head_VD.shape[::-1], 1)

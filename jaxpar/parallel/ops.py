@@ -142,6 +142,7 @@ class Ops:
         vocab_size: int,
         z_loss: float = 0.0,
         softcap: float = 0.0,
+        bias_V: Array | None = None,
     ) -> LossSums:
         """See `jaxpar.parallel.linear_cross_entropy`."""
         return cross_entropy.linear_cross_entropy(
@@ -149,6 +150,7 @@ class Ops:
             head_VD,
             labels_BS,
             self.plan,
+            bias_V=bias_V,
             vocab_size=vocab_size,
             z_loss=z_loss,
             softcap=softcap,
@@ -161,11 +163,18 @@ class Ops:
         head_VD: Array,
         vocab_size: int,
         softcap: float = 0.0,
+        bias_V: Array | None = None,
     ) -> Array:
         """See `jaxpar.parallel.logits`."""
         forms = self.plan.overlap.forms("vocab")
         return linear.logits(
-            x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms
+            x_BSD,
+            head_VD,
+            self.plan,
+            bias_V=bias_V,
+            vocab_size=vocab_size,
+            softcap=softcap,
+            overlap=forms,
         )
 
 

@@ -250,6 +250,7 @@ class ReferenceOps:
         vocab_size: int,
         z_loss: float = 0.0,
         softcap: float = 0.0,
+        bias_V: Array | None = None,
     ) -> LossSums:
         """Sum the cross-entropy over all scores at once; a label below zero does not count.
 
@@ -260,12 +261,13 @@ class ReferenceOps:
           vocab_size: the size of the true vocabulary, without padding.
           z_loss: the weight of the square of the logarithm of the softmax's denominator.
           softcap: as for `logits`.
+          bias_V: as for `logits`.
 
         Returns:
           The loss with its z-loss, the cross-entropy without it, and the number of labels that
           count: float32 scalars, sums over the batch.
         """
-        logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
+        logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap, bias_V)
         lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
         counts_BS = labels_BS >= 0
         labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]
@@ -286,6 +288,7 @@ class ReferenceOps:
         head_VD: Array,
         vocab_size: int,
         softcap: float = 0.0,
+        bias_V: Array | None = None,
     ) -> Array:
         """Return the float32 scores of the true vocabulary, without padding.
 
@@ -294,6 +297,7 @@ class ReferenceOps:
           head_VD: the weight of the head, V at least `vocab_size`.
           vocab_size: the size of the true vocabulary.
           softcap: scores are softcap * tanh(scores / softcap); 0 = they are taken as they are.
+          bias_V: what is added to the scores before that; None = nothing is.
 
         Returns:
           The scores, [B, S, vocab_size].
@@ -301,6 +305,8 @@ class ReferenceOps:
         x_BSD = x_BSD.astype(self.plan.dtype)
         head_VD = head_VD[:vocab_size].astype(self.plan.dtype)
         logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
+        if bias_V is not None:
+            logits_BSV += bias_V[:vocab_size]
         if softcap:
             return softcap * jnp.tanh(logits_BSV / softcap)
         return logits_BSV

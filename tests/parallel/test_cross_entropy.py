@@ -90,11 +90,11 @@ def reference(
 def sums_and_gradients(
     loss: Callable[..., LossSums],
     x: jax.Array,
-    table: jax.Array,
+    table: Any,
 ) -> Any:
     def scalar(
         x: jax.Array,
-        table: jax.Array,
+        table: Any,
     ) -> tuple[jax.Array, LossSums]:
         sums = loss(x, table)
         return sums.loss, sums
@@ -163,6 +163,34 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
         ),
     )
     assert not np.any(np.asarray(ours[1][1])[SIZE:])
+
+
+@pytest.mark.parametrize(("plan", "slices"), [("data2.fsdp2.tensor2", 1), ("tensor8", 7)])
+def test_a_bias_of_the_vocabulary_is_in_the_scores_and_has_its_gradient(
+    plan: str, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores with a bias are those of a matrix with one more column, which multiplies a one."""
+    cut_into(7, slices, monkeypatch)
+    x, table, labels = inputs()
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(V), jnp.float32)
+    on = plan_of(plan)
+
+    def ours(x: jax.Array, head: Any) -> LossSums:
+        table, bias = head
+        return Ops(on).linear_cross_entropy(x, table, labels, SIZE, 1e-2, 2.0, bias)
+
+    def wider(x: jax.Array, head: Any) -> LossSums:
+        table, bias = head
+        ones = jnp.ones((*x.shape[:2], 1))
+        column = jnp.concatenate([table, bias[:, None]], axis=1)
+        return reference(jnp.concatenate([x, ones], axis=-1), column, labels, 1e-2, 2.0)
+
+    found = sums_and_gradients(ours, x, (table, bias))
+    assert_close(found, sums_and_gradients(wider, x, (table, bias)))
+    assert not np.any(np.asarray(found[1][1][1])[SIZE:])
+    scores = Ops(on).logits(x, table, SIZE, 2.0, bias)[..., :SIZE]
+    want = 2 * jnp.tanh((x @ table.T + bias)[..., :SIZE] / 2)
+    assert_close(scores, want)
 
 
 @pytest.mark.parametrize(
