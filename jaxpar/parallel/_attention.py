@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis, require_layout
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.libraries import stand_in_scope
-from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments, looks_back
+from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments
 from jaxpar.parallel.collectives import capability_of, manual, platform_of
 from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
 from jaxpar.parallel.linear import ATTENDED
@@ -51,8 +50,7 @@ def attention(
       k_BSKh: keys.
       v_BSKh: values.
       mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids,
-        ids)`. Where a `ring` splits the sequence, it must be causal, and the tokens must be
-        `in_order`.
+        ids)`. Where a `ring` splits the sequence, the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a
         `shard_map`.
       context: how keys and values come together where the layout splits the sequence: see
@@ -95,12 +93,6 @@ def attention(
     )
     if split.devices > 1:
         check_split(layout, context, S, H, k_BSKh.shape[2], rate)
-        if context != "ulysses" and not looks_back(mask):
-            raise UserError(
-                f"{context} attention over a sequence that is split takes a causal mask, and "
-                f"was given {mask}: join it "
-                'to Causal() by &, or take context="ulysses"'
-            )
 
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
         if segments_BS is None:

@@ -1,4 +1,4 @@
-"""Context parallelism: causal attention over a sequence that is split over devices.
+"""Context parallelism: attention over a sequence that is split over devices.
 
 There are two strategies, each in a room of its own: the ring (`jaxpar.parallel.ring_attention`),
 which sends keys and values round the devices, and Ulysses (`jaxpar.parallel.ulysses`), which trades
@@ -124,7 +124,7 @@ def split_attention(
 
     Args:
       split: how it runs.
-      mask: what a query sees, without documents; it hides all later keys.
+      mask: what a query sees, without documents.
       q_BSHh: queries, tokens in `chunk_order`; H is a multiple of K.
       k_BSKh: keys, with kv heads as `parallel.column_linear` leaves them.
       v_BSKh: values, likewise.

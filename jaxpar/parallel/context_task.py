@@ -23,6 +23,7 @@ from jaxpar.kernels.masks import (
     Mask,
     Segments,
     in_documents,
+    looks_back,
     of_distance,
     places_in_documents,
 )
@@ -42,7 +43,7 @@ class ContextTask(NamedTuple):
     layout: Layout
     """The mesh and the rules."""
     mask: Mask
-    """What a query sees, apart from documents: at most the keys at its own place or before."""
+    """What a query sees, apart from documents."""
     segments_BT: Int[Array, "B T"] | None
     """The document of every token, in `chunk_order`."""
     kernel: Any
@@ -62,6 +63,11 @@ class ContextTask(NamedTuple):
     def size(self) -> int:
         """The number of devices that split the sequence."""
         return self.layout.size("attention_seq")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a query sees at most the keys at its own place or before."""
+        return looks_back(self.mask)
 
     @property
     def chunks(self) -> tuple[Array, Array]:
@@ -99,17 +105,17 @@ class ContextTask(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
 
     def pair(self, q_chunk: ChunkNumber, k_chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
-        """Find what the queries of one chunk see of the keys of an earlier one.
+        """Find what the queries of one chunk see of the keys of another.
 
         Args:
           q_chunk: the number of the queries' chunk.
-          k_chunk: that of the keys' chunk, which is lower.
+          k_chunk: that of the keys' chunk, which is lower where the mask looks back.
           C: the number of tokens of a chunk.
 
         Returns:
           The mask of the two, and how the kernel is called, with the places of both.
         """
-        if self.mask == Causal():
+        if self.mask in (Causal(), Full()):
             return self.in_documents(Full(), q_chunk, k_chunk, C), self.call
         places = self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
         return self.in_documents(self.mask, q_chunk, k_chunk, C), places

@@ -2,7 +2,9 @@
 (Liu et al. 2023, arXiv:2310.01889).
 
 Tokens are in zigzag order, so that under a causal mask every device has two full pairs of chunks in
-each step: see `jaxpar.parallel.token_order`. A hop is written before the work that should hide it.
+each step: see `jaxpar.parallel.token_order`. Under a mask that does not look back it has all four
+pairs, of which a kernel leaves out the tiles that show nothing. A hop is written before the work
+that should hide it.
 
 Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, h head_dim. A leading
 2 counts a device's chunks, the early one first.
@@ -61,6 +63,9 @@ def ring_forward(
         late_on_early = attend(_LATE, kv, _EARLY, work.pair(late, early, C))
         of_late = merge(late_on_late, late_on_early)
         of_early = attend(_EARLY, kv, _EARLY, work.diagonal(early, C))
+        if not work.looks_back:
+            early_on_late = attend(_EARLY, kv, _LATE, work.pair(early, late, C))
+            of_early = merge(of_early, early_on_late)
         return jax.tree.map(lambda *halves: jnp.stack(halves), of_early, of_late)
 
     def visit(state: tuple[Array, Array], kv: KeysValues, hops: ChunkNumber) -> tuple[Array, Array]:
@@ -144,7 +149,7 @@ def ring_backward(
 
     The sums of dk and dv follow their keys one hop late, and so travel beside the work too. A
     device's own pairs are split between the two ends of the loop: the two diagonals are computed
-    while the first keys are on their way, the full pair while the sums come home.
+    while the first keys are on their way, the other pairs while the sums come home.
 
     Args:
       q_BSHh: as for `ring_forward`, and so are the keys and values.
@@ -188,6 +193,8 @@ def ring_backward(
     home = work.hop(state.passing)
     sums = _Sums(state.dq, state.own)
     sums = own_queries.add(sums, _LATE, kv, _EARLY, work.pair(late, early, C))
+    if not work.looks_back:
+        sums = own_queries.add(sums, _EARLY, kv, _LATE, work.pair(early, late, C))
     dk, dv = (own + others for own, others in zip(sums.dkv, home, strict=True))
     return _join(sums.dq, 1), _join(dk, 1), _join(dv, 1)
 
@@ -236,15 +243,24 @@ class _Pair(NamedTuple):
     """The number of the keys' chunk in the sequence."""
 
 
-def _visible(work: ContextTask, hops: ChunkNumber) -> tuple[_Pair, _Pair]:
-    """The two pairs of chunks that have something to see in the block of the device so many hops
+def _visible(work: ContextTask, hops: ChunkNumber) -> tuple[_Pair, ...]:
+    """The pairs of chunks that may have something to see in the block of the device so many hops
     behind.
 
-    The late queries see its early keys; besides, early queries see its early keys, or late ones its
-    late keys.
+    Under a causal mask they are two: the late queries see its early keys; besides, early queries
+    see its early keys, or late ones its late keys.
     """
     early, late = work.chunks
     behind = (early - hops) % work.size
+    if not work.looks_back:
+        early_keys = behind
+        late_keys = 2 * work.size - 1 - behind
+        return (
+            _Pair(_EARLY, _EARLY, early, early_keys),
+            _Pair(_EARLY, _LATE, early, late_keys),
+            _Pair(_LATE, _EARLY, late, early_keys),
+            _Pair(_LATE, _LATE, late, late_keys),
+        )
     half = jnp.where(behind < early, _EARLY, _LATE)
     q_chunk = jnp.where(half == _EARLY, early, late)
     kv_chunk = jnp.where(half == _EARLY, behind, 2 * work.size - 1 - behind)

@@ -82,8 +82,12 @@ def values_and_gradients(attention: Any, args: list[jax.Array]) -> Any:
     return out, *gradients
 
 
-def mask_of(window: int, segments: jax.Array | None = None) -> Mask:
-    mask = Causal() & Window(window - 1) if window else Causal()
+def mask_of(window: int | Mask, segments: jax.Array | None = None) -> Mask:
+    """A causal window, 0 for one without an end, or the mask that is given; of each document."""
+    if isinstance(window, Mask):
+        mask = window
+    else:
+        mask = Causal() & Window(window - 1) if window else Causal()
     if segments is None:
         return mask
     return mask & Segments(segments, segments)
@@ -91,7 +95,7 @@ def mask_of(window: int, segments: jax.Array | None = None) -> Mask:
 
 def whole(
     *args: jax.Array,
-    window: int = 0,
+    window: int | Mask = 0,
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """On one device, by the definition."""
@@ -101,7 +105,7 @@ def whole(
 
 def split(
     plan: Plan,
-    window: int = 0,
+    window: int | Mask = 0,
     segments: jax.Array | None = None,
     unrolled: int = UNROLLED,
 ) -> Any:
@@ -239,6 +243,41 @@ def test_a_strategy_gives_the_answer_of_one_device(
     assert_close(
         found, values_and_gradients(lambda *x: whole(*x, segments=segments, window=window), args)
     )
+
+
+BOTH_WAYS = [
+    pytest.param("ring", {"context": 4}, 3, 1, Full(), True, marks=pytest.mark.slow),
+    ("ring", {"context": 2, "tensor": 2}, 2, 2, Window(9, 5), True),
+    pytest.param("ring", {"context": 4}, 2, 1, Causal() | First(7), False, marks=pytest.mark.slow),
+    pytest.param("ring", {"context": 8}, 2, 1, Full(), False, marks=pytest.mark.slow),
+    pytest.param("ring", {"context": 8}, 2, 2, Window(9, 9), True, marks=pytest.mark.slow),
+    pytest.param(
+        "ring",
+        {"context": 2},
+        2,
+        1,
+        bigbird(48, 3, 1, 1, block=5) | Window(2, 3),
+        False,
+        marks=pytest.mark.slow,
+    ),
+    ("ulysses", {"context": 2}, 4, 2, Window(9, 5), True),
+    pytest.param("ulysses", {"context": 4}, 4, 2, Full(), True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "H", "K", "mask", "packed"), BOTH_WAYS, ids=str)
+def test_a_mask_that_looks_ahead_gives_the_answer_of_one_device(
+    strategy, mesh, H, K, mask, packed, monkeypatch
+):
+    """A ring visits every pair of chunks, whichever of the two is the later one."""
+    monkeypatch.setattr(chunked, "ROWS", 5)
+    monkeypatch.setattr(chunked, "COLUMNS", 7)
+    args = projections(2, 48, H, K, 6)
+    segments = documents(2, 48) if packed else None
+    plan = plan_on(strategy, **mesh)
+    found = values_and_gradients(split(plan, mask, segments), args)
+    whole_mask = mask_of(mask, segments)
+    assert_close(found, values_and_gradients(lambda *x: reference(*x, whole_mask)[0], args))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -420,11 +420,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jaxpar.Layout(jaxpar.make_mesh(data=8), compute="bf16"),
         "was given compute='bf16'",
     ),  # pyright: ignore[reportArgumentType]
-    "a mask that looks ahead": (
-        lambda: attend(masks.Full()),
-        "takes a causal mask, and was given Full",
-    ),
-    "one of two masks": (lambda: attend(masks.Causal() | masks.Full()), "takes a causal mask"),
     "ids of two kinds": (
         lambda: attend(masks.Causal() & masks.Segments(IDS, IDS + 1)),
         r"write Segments\(ids, ids\)",
