@@ -283,7 +283,7 @@ def test_a_data_set_may_be_one_file(folder, monkeypatch, streaming):
 def test_a_mixture_has_the_shares_it_asks_for(tmp_path):
     for name in "ab":
         parquet.write_table(
-            arrow.table({"text": [name * 7] * 5}),
+            arrow.table({"text": [name * 7] * 500}),
             tmp_path / f"{name}.parquet",
         )
     data = DataConfig(
@@ -294,7 +294,7 @@ def test_a_mixture_has_the_shares_it_asks_for(tmp_path):
     read = np.concatenate([b["tokens"] for b in batches(data, 100)[0]])
     assert np.mean(read == ord("a")) == pytest.approx(0.75, abs=0.01)
     assert unigram_entropy(corpus.train.sample) == pytest.approx(0.5623, abs=0.02)  # of 3/4 and 1/4
-    assert corpus.train.size == 10 and "0.75" in corpus.train.origin
+    assert corpus.train.size == 1000 and "0.75" in corpus.train.origin
     assert corpus.val is not None
 
 

@@ -206,7 +206,11 @@ def test_unrolling_and_recomputing_change_nothing(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [ONE, dataclasses.replace(ONE, remat="full")], ids=["kept", "remat"]
+    "plan",
+    [
+        pytest.param(ONE, id="kept", marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(ONE, remat="full"), id="remat"),
+    ],
 )
 def test_layers_of_several_kinds_take_turns(plan: Plan) -> None:
     """Two whole groups and a rest, scanned, are five blocks one after another, each with its own

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from experiments import experiment_of
+from tiers import some
 
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.base.errors import UserError
@@ -189,11 +190,9 @@ ZERO1 = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", ZERO1)
-def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses(
-    model, case, one_device
-):
+@pytest.mark.parametrize("pair", some(itertools.product(ZERO1, MODELS), 3), ids="-".join)
+def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses(pair, one_device):
+    case, model = pair
     mesh, axes = ZERO1[case]
     accumulation = 1 if mesh.data == 8 else 2
     losses, state = run(
@@ -361,8 +360,11 @@ def gradients_on(mesh: MeshSpec, config: Config) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model.dropout": 0.2}, {"precision.gradients": "bfloat16"}],
-    ids=["", "dropout", "bfloat16"],
+    [
+        pytest.param({}, id=""),
+        pytest.param({"model.dropout": 0.2}, id="dropout", marks=pytest.mark.slow),
+        pytest.param({"precision.gradients": "bfloat16"}, id="bfloat16"),
+    ],
 )
 def test_each_device_adds_up_its_own_microbatches(changes: dict[str, Any]) -> None:
     """One sum over `data` in a step, outside of the loop; over `fsdp`, whose devices have parts,

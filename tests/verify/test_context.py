@@ -78,7 +78,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", some([*PLANS], 2))
+@pytest.mark.parametrize("name", some([*PLANS], 4))
 def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(PLANS[name], jax.devices())
     assert found.equal, str(found)

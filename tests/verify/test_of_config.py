@@ -116,7 +116,11 @@ COVERING = [
     ),
     ((1, 1, 8), ("llama", True, False, 1)),
     ((2, 2, 2), ("gpt2", False, True, 3)),
-    ((1, 4, 2), ("llama", True, True, 3)),
+    pytest.param(
+        (1, 4, 2),
+        ("llama", True, True, 3),
+        marks=pytest.mark.slow,
+    ),
     ((1, 2, 2), ("llama", False, True, 1, 1024)),
 ]
 
@@ -252,9 +256,10 @@ def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
             {"expert": 2, "fsdp": 2, "tensor": 2},
             {"train.accumulation": 3, "data.pack": True},
         ),
-        (
+        pytest.param(
             {"expert": 2, "context": 2, "data": 2},
             {"rules.state_embed": ("data",)},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -268,6 +273,7 @@ def test_experts_give_the_gradients_of_one_device(
     assert max(row.error for row in found.checks[0].rows) < verify.FLOAT32 / 5
 
 
+@pytest.mark.slow
 def test_capped_scores_of_a_split_vocabulary_give_the_gradients_of_one_device() -> None:
     config = override(
         config_of((1, 2, 4), "llama", True, False, 1),
@@ -278,6 +284,7 @@ def test_capped_scores_of_a_split_vocabulary_give_the_gradients_of_one_device() 
     assert found.equal, str(found)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
     config = override(
         config_of((2, 2, 2), "gpt2", True, True, 3), {"rules.state_embed": ("fsdp", "data")}
@@ -565,6 +572,7 @@ def test_weights_without_a_gradient_are_caught_at_the_router(
     assert not failed.on_one_device
 
 
+@pytest.mark.slow
 def test_answers_of_experts_from_the_wrong_device_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
