@@ -526,7 +526,13 @@ class Model:
         with jax.named_scope("loss"):
             sizes = self.config
             return self.ops(plan).linear_cross_entropy(
-                x_BSD, head_VD, labels_BS, sizes.vocab_size, weights.z_loss, sizes.logit_softcap
+                x_BSD,
+                head_VD,
+                labels_BS,
+                sizes.vocab_size,
+                weights.z_loss,
+                sizes.logit_softcap,
+                label_smoothing=weights.label_smoothing,
             )
 
     def logits(

@@ -127,8 +127,7 @@ MUTATIONS = [
     Mutation("padding_balanced", "padding is balanced as if it were text", "jaxpar/parallel/experts.py",
              "jnp.sum(balance_BS * text_BS)", "jnp.sum(balance_BS)", "tests/verify/test_of_config.py -k experts_give"),
     Mutation("loss_rescale", "a dropped scale: slices of the vocabulary with different maxima are added as they are",
-             "jaxpar/parallel/cross_entropy.py",
-             "seen.total_T * jnp.exp(seen.most_T - most_T) + new_total_T", "seen.total_T + new_total_T",
+             "jaxpar/parallel/loss_terms.py", "total=seen.total * jnp.exp(below_T)", "total=seen.total",
              "tests/parallel/test_cross_entropy.py"),
     # Pipelines.
     Mutation("ends_sum", "a missing sum of the embedding's and head's gradients over stages",

@@ -48,6 +48,7 @@ def require_number(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    most: float | None = None,
 ) -> None:
     """Refuse an argument that is not a finite number which is known while tracing.
 
@@ -58,6 +59,7 @@ def require_number(
       least: the least that it may be.
       above: what it must be larger than.
       below: what it must be less than.
+      most: the most that it may be.
 
     Raises:
       UserError: the value is no number, is not finite, or is out of its range.
@@ -70,7 +72,8 @@ def require_number(
     except (TypeError, ValueError, OverflowError):  # a list, a traced number, one past any float
         number = math.nan
     too_small = (least is not None and number < least) or (above is not None and number <= above)
-    if math.isfinite(number) and not too_small and (below is None or number < below):
+    too_large = (below is not None and number >= below) or (most is not None and number > most)
+    if math.isfinite(number) and not too_small and not too_large:
         return
     if least is None:
         bounds = []
@@ -78,5 +81,6 @@ def require_number(
         bounds = [f"of at least {least:g}"]
     bounds += [] if above is None else [f"above {above:g}"]
     bounds += [] if below is None else [f"below {below:g}"]
+    bounds += [] if most is None else [f"at most {most:g}"]
     wanted = " ".join(["a finite number", " and ".join(bounds)]).rstrip()
     raise UserError(f"{what} takes {name} as {wanted}, and was given {name}={short(value)}")

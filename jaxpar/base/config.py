@@ -226,6 +226,9 @@ class TrainConfig:
     """Largest global norm of the gradient; 0 = no clipping."""
     z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
     """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
+    label_smoothing: Annotated[float, Range(0.0, 0.99)] = 0.0
+    """The share of a label's mass that is spread evenly over the vocabulary, without its padding
+    (arXiv:1512.00567, section 7). `loss` and validation stay those of the labels themselves."""
     balance_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
     """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437,
     section 2.1.2), as a mean over all tokens but padding, whether their labels count or not."""

@@ -10,7 +10,7 @@ host memory and the pipeline.
 from jaxpar.parallel._attention import attention, choose_attention, fit_heads
 from jaxpar.parallel._dropout import dropout
 from jaxpar.parallel._lookup import lookup
-from jaxpar.parallel.cross_entropy import LossSums, linear_cross_entropy
+from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, linear_cross_entropy
 from jaxpar.parallel.experts import RouterSums, expert_mlp
 from jaxpar.parallel.linear import column_linear, logits, rank_linear, row_linear
 from jaxpar.parallel.ops import Ops
@@ -21,6 +21,7 @@ __all__ = [
     "LossSums",
     "Ops",
     "RouterSums",
+    "SoftTargets",
     "attention",
     "choose_attention",
     "column_linear",

@@ -25,45 +25,38 @@ from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, require_layout, state_axes
-from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.parallel.collectives import first_row, further_split, gather, manual, reduce, split_over
-from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, require_head
+from jaxpar.parallel.loss_terms import (
+    LIKELIHOOD,
+    HeadWeights,
+    LossOptions,
+    LossSums,
+    LossWeights,
+    Seen,
+    SoftTargets,
+    Targets,
+    gradient_of_scores,
+    join_devices,
+    join_parts,
+    make_scores,
+    nothing_seen,
+    see,
+    sum_loss,
+)
+
+__all__ = ["LIKELIHOOD", "LossSums", "LossWeights", "SoftTargets", "linear_cross_entropy", "tiling"]
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _BIAS: tuple[LogicalAxis, ...] = ("vocab",)
+_WEIGHTED = (*GATHERED[:2], None)
+"""The logical axes of soft targets."""
 _ROWS = 128  # chunks of more tokens than this are multiples of it: a matmul unit's rows
 _SCORES = 2**27  # bytes of scores at a time: with more, no matmul is faster
 _CHUNK = 1024  # tokens: in smaller chunks the matrix's gradient costs more than making scores twice
 
 
-class LossSums(NamedTuple):
-    """Sums over the tokens that count, so that microbatches and shards add up exactly.
-
-    Attributes:
-      loss: negative log-likelihood in nats plus the z-loss; this is what is differentiated.
-      nll: negative log-likelihood in nats; no gradient flows through it.
-      tokens: how many labels count.
-      routed: the router's means over the layers, which the loss includes, weighted; None in a model
-        without experts.
-    """
-
-    loss: Float[Array, ""]
-    nll: Float[Array, ""]
-    tokens: Float[Array, ""]
-    routed: RouterSums | None = None
-
-
-class LossWeights(NamedTuple):
-    """Weights of what is added to the likelihood; see `jaxpar.base.config.TrainConfig`."""
-
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
-    router_z_loss: float = 0.0
-
-
-LIKELIHOOD = LossWeights()  # nothing is added to it
 _SUMS: PyTree = LossSums((), (), ())  # pyright: ignore[reportArgumentType]
 
 
@@ -77,10 +70,18 @@ def linear_cross_entropy(
     vocab_size: int = 0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    soft: SoftTargets | None = None,
+    alpha: float = 1.0,
+    temperature: float = 1.0,
     loss_mib: int = 4096,
 ) -> LossSums:
-    """Compute the summed cross-entropy of `x @ head.T + bias` against the labels; a label below
-    zero does not count.
+    """Compute the summed cross-entropy of `x @ head.T + bias` against the labels, or against k
+    weighted entries of the vocabulary a token; a token whose label is below zero does not count.
+
+    With `soft` targets a token's loss is (1 - alpha) times that of its label, plus alpha times
+    `temperature` squared times their cross-entropy at that temperature, whose gradients are then as
+    large at any temperature (Hinton et al. 2015, arXiv:1503.02531, section 2).
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
@@ -94,10 +95,18 @@ def linear_cross_entropy(
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
         they are.
+      label_smoothing: the share of a label's mass that is spread evenly over the true vocabulary,
+        the label among it; padding gets none.
+      soft: weighted entries of the vocabulary, whose weights are taken as they are: what they lack
+        to one is left out. None = the labels alone.
+      alpha: the share of the soft targets in the loss; without them it has no effect.
+      temperature: what scores are divided by before the softmax that is held against the soft
+        targets; without them it has no effect.
       loss_mib: how many MiB of a device the loss may hold: see `tiling`.
 
     Returns:
-      Float32 sums over the labels that count, the same on every device.
+      Float32 sums over the labels that count, the same on every device; `nll` is that of the labels
+      without smoothing.
 
     Raises:
       UserError: the rules split tokens and vocabulary over the same mesh axis, or an argument is
@@ -113,45 +122,66 @@ def linear_cross_entropy(
             "was given "
             f"{labels_BS.dtype} of shape {labels_BS.shape}"
         )
+    if soft is not None:
+        soft = _require_soft(soft, labels_BS)
     require_whole("linear_cross_entropy", "vocab_size", vocab_size, least=0, most=head_VD.shape[0])
     require_number("linear_cross_entropy", "z_loss", z_loss, least=0)
     require_number("linear_cross_entropy", "softcap", softcap, least=0)
+    require_number("linear_cross_entropy", "label_smoothing", label_smoothing, least=0, most=1)
+    require_number("linear_cross_entropy", "alpha", alpha, least=0, most=1)
+    require_number("linear_cross_entropy", "temperature", temperature, above=0)
     require_number("linear_cross_entropy", "loss_mib", loss_mib, above=0)
-    how = _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib)
-    sums = cast(LossSums, _sums(layout, how, x_BSD, _Head(head_VD, bias_V), labels_BS))
+    how = LossOptions(
+        vocab_size or head_VD.shape[0],
+        z_loss,
+        softcap,
+        loss_mib,
+        label_smoothing,
+        alpha,
+        temperature,
+    )
+    head = HeadWeights(head_VD, bias_V)
+    sums = cast(LossSums, _sums(layout, how, x_BSD, head, Targets(labels_BS, soft)))
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
 
 
-class _Head(NamedTuple):
-    """What makes the scores, or its gradient, or the logical axes of both; a bias of None is
-    none.
-    """
-
-    matrix: PyTree
-    bias: PyTree
-
-
-class _Scores(NamedTuple):
-    """What is done with the scores; the fields are as for `linear_cross_entropy`."""
-
-    vocab_size: int
-    z_loss: float
-    softcap: float
-    loss_mib: int
+def _require_soft(soft: SoftTargets, labels_BS: Array) -> SoftTargets:
+    """The soft targets in the form that is computed with; what is none is refused."""
+    ids_BSk, weights_BSk = soft
+    fits = ids_BSk.ndim == 3 and ids_BSk.shape[:2] == labels_BS.shape
+    if not fits or ids_BSk.shape != weights_BSk.shape:
+        raise UserError(
+            "linear_cross_entropy takes soft targets with ids and weights [*labels.shape, k], with "
+            f"labels of shape {labels_BS.shape}, and was given ids of shape {ids_BSk.shape} and "
+            f"weights of shape {weights_BSk.shape}"
+        )
+    floats = jnp.issubdtype(weights_BSk.dtype, jnp.floating)
+    if not (jnp.issubdtype(ids_BSk.dtype, jnp.integer) and floats):
+        raise UserError(
+            "linear_cross_entropy takes integer ids and float weights of soft targets, and was "
+            f"given {ids_BSk.dtype} and {weights_BSk.dtype}"
+        )
+    weights_BSk = jax.lax.stop_gradient(weights_BSk.astype(jnp.float32))
+    return SoftTargets(ids_BSk.astype(jnp.int32), weights_BSk)
 
 
 def _sums_and_gradients(
-    layout: Layout, how: _Scores, x_BSD: Array, head: _Head, labels_BS: Array, wanted: bool
-) -> tuple[LossSums, tuple[Array, _Head] | None]:
+    layout: Layout,
+    how: LossOptions,
+    x_BSD: Array,
+    head: HeadWeights,
+    targets: Targets,
+    wanted: bool,
+) -> tuple[LossSums, tuple[Array, HeadWeights] | None]:
     """Compute the sums and, where they are wanted, the gradients of x and of the head."""
 
     def local(
-        x_BSD: Array, head: _Head, labels_BS: Array
-    ) -> tuple[LossSums, tuple[Array, _Head] | None]:
-        x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(
-            labels_BS.size, -1
-        )
-        labels_T = labels_BS.reshape(-1)
+        x_BSD: Array, head: HeadWeights, targets: Targets
+    ) -> tuple[LossSums, tuple[Array, HeadWeights] | None]:
+        rows_BS = targets.labels.shape
+        count_T = targets.labels.size
+        x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(count_T, -1)
+        of_tokens = jax.tree.map(lambda x: x.reshape(count_T, *x.shape[2:]), targets)
         tiles = tiling(len(x_TD), len(head.matrix), x_TD.shape[1], layout, how.loss_mib)
         if tiles.slices == 1:
             by = _by_chunks
@@ -159,33 +189,37 @@ def _sums_and_gradients(
         else:
             by = _by_slices
             count = tiles.slices
-        sums, gradients = by(x_TD, head, labels_T, count, layout, how, wanted)
+        sums, gradients = by(x_TD, head, of_tokens, count, layout, how, wanted)
         axes = split_over(GATHERED[:2], layout)
         if axes:
             sums = jax.lax.psum(sums, axes)
         if gradients is None:
             return sums, None
-        dx_BSD = gradients[0].reshape(*labels_BS.shape, -1)
+        dx_BSD = gradients[0].reshape(*rows_BS, -1)
         dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
         dhead = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients[1], head)
         return sums, (dx_BSD.astype(x_BSD.dtype), dhead)
 
     bias_axes = None if head.bias is None else _BIAS
-    dhead_axes = _Head(state_axes(_HEAD), bias_axes)
+    dhead_axes = HeadWeights(state_axes(_HEAD), bias_axes)
     outs = (_SUMS, (STORED, dhead_axes) if wanted else None)
-    run = manual(local, layout, (STORED, _Head(_HEAD, bias_axes), GATHERED[:2]), outs)
-    return run(x_BSD, head, labels_BS)
+    weighted = None
+    if targets.soft is not None:
+        weighted = SoftTargets(_WEIGHTED, _WEIGHTED)  # pyright: ignore[reportArgumentType]
+    axes = Targets(GATHERED[:2], weighted)  # pyright: ignore[reportArgumentType]
+    run = manual(local, layout, (STORED, HeadWeights(_HEAD, bias_axes), axes), outs)
+    return run(x_BSD, head, targets)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(
     layout: Layout,
-    how: _Scores,
+    how: LossOptions,
     x_BSD: Array,
-    head: _Head,
-    labels_BS: Array,
+    head: HeadWeights,
+    targets: Targets,
 ) -> LossSums:
-    return _sums_and_gradients(layout, how, x_BSD, head, labels_BS, wanted=False)[0]
+    return _sums_and_gradients(layout, how, x_BSD, head, targets, wanted=False)[0]
 
 
 def _sums_backward(layout, how, gradients, cotangents):
@@ -270,31 +304,32 @@ def tiling(
 
 def _by_chunks(
     x_TD: Array,
-    head: _Head,
-    labels_T: Array,
+    head: HeadWeights,
+    targets: Targets,
     chunks: int,
     layout: Layout,
-    how: _Scores,
+    how: LossOptions,
     wanted: bool,
-) -> tuple[LossSums, tuple[Array, _Head] | None]:
+) -> tuple[LossSums, tuple[Array, HeadWeights] | None]:
     used_VD = gather_weight(head.matrix, _HEAD, layout)
-    used = _Head(used_VD, head.bias)
+    used = HeadWeights(used_VD, head.bias)
     first = first_row("vocab", len(used_VD), layout)
 
-    def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
+    def add(carry: PyTree, chunk: tuple[Array, Targets]) -> tuple[PyTree, PyTree]:
         (total, dhead) = carry
-        (x_TD, labels_T) = chunk
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used, first, how)
-        sums, dlse_T, lse_T = _sums_of(_score_sums(logits_TV, is_label_TV), labels_T, layout, how)
+        (x_TD, targets) = chunk
+        scores = make_scores(x_TD, used, first, how.vocab_size, how.softcap)
+        seen = join_devices(see(scores, targets, how), layout, how)
+        sums, pull = sum_loss(seen, targets, how)
         total = jax.tree.map(jnp.add, total, sums)
         if not wanted:
             return (total, None), None
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+        dlogits_TV = gradient_of_scores(scores, targets, pull, how)
         dbias_V = _bias_gradient(dhead.bias, dlogits_TV)
         dlogits_TV = dlogits_TV.astype(layout.dtype)
         dhead_VD = dhead.matrix
         dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
-        return (total, _Head(dhead_VD, dbias_V)), jnp.matmul(
+        return (total, HeadWeights(dhead_VD, dbias_V)), jnp.matmul(
             dlogits_TV, used_VD, preferred_element_type=layout.dtype
         )
 
@@ -304,14 +339,14 @@ def _by_chunks(
     else:
         dhead_zeros = None
     zeros: PyTree = LossSums(nothing, nothing, nothing), dhead_zeros
-    (total, dhead), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
+    (total, dhead), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, targets, chunks))
     if not wanted:
         return total, None
     tokens = split_over(GATHERED[:2], layout)
     dhead_VD = reduce(dhead.matrix, tokens, ("vocab", None), state_axes(_HEAD), layout)
     dbias_V = _summed_bias(dhead.bias, tokens)
     dx_TD = dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)]
-    return total, (dx_TD, _Head(dhead_VD, dbias_V))
+    return total, (dx_TD, HeadWeights(dhead_VD, dbias_V))
 
 
 def _bias_gradient(dbias_V: Array | None, dlogits_TV: Array) -> Array | None:
@@ -328,89 +363,18 @@ def _summed_bias(dbias_V: Array | None, tokens: tuple[MeshAxis, ...]) -> Array |
     return jax.lax.psum(dbias_V, tokens)
 
 
-def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
-    """Cut tokens into N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that
-    do not count.
-    """
-    missing = -len(labels_T) % N
-    x_TD = jnp.pad(x_TD, ((0, missing), (0, 0)))
-    labels_T = jnp.pad(labels_T, (0, missing), constant_values=-1)
-    return x_TD.reshape(N, -1, x_TD.shape[1]), labels_T.reshape(
-        N,
-        -1,
-    )
-
-
-class _Seen(NamedTuple):
-    """For a part of the vocabulary: a token's largest score, its sum of exp(score - largest), and
-    its label's score.
+def _chunks(x_TD: Array, targets: Targets, N: int) -> tuple[Array, Targets]:
+    """Cut tokens into N equal chunks [N, T, ...]; the last is filled up with tokens that do not
+    count.
     """
 
-    most_T: Array
-    total_T: Array
-    label_T: Array
+    def cut(x_T: Array, filler: int = 0) -> Array:
+        missing = -len(x_T) % N
+        others = [(0, 0)] * (x_T.ndim - 1)
+        padded = jnp.pad(x_T, ((0, missing), *others), constant_values=filler)
+        return padded.reshape(N, -1, *x_T.shape[1:])
 
-
-def _scores(
-    x_TD: Array, labels_T: Array, head: _Head, first: Array | int, how: _Scores
-) -> tuple[Array, Array]:
-    """Return the float32 scores [T, V] of the rows from `first` on, and which of them are the
-    labels'.
-    """
-    entries_V = first + jnp.arange(head.matrix.shape[0])
-    logits_TV = jnp.matmul(x_TD, head.matrix.T, preferred_element_type=jnp.float32)
-    if head.bias is not None:
-        logits_TV += head.bias.astype(jnp.float32)
-    logits_TV = cap_scores(logits_TV, how.softcap)
-    # The label's score is a masked sum, not a gather, which stays local to each vocabulary shard.
-    return jnp.where(entries_V < how.vocab_size, logits_TV, MASKED), entries_V == labels_T[:, None]
-
-
-def _score_sums(logits_TV: Array, is_label_TV: Array) -> _Seen:
-    most_T = jnp.max(logits_TV, axis=-1)
-    total_T = jnp.sum(
-        jnp.exp(logits_TV - most_T[:, None]),
-        axis=-1,
-    )
-    return _Seen(
-        most_T,
-        total_T,
-        jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1),
-    )
-
-
-def _sums_of(
-    seen: _Seen, labels_T: Array, layout: Layout, how: _Scores
-) -> tuple[LossSums, Array, Array]:
-    """The sums over all devices, the loss's gradient by each token's log-sum-exp, and the
-    log-sum-exps.
-    """
-    vocab = layout.mesh_axes("vocab")
-    (most_T, total_T, label_T) = seen
-    if vocab:
-        most_T = jax.lax.pmax(most_T, vocab)
-        total_T, label_T = jax.lax.psum(
-            (total_T * jnp.exp(seen.most_T - most_T), label_T),
-            vocab,
-        )
-    lse_T = most_T + jnp.log(total_T)
-    counts_T = (labels_T >= 0).astype(jnp.float32)
-    nll = jnp.sum(counts_T * (lse_T - label_T))
-    loss = nll + how.z_loss * jnp.sum(counts_T * jnp.square(lse_T))
-    return LossSums(loss, nll, jnp.sum(counts_T)), counts_T * (1 + 2 * how.z_loss * lse_T), lse_T
-
-
-def _dlogits(
-    logits_TV: Array, is_label_TV: Array, labels_T: Array, dlse_T: Array, lse_T: Array, how: _Scores
-) -> Array:
-    softmax_TV = jnp.exp(logits_TV - lse_T[:, None])
-    counts_T = (labels_T >= 0).astype(jnp.float32)
-    dlogits_TV = dlse_T[:, None] * softmax_TV - jnp.where(
-        is_label_TV,
-        counts_T[:, None],
-        0,
-    )
-    return through_cap(dlogits_TV, logits_TV, how.softcap)
+    return cut(x_TD), Targets(cut(targets.labels, -1), jax.tree.map(cut, targets.soft))
 
 
 # By slices of the vocabulary.
@@ -418,13 +382,13 @@ def _dlogits(
 
 def _by_slices(
     x_TD: Array,
-    head: _Head,
-    labels_T: Array,
+    head: HeadWeights,
+    targets: Targets,
     slices: int,
     layout: Layout,
-    how: _Scores,
+    how: LossOptions,
     wanted: bool,
-) -> tuple[LossSums, tuple[Array, _Head] | None]:
+) -> tuple[LossSums, tuple[Array, HeadWeights] | None]:
     rows = len(head.matrix) // slices
     tokens = split_over(GATHERED[:2], layout)
     first_rows_N = first_row("vocab", len(head.matrix), layout) + rows * jnp.arange(slices)
@@ -432,21 +396,20 @@ def _by_slices(
         jax.tree.map(lambda x: x.reshape(slices, rows, *x.shape[1:]), head), first_rows_N
     )
 
-    def add(seen: _Seen, part: _Slice) -> tuple[_Seen, None]:
+    def add(seen: Seen, part: _Slice) -> tuple[Seen, None]:
         used = part.head._replace(matrix=gather_weight(part.head.matrix, _HEAD, layout))
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used, part.first, how)
-        return _join_slices(seen, _score_sums(logits_TV, is_label_TV)), None
+        scores = make_scores(x_TD, used, part.first, how.vocab_size, how.softcap)
+        return join_parts(seen, see(scores, targets, how), how), None
 
-    nothing = jnp.zeros(labels_T.shape)
-    seen, _ = jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), parts)
-    sums, dlse_T, lse_T = _sums_of(seen, labels_T, layout, how)
+    seen, _ = jax.lax.scan(add, nothing_seen(targets, how), parts)
+    sums, pull = sum_loss(join_devices(seen, layout, how), targets, how)
     if not wanted:
         return sums, None
 
-    def pull(dx_TD: Array, part: _Slice) -> tuple[Array, _Head]:
+    def pull_slice(dx_TD: Array, part: _Slice) -> tuple[Array, HeadWeights]:
         used = part.head._replace(matrix=gather_weight(part.head.matrix, _HEAD, layout))
-        logits_TV, is_label_TV = _scores(x_TD, labels_T, used, part.first, how)
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+        scores = make_scores(x_TD, used, part.first, how.vocab_size, how.softcap)
+        dlogits_TV = gradient_of_scores(scores, targets, pull, how)
         dbias_V = None if part.head.bias is None else jnp.sum(dlogits_TV, axis=0)
         dlogits_TV = dlogits_TV.astype(layout.dtype)
         # Rows come last: a scatter over the first dim stays a scatter in this loop; XLA:TPU makes
@@ -455,27 +418,19 @@ def _by_slices(
         dx_TD += jnp.matmul(dlogits_TV, used.matrix, preferred_element_type=jnp.float32)
         stored = state_axes(_HEAD)[::-1]
         dhead_DV = reduce(dhead_DV, tokens, (None, _HEAD[0]), stored, layout)
-        return dx_TD, _Head(dhead_DV, dbias_V)
+        return dx_TD, HeadWeights(dhead_DV, dbias_V)
 
-    dx_TD, dhead_N = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), parts)
+    dx_TD, dhead_N = jax.lax.scan(pull_slice, jnp.zeros(x_TD.shape, jnp.float32), parts)
     dhead_NDV = dhead_N.matrix
     dhead_VD = dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1])
     dbias_V = None if dhead_N.bias is None else _summed_bias(dhead_N.bias.reshape(-1), tokens)
-    return sums, (dx_TD.astype(layout.dtype), _Head(dhead_VD, dbias_V))
+    return sums, (dx_TD.astype(layout.dtype), HeadWeights(dhead_VD, dbias_V))
 
 
 class _Slice(NamedTuple):
     """A device's slices of the vocabulary, or one of them."""
 
-    head: _Head
+    head: HeadWeights
     """Rows of the matrix as they are stored, [N, V / N, D], and the bias, or those of one slice."""
     first: Array
     """The first of these rows in the whole vocabulary."""
-
-
-def _join_slices(seen: _Seen, new: _Seen) -> _Seen:
-    """Join what is known of two parts of the vocabulary."""
-    most_T = jnp.maximum(seen.most_T, new.most_T)
-    new_total_T = new.total_T * jnp.exp(new.most_T - most_T)
-    total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new_total_T
-    return _Seen(most_T, total_T, seen.label_T + new.label_T)

@@ -22,7 +22,7 @@ from jaxpar.kernels.masks import Mask, Segments, follows_documents
 from jaxpar.parallel import _attention, _lookup, cross_entropy, experts, linear
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
-from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ring_matmul import ring_forms
@@ -143,6 +143,10 @@ class Ops:
         z_loss: float = 0.0,
         softcap: float = 0.0,
         bias_V: Array | None = None,
+        label_smoothing: float = 0.0,
+        soft: SoftTargets | None = None,
+        alpha: float = 1.0,
+        temperature: float = 1.0,
     ) -> LossSums:
         """See `jaxpar.parallel.linear_cross_entropy`."""
         return cross_entropy.linear_cross_entropy(
@@ -154,6 +158,10 @@ class Ops:
             vocab_size=vocab_size,
             z_loss=z_loss,
             softcap=softcap,
+            label_smoothing=label_smoothing,
+            soft=soft,
+            alpha=alpha,
+            temperature=temperature,
             loss_mib=self.plan.loss_mib,
         )
 

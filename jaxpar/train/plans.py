@@ -239,6 +239,7 @@ def check_own_model(config: Config) -> None:
         "memory.parameters": memory.parameters == "offload",
         "overlap.domino": config.overlap.domino == "on",
         "train.z_loss": train.z_loss > 0,
+        "train.label_smoothing": train.label_smoothing > 0,
         "train.balance_loss": train.balance_loss > 0,
         "train.router_z_loss": train.router_z_loss > 0,
         "train.init": bool(train.init),

@@ -419,7 +419,8 @@ def make_train_step(
 ) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
-    Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping),
+    Metrics are scalars: `loss` (nats a token, of the labels alone), `objective` (what is
+    differentiated, where labels are smoothed), `grad_norm` (before clipping),
     `learning_rate` (unless an optimizer that was given does not say it), `tokens` (labels that
     count) and `overflows` (entries of parameters, or of the optimizer's state, that would not be
     finite, and stayed as they were). With experts there are also `router_balance` (1 = all
@@ -466,6 +467,8 @@ def make_train_step(
             "grad_norm": new.norm,
             "tokens": sums.tokens,
         }
+        if train.label_smoothing:
+            metrics["objective"] = sums.loss / sums.tokens
         if rate is not None:
             metrics["learning_rate"] = rate
         metrics["overflows"] = new.overflows
@@ -490,7 +493,12 @@ def make_train_step(
 
 def loss_weights(train: TrainConfig) -> LossWeights:
     """Return the weights of the losses that a config adds to the likelihood."""
-    return LossWeights(train.z_loss, train.balance_loss, train.router_z_loss)
+    return LossWeights(
+        train.z_loss,
+        train.balance_loss,
+        train.router_z_loss,
+        train.label_smoothing,
+    )
 
 
 def gradients(

@@ -21,7 +21,7 @@ from jax import Array
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.kernels.masks import Mask
-from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 
 
@@ -251,8 +251,13 @@ class ReferenceOps:
         z_loss: float = 0.0,
         softcap: float = 0.0,
         bias_V: Array | None = None,
+        label_smoothing: float = 0.0,
+        soft: SoftTargets | None = None,
+        alpha: float = 1.0,
+        temperature: float = 1.0,
     ) -> LossSums:
-        """Sum the cross-entropy over all scores at once; a label below zero does not count.
+        """Sum the cross-entropy over all scores at once, each token's against a distribution of the
+        whole vocabulary; a label below zero does not count.
 
         Args:
           x_BSD: the input of the head.
@@ -262,24 +267,31 @@ class ReferenceOps:
           z_loss: the weight of the square of the logarithm of the softmax's denominator.
           softcap: as for `logits`.
           bias_V: as for `logits`.
+          label_smoothing: the share of a label's mass that is spread evenly over the vocabulary.
+          soft: weighted entries of the vocabulary; None = there are none.
+          alpha: their share of the loss; the label has the rest.
+          temperature: what the scores are divided by where they are held against `soft`.
 
         Returns:
-          The loss with its z-loss, the cross-entropy without it, and the number of labels that
-          count: float32 scalars, sums over the batch.
+          The loss with all that is added, the cross-entropy of the labels alone, and the number of
+          labels that count: float32 scalars, sums over the batch.
         """
         logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap, bias_V)
         lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
         counts_BS = labels_BS >= 0
-        labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]
-        nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
+        labels_BSV = jax.nn.one_hot(labels_BS, vocab_size)
+        smooth_BSV = (1 - label_smoothing) * labels_BSV + label_smoothing / vocab_size
+        loss_BS = _cross_entropy(logits_BSV, smooth_BSV)
+        if soft is not None:
+            # `one_hot` of an id that is no entry of the vocabulary is zero everywhere.
+            ids_BSkV = jax.nn.one_hot(soft.ids, vocab_size)
+            soft_BSV = jnp.sum(soft.weights[..., None] * ids_BSkV, axis=2)
+            of_soft_BS = _cross_entropy(logits_BSV / temperature, soft_BSV)
+            loss_BS = (1 - alpha) * loss_BS + alpha * temperature**2 * of_soft_BS
+        loss_BS = loss_BS + z_loss * jnp.square(lse_BS)
+        loss = jnp.sum(jnp.where(counts_BS, loss_BS, 0))
+        nll_BS = _cross_entropy(logits_BSV, labels_BSV)
         nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
-        loss = nll + z_loss * jnp.sum(
-            jnp.where(
-                counts_BS,
-                jnp.square(lse_BS),
-                0,
-            )
-        )
         return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))
 
     def logits(
@@ -310,6 +322,11 @@ class ReferenceOps:
         if softcap:
             return softcap * jnp.tanh(logits_BSV / softcap)
         return logits_BSV
+
+
+def _cross_entropy(logits_BSV: Array, weights_BSV: Array) -> Array:
+    """The cross-entropy [B, S] of scores against weights, which need not add up to one."""
+    return -jnp.sum(weights_BSV * jax.nn.log_softmax(logits_BSV, axis=-1), axis=-1)
 
 
 def _places_in_document(segments_BS: Array) -> Array:

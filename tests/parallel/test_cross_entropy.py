@@ -23,7 +23,9 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.parallel.cross_entropy import LossSums, Tiling, tiling
+from jaxpar.parallel.loss_terms import SoftTargets, Targets
 from jaxpar.parallel.ops import Ops
+from jaxpar.verify.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.quick
 
@@ -207,11 +209,12 @@ def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
     length: int, chunk: int
 ) -> None:
     x, _, labels = inputs(1, length)
-    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(
+    x_NTD, targets = jaxpar.parallel.cross_entropy._chunks(
         x[0],
-        labels[0],
+        Targets(labels[0], None),
         -(-length // chunk),
     )
+    labels_NT = targets.labels
     assert labels_NT.shape[0] == -(-length // chunk)
     assert labels_NT.shape[1] <= chunk
     np.testing.assert_array_equal(
@@ -390,3 +393,132 @@ def test_tokens_and_vocabulary_over_the_same_mesh_axis_are_refused() -> None:
         match=r"loss: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)",
     ):
         Ops(plan).linear_cross_entropy(*inputs(8), SIZE)
+
+
+MIXED = "vocabulary over two axes, fsdp splits parameters only"
+K = 5  # weighted entries of a token
+
+
+def soft_targets(seed: int = 3) -> SoftTargets:
+    """Weights that add up to less than one, ids that are named twice, and some that are none."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-2, V, (B, S, K))
+    ids[..., 1] = ids[..., 0]
+    weights = rng.random((B, S, K)) / K
+    return SoftTargets(jnp.asarray(ids, jnp.int32), jnp.asarray(weights, jnp.float32))
+
+
+def by_definition(
+    x: jax.Array,
+    table: jax.Array,
+    labels: jax.Array,
+    soft: SoftTargets | None,
+    label_smoothing: float,
+    alpha: float,
+    temperature: float,
+    softcap: float = 0.0,
+) -> LossSums:
+    """The loss from dense distributions, written apart from the library's reference."""
+    scores = (x @ table.T)[..., :SIZE]
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    want = np.full((B, S, SIZE), label_smoothing / SIZE)
+    dense = np.zeros((B, S, SIZE))
+    hard = np.asarray(labels)
+    given = None if soft is None else SoftTargets(*map(np.asarray, soft))
+    for b, s in np.ndindex(B, S):
+        if hard[b, s] >= 0:
+            want[b, s, hard[b, s]] += 1 - label_smoothing
+        for n in range(K) if given is not None else ():
+            if 0 <= given.ids[b, s, n] < SIZE:
+                dense[b, s, given.ids[b, s, n]] += given.weights[b, s, n]
+    counts = labels >= 0
+    loss = -jnp.sum(jnp.asarray(want, jnp.float32) * jax.nn.log_softmax(scores), axis=-1)
+    if soft is not None:
+        warm = jax.nn.log_softmax(scores / temperature)
+        of_soft = -jnp.sum(jnp.asarray(dense, jnp.float32) * warm, axis=-1)
+        loss = (1 - alpha) * loss + alpha * temperature**2 * of_soft
+    plain = reference(x, table, labels, 0.0, softcap)
+    return LossSums(jnp.sum(counts * loss), plain.nll, plain.tokens)
+
+
+# chunks and slices of the vocabulary, of which the last is padding alone
+@pytest.mark.parametrize(("chunk", "slices"), [(7, 1), (64, 7)])
+@pytest.mark.parametrize(
+    "plan",
+    [name if name == MIXED else pytest.param(name, marks=pytest.mark.slow) for name in PLANS],
+)
+def test_soft_targets_and_smoothing_are_those_of_whole_distributions(
+    plan: str, chunk: int, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_into(chunk, slices, monkeypatch)
+    x, table, labels = inputs()
+    soft = soft_targets()
+    softcap = 4.0
+    numbers = {"alpha": 0.7, "temperature": 3.0, "soft": soft}
+    numbers |= {"label_smoothing": 0.2}
+    ours = sums_and_gradients(
+        lambda x, table: Ops(plan_of(plan)).linear_cross_entropy(
+            x, table, labels, SIZE, 0.0, softcap, **numbers
+        ),
+        x,
+        table,
+    )
+    want = sums_and_gradients(
+        lambda x, table: by_definition(x, table, labels, softcap=softcap, **numbers),
+        x,
+        table,
+    )
+    assert_close(ours, want)
+    assert not np.any(np.asarray(ours[1][1])[SIZE:])  # padding gets no mass
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "alpha", "temperature"), [(0.3, 0.0, 1.0), (0.0, 1.0, 1.0), (0.0, 0.5, 0.5)]
+)
+def test_each_part_of_the_loss_alone(smoothing: float, alpha: float, temperature: float) -> None:
+    x, table, labels = inputs()
+    soft = soft_targets() if alpha else None
+    numbers = {"alpha": alpha, "temperature": temperature, "soft": soft}
+    numbers |= {"label_smoothing": smoothing}
+    on = Ops(plan_of("data2.fsdp2.tensor2"))
+    found = sums_and_gradients(
+        lambda x, table: on.linear_cross_entropy(x, table, labels, SIZE, **numbers),
+        x,
+        table,
+    )
+    plain = ReferenceOps(plan_of("one"))
+    for want in (
+        lambda x, table: by_definition(x, table, labels, **numbers),
+        lambda x, table: plain.linear_cross_entropy(x, table, labels, SIZE, **numbers),
+    ):
+        assert_close(found, sums_and_gradients(want, x, table))
+
+
+def test_one_entry_of_weight_one_is_the_label() -> None:
+    x, table, labels = inputs()
+    soft = SoftTargets(labels[..., None], jnp.ones((B, S, 1)))
+    on = Ops(plan_of("one"))
+    alone = sums_and_gradients(
+        lambda x, table: on.linear_cross_entropy(x, table, labels, SIZE, 0.0), x, table
+    )
+    weighted = sums_and_gradients(
+        lambda x, table: on.linear_cross_entropy(x, table, labels, SIZE, soft=soft), x, table
+    )
+    assert_close(weighted, alone)
+
+
+def test_soft_targets_of_another_form_are_refused() -> None:
+    x, table, labels = inputs()
+    soft = soft_targets()
+    on = Ops(plan_of("one"))
+
+    def refused(match: str, soft: SoftTargets | None = soft, **numbers: float) -> None:
+        with pytest.raises(UserError, match=match):
+            on.linear_cross_entropy(x, table, labels, SIZE, soft=soft, **numbers)
+
+    refused("ids of shape", SoftTargets(soft.ids[:, :-1], soft.weights[:, :-1]))
+    refused("integer ids and float weights", SoftTargets(soft.weights, soft.weights))
+    refused("temperature as a finite number above 0", temperature=0.0)
+    refused("alpha as a finite number of at least 0 and at most 1", alpha=1.5)
+    refused("label_smoothing as a finite number", label_smoothing=-0.1)

@@ -44,6 +44,7 @@ from jaxpar.train.step import (
     compile_eval_step,
     gradients,
     init_state,
+    loss_weights,
     make_eval_step,
     make_train_step,
     put_batch,
@@ -787,3 +788,28 @@ def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
     # of the moments' decay, and of the schedule
     assert counts == want and len({int(x) for x in counts}) == 2
     chex.assert_trees_all_equal(reorder_state(moved, there, None, model, optimizer), state)
+
+
+def test_labels_are_smoothed_in_what_is_differentiated_and_not_in_the_loss_that_is_logged() -> None:
+    config = config_of("gpt2", **{"train.label_smoothing": 0.3, "train.z_loss": 0.0})
+    plan = make_plan(config, jax.devices()[:1])
+    model = Model(config.model)
+    params = fresh(config.model)
+    rows = batches(config, 1)[0]
+
+    @jax.jit
+    def both(params: Any) -> tuple[jax.Array, LossSums]:
+        sums = model.loss(params, rows, plan, weights=loss_weights(config.train))
+        return model.logits(params, rows, plan), sums
+
+    logits, sums = both(params)
+    # Tolerance: float32 sums of 128 terms in another order.
+    likelihoods = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    counts = rows["labels"] >= 0
+    labels = np.maximum(rows["labels"], 0)[..., None]
+    nll = -np.sum(counts * np.take_along_axis(likelihoods, labels, axis=-1)[..., 0])
+    even = -np.sum(counts * np.mean(likelihoods, axis=-1))
+    np.testing.assert_allclose([sums.nll, sums.loss], [nll, 0.7 * nll + 0.3 * even], rtol=1e-5)
+    step = make_train_step(model, config, plan)
+    _, metrics = jax.eval_shape(step, *step_shapes(model, config, plan))
+    assert {"loss", "objective"} <= set(metrics)

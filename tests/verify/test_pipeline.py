@@ -34,7 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.kv_heads": 4,
         "model.tied_head": False,
     },
-    "llama tied": {"model.family": "llama", "model.heads": 8, "model.kv_heads": 4},
+    "llama tied": {
+        "model.family": "llama",
+        "model.heads": 8,
+        "model.kv_heads": 4,
+        "train.label_smoothing": 0.1,
+    },
     "moe": {
         "model.family": "llama",
         "model.heads": 8,

@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.kv_heads": 4,
         "model.tied_head": False,
         "memory.policy": "full",
+        "train.label_smoothing": 0.1,
     },
     "moe": {
         "model.family": "llama",

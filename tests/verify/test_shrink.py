@@ -302,9 +302,11 @@ def test_experts_are_two_a_device_where_that_is_fewer(
 ) -> None:
     changes = {"model.experts": experts, "model.experts_per_token": chosen, "model.family": "llama"}
     changes |= {"train.balance_loss": 0.1, "train.router_z_loss": 0.2}
+    changes |= {"train.label_smoothing": 0.3}
     small, _ = shrink(override(Config(), changes), MeshSpec(**mesh))
     assert (small.model.experts, small.model.experts_per_token) == (want, chosen)
     assert (small.train.balance_loss, small.train.router_z_loss) == (0.1, 0.2)
+    assert small.train.label_smoothing == 0.3
 
 
 def test_packing_and_a_longer_position_table_are_kept() -> None:

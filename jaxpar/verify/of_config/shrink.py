@@ -127,7 +127,7 @@ def shrink(
     """
     kept = {
         name: getattr(config.train, name)
-        for name in ("seed", "z_loss", "balance_loss", "router_z_loss")
+        for name in ("seed", "z_loss", "balance_loss", "router_z_loss", "label_smoothing")
     }
     small = replace(
         config,
