@@ -21,7 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, require_local, suggest
-from jaxpar.base.sharding import path_name
+from jaxpar.base.sharding import Axes, is_axes, path_name
+from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.models.hf import shift_norms
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_type
 from jaxpar.models.hf_layout import (
@@ -32,9 +33,11 @@ from jaxpar.models.hf_layout import (
     hf_layout,
     require_mapping,
 )
-from jaxpar.models.lora import base_config, lora_scale
+from jaxpar.models.lora import lora_scale
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params
+from jaxpar.models.sparsity import form_of_parameter, read_stacked
+from jaxpar.models.views import base_config
 
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -51,9 +54,9 @@ def export_hf(
     several with an index.
 
     LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in
-    float32. One tensor at a time passes through host memory. Every process must call this, because
-    parameters split over hosts are gathered, tensor by tensor; process 0 writes. The folder appears
-    whole, by a rename, or not at all.
+    float32; sparse matrices are written with their zeros. One tensor at a time passes through host
+    memory. Every process must call this, because parameters split over hosts are gathered, tensor
+    by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
 
     Args:
       params: parameters in any sharding.
@@ -163,12 +166,18 @@ def hf_tensors(
     letters = dim_letters(model)
     sizes = dim_sizes(model)
     scale = lora_scale(model.config.lora)
+    every_axes = {
+        path_name(path): axes
+        for path, axes in jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=is_axes)
+    }
     for tensor in hf_layout(model) if layout is None else layout:
         parts = []
         for name in tensor.params:
             pair = name.replace("blocks.", "blocks.lora.")
             group = [leaves[key] for key in (name, f"{pair}.a", f"{pair}.b") if key in leaves]
-            host = _fetch(_piece(group, tensor.slices, dtype, scale))
+            axes = every_axes[name][len(tensor.slices) :]
+            form = form_of_parameter(model.config, name)
+            host = _fetch(_piece(group, tensor.slices, dtype, scale, form, axes))
             # without the vocabulary's padding
             host = host[tuple(slice(sizes[c]) for c in letters[name])]
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
@@ -197,15 +206,19 @@ def _fetch(piece: jax.Array) -> np.ndarray:
     )
 
 
-@partial(jax.jit, static_argnames=("dtype", "scale"))
+@partial(jax.jit, static_argnames=("dtype", "scale", "form", "axes"))
 def _piece(
     group: list[jax.Array],
     index: tuple[int, ...],
     dtype: Dtype,
     scale: float,
+    form: WeightForm | None,
+    axes: Axes,
 ) -> jax.Array:
     """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has
-    seen of an array. A LoRA pair that follows it in the group is merged into it, in float32."""
+    seen of an array. A LoRA pair that follows it in the group is merged into it, in float32. Of a
+    sparse matrix it is what multiplies; `axes` are those of the slice.
+    """
 
     def cut(leaf: jax.Array) -> jax.Array:
         for number in index:
@@ -228,6 +241,8 @@ def _piece(
             1,
             precision="highest",
         )
+    if form is not None:
+        leaf = read_stacked(leaf, form, axes)
     return leaf.astype(dtype)
 
 

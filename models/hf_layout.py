@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, model_type
-from jaxpar.models.lora import base_config
 from jaxpar.models.model import Model
 from jaxpar.models.parts import part_name
+from jaxpar.models.views import base_model
 
 Dtype = Literal["float32", "bfloat16"]
 _LETTERS: dict[LogicalAxis | None, str] = {
@@ -166,8 +166,3 @@ def require_mapping(model: Model) -> None:
                 f"{model.config.family} at Hugging Face: only parts with the names and dims of the "
                 "library's own are imported and exported"
             )
-
-
-def base_model(model: Model) -> Model:
-    """Return the model without LoRA."""
-    return model.with_config(base_config(model.config))

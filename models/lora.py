@@ -1,17 +1,14 @@
-"""LoRA (arXiv:2106.09685): pairs of small matrices that are trained beside frozen ones, and the
-linears of a block that may have one.
+"""LoRA (arXiv:2106.09685): pairs of small matrices that are trained beside frozen ones.
 
-Shapes: B batch, S sequence, D embed, I hidden dims, r rank, L layers.
+Shapes: B batch, S sequence, r rank, L layers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -113,90 +110,6 @@ def lora_pairs(
         if name not in pairs:
             pairs[name] = LoraPair(matrices[name], lora, rngs)
     return LoraPairs(pairs)
-
-
-class Linear(NamedTuple):
-    """A matrix of a block, with what is added to its product: a bias, and the product of a LoRA
-    pair.
-    """
-
-    weight: nnx.Param
-    bias: nnx.Param | None = None
-    pair: LoraPair | None = None
-
-    @property
-    def axes(self) -> tuple[LogicalAxis | None, ...]:
-        """The logical axes of the weight."""
-        return cast(tuple[LogicalAxis | None, ...], declared_axes(self.weight))
-
-    @property
-    def bias_array(self) -> Array | None:
-        """The bias, if there is one."""
-        if self.bias is None:
-            return None
-        return self.bias[...]
-
-
-def column_linears(
-    x_BSD: Float[Array, "B S D"],
-    linears: Sequence[Linear],
-    ops: Ops,
-    seq: LogicalAxis = "seq",
-) -> list[Array]:
-    """Multiply the residual stream by matrices [D, *out]; the A's of LoRA share its gather.
-
-    Args:
-      x_BSD: the stream.
-      linears: the matrices; all outputs' first dims lie as their own axes say.
-      ops: as a block is given them.
-      seq: the logical axis of the outputs' sequence.
-
-    Returns:
-      An array [B, S, *out] for each matrix.
-    """
-    pairs = [linear.pair for linear in linears if linear.pair is not None]
-    weights = [linear.weight[...] for linear in linears]
-    narrow = [pair.a[...] for pair in pairs]
-    outputs: list[Axes] = [linear.axes[1:] for linear in linears]
-    rank: Axes = ("rank",)
-    biases = [linear.bias_array for linear in linears] + [None] * len(pairs)
-    axes_of_all = [*outputs, *[rank] * len(pairs)]
-    found = ops.column_linear(x_BSD, weights + narrow, axes_of_all, biases, seq)
-    low = iter(found[len(linears) :])
-    ys = []
-    for linear, axes, y in zip(linears, outputs, found, strict=False):
-        if linear.pair is not None:
-            y += linear.pair.expand(next(low), axes, ops, seq)
-        ys.append(y)
-    return ys
-
-
-def row_linear(
-    h_BSI: Float[Array, "B S *I"], linear: Linear, ops: Ops, seq: LogicalAxis = "seq"
-) -> Float[Array, "B S D"]:
-    """Multiply hidden features by a matrix [*I, D] to the residual stream.
-
-    Args:
-      h_BSI: the hidden features, split over the sequence as `seq` says.
-      linear: the matrix.
-      ops: as a block is given them.
-      seq: the logical axis of the hidden features' sequence.
-
-    Returns:
-      What is added to the residual stream [B, S, D], in its layout.
-    """
-    axes = linear.axes[:-1]
-    y_BSD = ops.row_linear(h_BSI, linear.weight[...], axes, linear.bias_array, seq)
-    pair = linear.pair
-    if pair is None:
-        return y_BSD
-    low_BSr = ops.row_linear(h_BSI, pair.a[...], axes, None, seq, "rank")
-    return y_BSD + pair.expand(low_BSr, ("embed",), ops, "residual_seq")
-
-
-def base_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the same model without LoRA."""
-    return replace(config, lora=Lora())
 
 
 def merge_lora(params: Params, config: ModelConfig) -> Params:

@@ -23,6 +23,7 @@ from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes
 from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
 from jaxpar.models.parts import Maker, Params, Parts, init_part, part_name, split_parts
+from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.transformer import Block, Embed, Head
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
@@ -87,6 +88,8 @@ class Model:
                 f"model.lora.rank={config.lora.rank}, and {self._split['blocks'].name} has no "
                 "parameter with a dim `rank`: set it to 0"
             )
+        if config.sparsity.form:
+            require_sparse(config, self._split["blocks"].names, self.own_parts().get("blocks"))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Model) and self._key == other._key
@@ -576,9 +579,10 @@ class Model:
         (arXiv:2204.02311, appendix B). Tables that are only looked up do not multiply, and of the
         experts only those that a token is sent to do. Causal attention is counted whole, so that
         figures can be compared; of a sparser mask only its reach is counted. A frozen parameter
-        beside LoRA counts 4 and not 6, since its gradient is not made. All parameters of a block
-        and a head are taken to multiply, and each block to attend as the config says, also where
-        they are of one's own.
+        beside LoRA counts 4 and not 6, since its gradient is not made. An entry of a sparse matrix
+        that does not multiply counts 2 and not 6: its gradient is made all the same. All parameters
+        of a block and a head are taken to multiply, and each block to attend as the config says,
+        also where they are of one's own.
 
         Args:
           seq_len: the length of a sequence, in tokens.
@@ -590,6 +594,7 @@ class Model:
         multiplying = self._count("blocks") + self._count("head") - self._idle_experts()
         if not any("vocab" in axes for axes, _ in self._leaves("head")):  # it is tied
             multiplying += config.vocab_size * config.embed
+        multiplying -= self._left_out()
         if config.lora.rank:
             pairs = jax.tree.leaves(self.trained(self.shapes()))
             trained = sum(math.prod(x.shape) for x in pairs)
@@ -613,6 +618,22 @@ class Model:
             else math.prod(shape)
             for axes, shape in self._leaves(part)
         )
+
+    def _left_out(self) -> float:
+        """Count the entries of sparse matrices that do not multiply, by the share of their FLOPs
+        that this saves: 4 of 6.
+        """
+        config = self.config
+        sparsity = config.sparsity
+        axes = self.axes["blocks"]
+        shapes = self.shapes()["blocks"]
+        entries = 0.0
+        for name in sparsity.names(tuple(axes)):
+            size = math.prod(shapes[name].shape)
+            if "experts" in axes[name]:
+                size *= config.experts_per_token / config.experts
+            entries += size
+        return entries * (1 - sparsity.density) * 4 / 6
 
     def _idle_experts(self) -> int:
         """Count the parameters of the experts that a token is not sent to."""

@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.models.families import Family, family_of
-from jaxpar.models.lora import Linear, column_linears, lora_pairs, row_linear
+from jaxpar.models.linears import Linear, column_linears, row_linear
+from jaxpar.models.lora import lora_pairs
 from jaxpar.models.masks import has_window, layer_masks
 from jaxpar.models.parameters import normal, ones, param, zeros
+from jaxpar.models.sparsity import weight_form
 from jaxpar.parallel import dropout
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops, ops_without_plan
@@ -305,6 +307,12 @@ class Block(nnx.Module):
             return x_BSD
         return (x_BSD, routed)
 
+    def linear(self, name: str) -> Linear:
+        """A matrix of the block as it multiplies, by its name."""
+        bias = getattr(self, f"{name}_bias", None)
+        form = weight_form(self.config, name)
+        return Linear(getattr(self, name), bias, self.lora.beside(name), form)
+
     def attention(
         self,
         x_BSD: Float[Array, "B S D"],
@@ -329,11 +337,7 @@ class Block(nnx.Module):
         """
         config = self.config
         family = self.family
-        linears = [
-            Linear(self.q, self.q_bias, self.lora.beside("q")),
-            Linear(self.k, self.k_bias, self.lora.beside("k")),
-            Linear(self.v, self.v_bias, self.lora.beside("v")),
-        ]
+        linears = [self.linear("q"), self.linear("k"), self.linear("v")]
         q_BSHh, k_BSKh, v_BSKh = column_linears(x_BSD, linears, ops, "attention_seq")
         # A norm's backward starts from what the matmul made, so that is what bears the name.
         if family.qk_norm:
@@ -357,8 +361,7 @@ class Block(nnx.Module):
             key,
             config.attention_softcap,
         )
-        out = Linear(self.out, self.out_bias, self.lora.beside("out"))
-        return row_linear(mixed_BSHh, out, ops, "attention_seq")
+        return row_linear(mixed_BSHh, self.linear("out"), ops, "attention_seq")
 
     def mlp(
         self,
@@ -378,16 +381,14 @@ class Block(nnx.Module):
             activation = jax.nn.silu
         else:
             activation = jax.nn.gelu
-        up = Linear(self.up, self.up_bias, self.lora.beside("up"))
+        up = self.linear("up")
         if self.family.gated:
-            gate = Linear(self.gate, None, self.lora.beside("gate"))
-            gate_BSF, up_BSF = column_linears(x_BSD, [gate, up], ops)
+            gate_BSF, up_BSF = column_linears(x_BSD, [self.linear("gate"), up], ops)
             hidden_BSF = activation(named(gate_BSF, "gate")) * named(up_BSF, "up")
         else:
             (up_BSF,) = column_linears(x_BSD, [up], ops)
             hidden_BSF = activation(named(up_BSF, "up"))
-        down = Linear(self.down, self.down_bias, self.lora.beside("down"))
-        return row_linear(named(hidden_BSF, "mlp_hidden"), down, ops)
+        return row_linear(named(hidden_BSF, "mlp_hidden"), self.linear("down"), ops)
 
     def experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
@@ -405,9 +406,9 @@ class Block(nnx.Module):
         return ops.expert_mlp(
             x_BSD,
             self.router[...],
-            self.gate[...],
-            self.up[...],
-            self.down[...],
+            self.linear("gate").view,
+            self.linear("up").view,
+            self.linear("down").view,
             self.config.experts_per_token,
             text_BS,
         )

@@ -121,6 +121,13 @@ def _of_model(model: ModelConfig) -> Iterator[str]:
         yield 'model.masks is empty: masks = ["causal"] is the usual one'
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] adapts nothing: name a matrix"
+    yield from model.sparsity.contradictions()
+    if model.lora.rank > 0 and model.sparsity.form:
+        yield (
+            f"model.lora.rank={model.lora.rank} with model.sparsity.form={model.sparsity.form}: "
+            "merged into a sparse matrix, the product of a pair would make it dense: use one of "
+            "them"
+        )
     chosen = model.experts_per_token
     if model.experts != 0 and not 1 <= chosen <= model.experts:
         yield f"model.experts_per_token={chosen} is not in 1..model.experts={model.experts}"

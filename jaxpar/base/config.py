@@ -19,6 +19,7 @@ from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range
 from jaxpar.base.registry import SINKS, SOURCES, OneOf
 from jaxpar.base.sharding import ShardingRules, fit_rules
+from jaxpar.base.sparsity_config import Sparsity
 from jaxpar.base.toml import TABLE, as_tables, find_toml, flatten, from_dict, read_tables
 
 _FLOOR = (
@@ -108,6 +109,7 @@ class ModelConfig:
     CPU).
     """
     lora: Lora = Lora()
+    sparsity: Sparsity = field(default_factory=Sparsity)
 
     @property
     def kv_head_count(self) -> int:

@@ -183,6 +183,11 @@ EFFECTS = (
         "model.lora.rank is 0, no LoRA: add --model.lora.rank 8",
     ),
     Effect(
+        ("model.sparsity.targets", "model.sparsity.decay"),
+        lambda c: bool(c.model.sparsity.form),
+        "model.sparsity.form is empty, all matrices are dense: add --model.sparsity.form 2:4",
+    ),
+    Effect(
         ("train.seed",),
         lambda c: not c.train.init or c.model.dropout > 0 or c.model.lora.rank > 0,
         "the weights come from train.init, and nothing is dropped out: leave one of them out",

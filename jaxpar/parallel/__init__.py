@@ -16,12 +16,14 @@ from jaxpar.parallel.linear import column_linear, logits, rank_linear, row_linea
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import in_natural_order, in_order
+from jaxpar.parallel.weight_view import WeightView
 
 __all__ = [
     "LossSums",
     "Ops",
     "RouterSums",
     "SoftTargets",
+    "WeightView",
     "attention",
     "choose_attention",
     "column_linear",

@@ -44,6 +44,7 @@ from jaxpar.kernels.grouped_matmul import (
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, used_axes
 from jaxpar.parallel.remat import named
+from jaxpar.parallel.weight_view import Weight, form_of, read, require_units, stored_array
 
 # Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is
 # [1, 1, R, D].
@@ -87,9 +88,9 @@ class _Places(NamedTuple):
 def expert_mlp(
     x_BSD: Float[Array, "B S D"],
     router_DE: Float[Array, "D E"],
-    gate_EDF: Float[Array, "E D F"],
-    up_EDF: Float[Array, "E D F"],
-    down_EFD: Float[Array, "E F D"],
+    gate_EDF: Weight,
+    up_EDF: Weight,
+    down_EFD: Weight,
     layout: Layout,
     *,
     experts_per_token: int,
@@ -104,9 +105,10 @@ def expert_mlp(
     Args:
       x_BSD: the normed residual stream, in its own layout.
       router_DE: logical axes ("embed", None).
-      gate_EDF: logical axes ("experts", "embed", "mlp").
+      gate_EDF: an array [E, D, F] with logical axes ("experts", "embed", "mlp"), or a `WeightView`
+        of one.
       up_EDF: the same.
-      down_EFD: logical axes ("experts", "mlp", "embed").
+      down_EFD: an array [E, F, D] with logical axes ("experts", "mlp", "embed"), or a view of one.
       text_BS: which tokens are text; the others, padding, have no part in the router's sums. None =
         all are.
 
@@ -122,6 +124,8 @@ def expert_mlp(
     layout.sharding(STORED, x_BSD.shape, "x")
     _require_experts(x_BSD.shape[2], router_DE, gate_EDF, up_EDF, down_EFD, experts_per_token)
     _require_text(text_BS, x_BSD.shape[:2])
+    for weight, axes in ((gate_EDF, _UP), (up_EDF, _UP), (down_EFD, _DOWN)):
+        require_units(form_of(weight), weight.shape, axes, layout, 1, outer=1, what="experts")
     tokens = split_over(GATHERED[:2], layout)
     for axis in layout.mesh_axes("experts"):
         if axis not in tokens:
@@ -162,9 +166,9 @@ def expert_mlp(
 def _require_experts(
     width: int,
     router_DE: Array,
-    gate_EDF: Array,
-    up_EDF: Array,
-    down_EFD: Array,
+    gate_EDF: Weight,
+    up_EDF: Weight,
+    down_EFD: Weight,
     experts_per_token: int,
 ) -> None:
     """Refuse weights that do not fit together or the input, and more experts of a token than there
@@ -403,7 +407,7 @@ def _combine(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
 
 
 def _grouped_product(
-    layout: Layout, x: Array, counts: Array, weights: tuple[Array, ...], *, sums: bool
+    layout: Layout, x: Array, counts: Array, weights: tuple[Weight, ...], *, sums: bool
 ) -> tuple[Array, ...]:
     """Multiply rows by the weights of their experts, as `jaxpar.parallel.linear` does for the rows
     of one weight.
@@ -413,6 +417,14 @@ def _grouped_product(
     sums. No result of an empty row is read.
     """
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
+    views = [form_of(weight) for weight in weights]
+    arrays = tuple(stored_array(weight) for weight in weights)
+
+    def use(weights: tuple[Array, ...]) -> list[Array]:
+        return [
+            gather_weight(read(weight, form, 1, outer=1), axes, layout)
+            for weight, form in zip(weights, views, strict=True)
+        ]
 
     def forward(
         x: Array,
@@ -420,7 +432,7 @@ def _grouped_product(
         weights: tuple[Array, ...],
     ) -> tuple[Array, ...]:
         counts_ME = _counts_used(counts, layout)
-        used = [gather_weight(weight, axes, layout) for weight in weights]
+        used = use(weights)
         if sums:
             return (_rows_from(counts_ME, grouped_matmul(x[0, 0], used[0], counts_ME), layout),)
         x_RD = _rows_to(counts_ME, x.astype(layout.dtype), layout)
@@ -430,7 +442,7 @@ def _grouped_product(
         x: Array, counts: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]
     ) -> PyTree:
         counts_ME = _counts_used(counts, layout)
-        swapped = [jnp.swapaxes(gather_weight(weight, axes, layout), 1, 2) for weight in weights]
+        swapped = [jnp.swapaxes(weight, 1, 2) for weight in use(weights)]
         if sums:
             x_RI = x[0, 0]
             dys_RO = [_rows_to(counts_ME, dys[0], layout)]
@@ -459,7 +471,7 @@ def _grouped_product(
 
     in_axes = x_axes, _ROWS, (axes,) * len(weights)
     return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(
-        x, counts, weights
+        x, counts, arrays
     )
 
 

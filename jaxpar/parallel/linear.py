@@ -47,6 +47,7 @@ from jaxpar.parallel.collectives import (
     split_over,
 )
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
+from jaxpar.parallel.weight_view import Weight, form_of, read, require_units, stored_array
 
 STORED: Axes = ("batch", "residual_seq", None)
 GATHERED: Axes = ("batch", "seq", None)
@@ -78,7 +79,8 @@ def column_linear(
 
     Args:
       x_BSD: the residual stream, split over `residual_seq`.
-      weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such arrays.
+      weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such arrays;
+        each may be a `WeightView`.
       axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence
         of such axes.
       biases: an array [*out], or for several weights a sequence with None where there is none. A
@@ -94,7 +96,7 @@ def column_linear(
 
     Raises:
       UserError: there is no such form, the logical axes or rules do not fit together, or a bias not
-        its weight.
+        its weight; or a device has no whole units of a view.
     """
     require_layout(layout, "column_linear")
     if not isinstance(weights, list | tuple):
@@ -116,6 +118,7 @@ def column_linear(
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
+        require_units(form_of(weight), weight.shape, axes_of, layout, 1, what="weight")
         _require_width("column_linear", x_BSD.shape, weight.shape, 1)
     if biases is None or (isinstance(biases, list | tuple) and not biases):
         biases = (None,) * len(weights)
@@ -139,7 +142,7 @@ def column_linear(
 
 def row_linear(
     h_BSI: Float[Array, "B S ..."],
-    weight: Float[Array, "... D"],
+    weight: Weight,
     axes: Axes,
     layout: Layout,
     *,
@@ -153,7 +156,7 @@ def row_linear(
 
     Args:
       h_BSI: an array [B, S, *in], split as `axes` say.
-      weight: an array [*in, D] with logical axes (*axes, to).
+      weight: an array [*in, D] with logical axes (*axes, to), or a `WeightView` of one.
       axes: logical axes of the input dims, such as ("mlp",).
       bias: an array [D] that is added once, after the sum.
       seq: logical axis of the input's sequence, which is "attention_seq" for the output of
@@ -174,18 +177,24 @@ def row_linear(
     stored: Axes = (*axes, to)
     layout.sharding(split, h_BSI.shape, "input")
     layout.sharding(stored, weight.shape, "weight")
-    _require_width("row_linear", h_BSI.shape, weight.shape, len(axes))
-    _require_bias("row_linear", bias, weight.shape[len(axes) :])
+    ins = len(axes)
+    form = form_of(weight)
+    require_units(form, weight.shape, stored, layout, ins, what="weight")
+    _require_width("row_linear", h_BSI.shape, weight.shape, ins)
+    _require_bias("row_linear", bias, weight.shape[ins:])
     gathers, scatters = _forms(overlap)
 
+    def use(weight: Array) -> Array:
+        return gather_weight(read(weight, form, ins), stored, layout)
+
     def forward(h: Array, weight: Array) -> Array:
-        products = [(h.astype(layout.dtype), gather_weight(weight, stored, layout))]
+        products = [(h.astype(layout.dtype), use(weight))]
         return matmul_reduce_scatter(
             products, split_over(used_axes(axes), layout), used, STORED, layout, scatters
         )
 
     def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
-        swapped = _swap_dims(gather_weight(weight, stored, layout), len(axes))
+        swapped = _swap_dims(use(weight), ins)
         dy = dy.astype(layout.dtype)
         dy, (dh,) = all_gather_matmul(
             dy,
@@ -208,7 +217,7 @@ def row_linear(
         return dh.astype(h.dtype), dweight
 
     return _plus(
-        manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight),
+        manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, stored_array(weight)),
         bias,
         (to,),
         layout,
@@ -366,7 +375,7 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
 
 def _columns(
     x: Array,
-    weights: tuple[Array, ...],
+    weights: tuple[Weight, ...],
     layout: Layout,
     *,
     stored: tuple[Axes, ...],
@@ -381,6 +390,8 @@ def _columns(
     """
     dtype = dtype or layout.compute
     gathers, scatters = _forms(overlap)
+    views = [form_of(weight) for weight in weights]
+    arrays = tuple(stored_array(weight) for weight in weights)
     copies = [
         axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None
         for axes in stored
@@ -388,8 +399,8 @@ def _columns(
 
     def use_all(weights: tuple[Array, ...]) -> list[Array]:
         whole = (
-            gather_weight(weight, axes, layout)
-            for weight, axes in zip(weights, stored, strict=True)
+            gather_weight(read(weight, form, 1), axes, layout)
+            for weight, form, axes in zip(weights, views, stored, strict=True)
         )
         return [
             _own_kv_heads(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)
@@ -421,7 +432,7 @@ def _columns(
         )
         return dx, dweights
 
-    return manual_vjp(forward, backward, layout, (given, stored), outs)(x, weights)
+    return manual_vjp(forward, backward, layout, (given, stored), outs)(x, arrays)
 
 
 def used_axes(axes: Axes) -> Axes:

@@ -26,6 +26,7 @@ from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ring_matmul import ring_forms
+from jaxpar.parallel.weight_view import Weight
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Ops:
     def row_linear(
         self,
         h_BSI: Array,
-        weight: Array,
+        weight: Weight,
         axes: Axes,
         bias: Array | None = None,
         seq: LogicalAxis = "seq",
@@ -122,9 +123,9 @@ class Ops:
         self,
         x_BSD: Array,
         router_DE: Array,
-        gate_EDF: Array,
-        up_EDF: Array,
-        down_EFD: Array,
+        gate_EDF: Weight,
+        up_EDF: Weight,
+        down_EFD: Weight,
         experts_per_token: int,
         text_BS: Array | None = None,
     ) -> tuple[Array, RouterSums]:

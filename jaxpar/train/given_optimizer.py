@@ -21,6 +21,7 @@ from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.models import Params
 from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import Optimizer
+from jaxpar.train.sparse_decay import with_sparse_decay
 
 GIVEN = "given"
 """The name of an optimizer that a program gave."""
@@ -41,7 +42,7 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
         parameters in host memory, which takes one of the config's.
     """
     if given is None:
-        return config_optimizer(config)
+        return with_sparse_decay(config_optimizer(config), config.model)
     if isinstance(given, Optimizer):
         return given
     if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
@@ -50,7 +51,8 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
             "optax.lion(1e-4), for example"
         )
     transformation = cast(optax.GradientTransformation, given)
-    return Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
+    own = Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
+    return with_sparse_decay(own, config.model)
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:

@@ -21,6 +21,7 @@ from jaxpar.base.registry import SOURCES
 from jaxpar.base.runtime import start
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks, words_that_look_ahead
+from jaxpar.models.sparsity import require_whole_groups
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
@@ -210,6 +211,8 @@ def check_parameters(experiment: Experiment) -> None:
     further_split(("state_embed",), ("embed",), plan)
     if not model.has_blocks:
         return
+    blocks = (model.axes["blocks"], shapes["blocks"])
+    require_whole_groups(model.config, *blocks, plan)
     for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
         further_split(stored, used, plan)
     plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")

@@ -25,18 +25,14 @@ from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.plan import Plan
+from jaxpar.base.sparsity_config import Sparsity
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import AnyModel, Model, Params, in_parts, peft
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
-from jaxpar.models.lora import (
-    base_config,
-    has_old_names,
-    merge_lora,
-    with_new_names,
-    with_old_names,
-)
+from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
+from jaxpar.models.views import base_config, fold_views
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
@@ -84,6 +80,7 @@ _FREE = {
     "scan_layers",
     "max_seq_len",
     *(f"lora.{key}" for key in vars(Lora())),
+    *(f"sparsity.{key}" for key in vars(Sparsity())),
 }
 
 
@@ -378,7 +375,8 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
 
     An adapter of the config's own rank, alpha and targets stays beside its matrices; another is
     merged into them. LoRA that the source does not have begins as PEFT begins it, from
-    `train.seed`.
+    `train.seed`. Matrices that are as sparse as the config's are read as they are stored; those of
+    another form get zeros where they do not multiply.
 
     Args:
       source: a run folder (see `load_run`), a Hugging Face folder, or that of a PEFT adapter.
@@ -399,7 +397,7 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
     nonfinite = config.train.allow_nonfinite
     require_model(theirs, config.model, source)
     lora = config.model.lora
-    there = _with_lora(replace(experiment, plan=plan), theirs.lora)
+    there = _with_views(replace(experiment, plan=plan), theirs.lora, theirs.sparsity)
     model_there = model.with_config(there.config.model)
     if is_run(source):
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
@@ -411,14 +409,14 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
         )
         params = load_run(source, step, saved)[1]
     elif peft.is_adapter(source):
-        base = load_params(peft.base_folder(source), _with_lora(there, Lora()))
+        base = load_params(peft.base_folder(source), _with_views(there, Lora(), Sparsity()))
         adapter = peft.import_adapter(source, model_there, plan, nonfinite)
         params = Model.merge(base, adapter)
     else:
         params = import_hf(source, model_there, plan, nonfinite)
-    if theirs.lora == lora:
+    if theirs.lora == lora and theirs.sparsity.keeps_as(config.model.sparsity):
         return params
-    params = merge_lora(params, there.config.model)
+    params = fold_views(params, model_there)
     if not lora.rank:
         return params
     shardings = model.trained(plan.sharding(model.axes, model.shapes()))
@@ -428,9 +426,9 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
     )
 
 
-def _with_lora(experiment: Experiment, lora: Lora) -> Experiment:
-    """Return the experiment with the model that has this LoRA."""
-    sizes = replace(experiment.config.model, lora=lora)
+def _with_views(experiment: Experiment, lora: Lora, sparsity: Sparsity) -> Experiment:
+    """Return the experiment with the model that has this LoRA, and matrices as sparse."""
+    sizes = replace(experiment.config.model, lora=lora, sparsity=sparsity)
     return replace(
         experiment,
         config=replace(experiment.config, model=sizes),

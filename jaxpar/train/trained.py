@@ -19,7 +19,7 @@ from jaxpar.base.runtime import start
 from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
-from jaxpar.models.lora import base_config
+from jaxpar.models.views import base_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import folder_config, load_params

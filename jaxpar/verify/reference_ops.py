@@ -23,6 +23,8 @@ from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.weight_view import Weight
+from jaxpar.verify.reference_weights import weight_array
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class ReferenceOps:
     def row_linear(
         self,
         h_BSI: Array,
-        weight: Array,
+        weight: Weight,
         axes: Axes,
         bias: Array | None = None,
         seq: LogicalAxis = "seq",
@@ -99,13 +101,13 @@ class ReferenceOps:
     def _linear(
         self,
         x: Array,
-        weight: Array,
+        weight: Weight,
         dims: int,
         bias: Array | None,
     ) -> Array:
         y = jnp.tensordot(
             x.astype(self.plan.dtype),
-            weight.astype(self.plan.dtype),
+            weight_array(weight, range(dims)).astype(self.plan.dtype),
             dims,
         )
         if bias is None:
@@ -184,9 +186,9 @@ class ReferenceOps:
         self,
         x_BSD: Array,
         router_DE: Array,
-        gate_EDF: Array,
-        up_EDF: Array,
-        down_EFD: Array,
+        gate_EDF: Weight,
+        up_EDF: Weight,
+        down_EFD: Weight,
         experts_per_token: int,
         text_BS: Array | None = None,
     ) -> tuple[Array, RouterSums]:
@@ -219,13 +221,13 @@ class ReferenceOps:
         else:
             weights_BSK = largest_BSK / total_BS1
         weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
-        x_BSD, gate_EDF, up_EDF, down_EFD = (
-            a.astype(self.plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD)
+        x_BSD = x_BSD.astype(self.plan.dtype)
+        gate, up, down = (
+            weight_array(weight, range(1, 2)).astype(self.plan.dtype)
+            for weight in (gate_EDF, up_EDF, down_EFD)
         )
-        gates_BSEF, ups_BSEF = (
-            jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF)
-        )
-        answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down_EFD)
+        gates_BSEF, ups_BSEF = (jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate, up))
+        answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down)
         y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(
             self.plan.dtype
         )

@@ -19,7 +19,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
-from jaxpar.models.lora import base_config, merge_lora
+from jaxpar.models.lora import merge_lora
+from jaxpar.models.views import base_config
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import init_state, make_train_step, put_batch

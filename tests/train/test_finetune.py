@@ -23,7 +23,8 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model, peft
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf
-from jaxpar.models.lora import base_config, with_old_names
+from jaxpar.models.lora import with_old_names
+from jaxpar.models.views import base_config
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import (
     beside_state,

@@ -17,7 +17,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.models import Model, peft
-from jaxpar.models.lora import base_config
+from jaxpar.models.views import base_config
 from jaxpar.train.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import config_of, load_params

@@ -355,8 +355,9 @@ def _seq_len(whole: Whole, small: Config) -> int:
 
 
 def _head_dim(whole: Whole, small: Config) -> int:
-    """An even number, because RoPE pairs the features of a head."""
-    return _multiple(whole.least.head_dim, math.lcm(2, whole.split("head_dim")))
+    """An even number, because RoPE pairs the features of a head; whole groups of N:M."""
+    group = whole.config.model.sparsity.counts[1]
+    return _multiple(whole.least.head_dim, math.lcm(2, group * whole.split("head_dim")))
 
 
 def _embed(whole: Whole, small: Config) -> int:
@@ -364,13 +365,16 @@ def _embed(whole: Whole, small: Config) -> int:
     model = whole.config.model
     width = model.embed / (model.heads * model.head_size)
     features = small.model.heads * small.model.head_dim
-    return odd_multiple(round(features * width), whole.split("embed", "state_embed"))
+    group = whole.config.model.sparsity.counts[1]
+    return odd_multiple(round(features * width), group * whole.split("embed", "state_embed"))
 
 
 def _mlp(whole: Whole, small: Config) -> int:
     """About as many features to those of the residual stream as the model has."""
     model = whole.config.model
-    return odd_multiple(round(small.model.embed * model.mlp / model.embed), whole.split("mlp"))
+    group = model.sparsity.counts[1]
+    wanted = round(small.model.embed * model.mlp / model.embed)
+    return odd_multiple(wanted, group * whole.split("mlp"))
 
 
 def _experts(whole: Whole, small: Config) -> int:
@@ -465,9 +469,21 @@ RULES = (
         lambda whole, small: whole.few_heads[1] if whole.config.model.kv_heads else 0,
         "the fewest that are split, and copied, as the model's are",
     ),
-    Rule("model.head_dim", _head_dim, "RoPE pairs features, and some kernels need a whole tile"),
-    Rule("model.embed", _embed, "it keeps about its ratio to the heads"),
-    Rule("model.mlp", _mlp, "it keeps about its ratio to the residual stream"),
+    Rule(
+        "model.head_dim",
+        _head_dim,
+        "RoPE pairs features, some kernels need a whole tile, and N:M sparsity whole groups",
+    ),
+    Rule(
+        "model.embed",
+        _embed,
+        "it keeps about its ratio to the heads, and each device has whole groups of N:M sparsity",
+    ),
+    Rule(
+        "model.mlp",
+        _mlp,
+        "it keeps about its ratio to the residual stream, and each device has whole groups",
+    ),
     Rule("model.experts", _experts, "each device has several, and a token leaves some out"),
     Rule(
         "model.vocab_multiple",

@@ -1,0 +1,76 @@
+"""Which matrices of a model are sparse, and in what form: the table `[model.sparsity]`.
+
+What a form keeps is in `jaxpar.kernels.weight_forms`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxpar.base.ranges import Range
+
+MATRICES = ("q", "k", "v", "out", "gate", "up", "down")
+"""The matrices of a block, by their names."""
+_MOST = 64
+"""The largest M of a form N:M, since all pairs of a group are compared."""
+_FORM = re.compile(r"([1-9]\d?):([1-9]\d?)")
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """N:M sparsity: of each M neighbours along the dim that a matmul sums over, the N largest
+    multiply, and the others count as zero. All entries are stored and trained: see
+    docs/sparsity.md."""
+
+    form: str = ""
+    """N:M, such as 2:4 or 1:4; empty = the matrices are dense."""
+    targets: tuple[str, ...] = ()
+    """The matrices of every block that are sparse: some of q, k, v, out, gate, up, down; none named
+    = all that there are.
+    """
+    decay: Annotated[float, Range(0.0, 1.0)] = 2e-4
+    """SR-STE (arXiv:2102.04010, equation 8): so many times an entry that does not multiply is added
+    to its gradient, once a step; 0 = the gradient passes straight through."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """N and M; 1 and 1 where the matrices are dense."""
+        found = _FORM.fullmatch(self.form)
+        if found is None:
+            return 1, 1
+        return int(found[1]), int(found[2])
+
+    @property
+    def density(self) -> float:
+        """The share of the entries of a sparse matrix that multiply."""
+        kept, of = self.counts
+        return kept / of
+
+    def names(self, matrices: tuple[str, ...] = MATRICES) -> tuple[str, ...]:
+        """The sparse ones of some matrices."""
+        if not self.form:
+            return ()
+        wanted = self.targets or MATRICES
+        return tuple(name for name in matrices if name in wanted)
+
+    def keeps_as(self, other: Sparsity) -> bool:
+        """Whether the same entries of the same matrices multiply as with other settings."""
+        return (self.counts, self.names()) == (other.counts, other.names())
+
+    def contradictions(self) -> Iterator[str]:
+        """Say what is wrong with the values, a message each."""
+        kept, of = self.counts
+        if self.form and not kept < of <= _MOST:
+            yield (
+                f"model.sparsity.form={self.form!r} is not N:M with N below M and M up to {_MOST}: "
+                'try "2:4"'
+            )
+        unknown = [name for name in self.targets if name not in MATRICES]
+        if unknown:
+            yield (
+                f"model.sparsity.targets: no matrix {unknown[0]!r}: they are some of "
+                f"{', '.join(MATRICES)}"
+            )

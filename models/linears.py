@@ -1,0 +1,106 @@
+"""The matrices of a block as they multiply: the one door through which a block reads its weights.
+
+Shapes: B batch, S sequence, D embed, I hidden dims, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxpar.base.sharding import Axes, LogicalAxis
+from jaxpar.kernels.weight_forms import WeightForm
+from jaxpar.models.lora import LoraPair
+from jaxpar.models.parameters import declared_axes
+from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.weight_view import Weight, WeightView
+
+
+class Linear(NamedTuple):
+    """A matrix of a block as it multiplies: the form in which its entries are read, and what is
+    added to its product, a bias and the product of a LoRA pair.
+    """
+
+    weight: nnx.Param
+    bias: nnx.Param | None = None
+    pair: LoraPair | None = None
+    form: WeightForm | None = None
+
+    @property
+    def view(self) -> Weight:
+        """What an op is given to multiply by."""
+        if self.form is None:
+            return self.weight[...]
+        return WeightView(self.weight[...], self.form)
+
+    @property
+    def axes(self) -> tuple[LogicalAxis | None, ...]:
+        """The logical axes of the weight."""
+        return cast(tuple[LogicalAxis | None, ...], declared_axes(self.weight))
+
+    @property
+    def bias_array(self) -> Array | None:
+        """The bias, if there is one."""
+        if self.bias is None:
+            return None
+        return self.bias[...]
+
+
+def column_linears(
+    x_BSD: Float[Array, "B S D"],
+    linears: Sequence[Linear],
+    ops: Ops,
+    seq: LogicalAxis = "seq",
+) -> list[Array]:
+    """Multiply the residual stream by matrices [D, *out]; the A's of LoRA share its gather.
+
+    Args:
+      x_BSD: the stream.
+      linears: the matrices; all outputs' first dims lie as their own axes say.
+      ops: as a block is given them.
+      seq: the logical axis of the outputs' sequence.
+
+    Returns:
+      An array [B, S, *out] for each matrix.
+    """
+    pairs = [linear.pair for linear in linears if linear.pair is not None]
+    weights = [linear.view for linear in linears]
+    narrow: list[Weight] = [pair.a[...] for pair in pairs]
+    outputs: list[Axes] = [linear.axes[1:] for linear in linears]
+    rank: Axes = ("rank",)
+    biases = [linear.bias_array for linear in linears] + [None] * len(pairs)
+    axes_of_all = [*outputs, *[rank] * len(pairs)]
+    found = ops.column_linear(x_BSD, weights + narrow, axes_of_all, biases, seq)
+    low = iter(found[len(linears) :])
+    ys = []
+    for linear, axes, y in zip(linears, outputs, found, strict=False):
+        if linear.pair is not None:
+            y += linear.pair.expand(next(low), axes, ops, seq)
+        ys.append(y)
+    return ys
+
+
+def row_linear(
+    h_BSI: Float[Array, "B S *I"], linear: Linear, ops: Ops, seq: LogicalAxis = "seq"
+) -> Float[Array, "B S D"]:
+    """Multiply hidden features by a matrix [*I, D] to the residual stream.
+
+    Args:
+      h_BSI: the hidden features, split over the sequence as `seq` says.
+      linear: the matrix.
+      ops: as a block is given them.
+      seq: the logical axis of the hidden features' sequence.
+
+    Returns:
+      What is added to the residual stream [B, S, D], in its layout.
+    """
+    axes = linear.axes[:-1]
+    y_BSD = ops.row_linear(h_BSI, linear.view, axes, linear.bias_array, seq)
+    pair = linear.pair
+    if pair is None:
+        return y_BSD
+    low_BSr = ops.row_linear(h_BSI, pair.a[...], axes, None, seq, "rank")
+    return y_BSD + pair.expand(low_BSr, ("embed",), ops, "residual_seq")
