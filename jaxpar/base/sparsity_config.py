@@ -50,11 +50,11 @@ class Sparsity:
         return kept / of
 
     def names(self, matrices: tuple[str, ...] = MATRICES) -> tuple[str, ...]:
-        """The sparse ones of some matrices."""
+        """The sparse ones of some matrices, in the order of `MATRICES`."""
         if not self.form:
             return ()
-        wanted = self.targets or MATRICES
-        return tuple(name for name in matrices if name in wanted)
+        wanted = set(self.targets or MATRICES).intersection(matrices)
+        return tuple(name for name in MATRICES if name in wanted)
 
     def keeps_as(self, other: Sparsity) -> bool:
         """Whether the same entries of the same matrices multiply as with other settings."""
