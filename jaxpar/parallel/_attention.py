@@ -89,7 +89,14 @@ def attention(
     (B, S, H, h) = q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)
     name, why = choose_attention(
-        split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch
+        split,
+        mask,
+        S,
+        h,
+        dropping=dropping,
+        packed=segments_BS is not None,
+        batch=batch,
+        heads=max(H // layout.size("heads"), 1),
     )
     if split.devices > 1:
         check_split(layout, context, S, H, k_BSKh.shape[2], rate)
@@ -144,6 +151,7 @@ def choose_attention(
     packed: bool = False,
     platform: str = "",
     batch: int = 1,
+    heads: int = 0,
 ) -> tuple[str, str]:
     """Which implementation computes `attention`, or its parts where the sequence is split, and why
     no earlier one does.
@@ -157,6 +165,8 @@ def choose_attention(
       packed: whether the mask is limited to documents besides.
       platform: `gpu` or `tpu`; empty = the platform of the layout's devices.
       batch: how many sequences one device has.
+      heads: how many query heads one device has, before `ulysses` shares them out; 0 = enough for
+        all devices.
 
     Returns:
       The name of the implementation, and the reasons against those before it.
@@ -166,7 +176,8 @@ def choose_attention(
     """
     layout = split.layout
     platform = platform or platform_of(split.layout)
-    one = jax.ShapeDtypeStruct((batch, seq_len // split.devices, 1, head_dim), layout.dtype)
+    shape = (batch, seq_len // split.devices, heads or split.devices, head_dim)
+    one = jax.ShapeDtypeStruct(shape, layout.dtype)
     ids: Any = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)  # a mask takes arrays
     if packed:
         mask = mask & Segments(ids, ids)

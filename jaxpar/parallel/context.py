@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import largest_divisor
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout, output_axis
 from jaxpar.kernels.attention import dispatch
@@ -29,7 +28,7 @@ from jaxpar.parallel.context_task import PARTS, UNROLLED, ContextTask, with_docu
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.ring_attention import ring_backward, ring_forward
 from jaxpar.parallel.token_order import check_chunks, context_sizes
-from jaxpar.parallel.ulysses import ulysses_backward, ulysses_forward
+from jaxpar.parallel.ulysses import devices_sharing, ulysses_backward, ulysses_forward
 
 _Shaped = Array | jax.ShapeDtypeStruct
 _Q: Axes = ("batch", "attention_seq", "heads", None)
@@ -60,9 +59,8 @@ def check_split(
       dropout: the rate of dropout of attention weights.
 
     Raises:
-      UserError: `check_chunks` refuses the sequence, dropout is on, there are too few heads for
-        Ulysses, kv heads are split where heads are not, or one mesh axis splits both the sequence
-        and the heads.
+      UserError: `check_chunks` refuses the sequence, dropout is on, kv heads are split where heads
+        are not, or one mesh axis splits both the sequence and the heads.
     """
     n = layout.size("attention_seq")
     sizes = context_sizes(layout)
@@ -79,15 +77,6 @@ def check_split(
     layout.sharding(("attention_seq", "kv_heads"), (seq_len, kv_heads), "keys and values")
     if layout.mesh_axes(output_axis("kv_heads", layout)) != layout.mesh_axes("heads"):
         further_split(("heads",), ("kv_heads",), layout)
-    here = heads // layout.size("heads")
-    axis = layout.mesh_axes("attention_seq")[-1]
-    if strategy == "ulysses" and here % n:
-        fits = largest_divisor(here, layout.mesh.shape[axis])
-        raise UserError(
-            f"Ulysses with too few heads: {sizes} cannot share out {here} heads "
-            f"(model.heads={heads} over "
-            f"{layout.size('heads')} devices): try context.strategy=ring, or mesh.{axis}={fits}"
-        )
 
 
 class Split(NamedTuple):
@@ -213,14 +202,21 @@ def kernel_for(
     Raises:
       UserError: the implementation that was asked for cannot serve.
     """
-    length = q_BSHh.shape[1] * split.devices
+    B, S, H, h = q_BSHh.shape
+    queries = S * split.devices
+    keys = queries
     call = Call(softcap=split.softcap)
-    if split.in_ring:  # it pairs chunks, whose places are known only at run time
-        length = q_BSHh.shape[1] // 2
-        call = PARTS._replace(
-            softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=length
-        )
-    q, k = (jax.ShapeDtypeStruct((len(x), length, *x.shape[2:]), x.dtype) for x in (q_BSHh, k_BSKh))
+    # Of chunks, and of a part of the queries, the places are known only at run time.
+    somewhere = PARTS._replace(softcap=split.softcap, q_start=jnp.int32(0))
+    if split.in_ring:
+        queries = S // 2
+        keys = queries
+        call = somewhere._replace(k_start=jnp.int32(0), multiple=queries)
+    elif (sharing := devices_sharing(H, split.devices)) < split.devices:
+        queries = S * sharing
+        call = somewhere._replace(multiple=queries)
+    q = jax.ShapeDtypeStruct((B, queries, H, h), q_BSHh.dtype)
+    k = jax.ShapeDtypeStruct((B, keys, *k_BSKh.shape[2:]), k_BSKh.dtype)
     request = dispatch.AttentionRequest(
         q,
         k,

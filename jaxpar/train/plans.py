@@ -382,6 +382,7 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
             dropping=training and model.dropout > 0,
             packed=data.pack,
             batch=max(train.batch // parts, 1),
+            heads=max(model.heads // plan.size("heads"), 1),
         )
         for mask in layer_masks(model)
     )

@@ -261,7 +261,20 @@ BOTH_WAYS = [
         marks=pytest.mark.slow,
     ),
     ("ulysses", {"context": 2}, 4, 2, Window(9, 5), True),
-    pytest.param("ulysses", {"context": 4}, 4, 2, Full(), True, marks=pytest.mark.slow),
+    ("ulysses", {"context": 4}, 4, 2, Full(), True),
+    # Fewer heads than devices: two of them, or all four, share the heads out.
+    ("ulysses", {"context": 4}, 2, 1, Window(9, 5), True),
+    ("ulysses", {"context": 4}, 3, 3, Full(), False),
+    pytest.param(
+        "ulysses",
+        {"context": 4, "tensor": 2},
+        4,
+        2,
+        Causal() & (First(2) | Window(5)),
+        True,
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("ulysses", {"context": 8}, 12, 3, Causal(), True, marks=pytest.mark.slow),
 ]
 
 
@@ -622,15 +635,6 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
             "data.seq_len=24$",
         ),
         ("ulysses", {"context": 4}, {}, (6, 4, 4), r"=6 is not cut into 4 equal chunks"),
-        (
-            "ulysses",
-            {"context": 4, "tensor": 2},
-            {},
-            (16, 4, 4),
-            r"^Ulysses with too few heads: context=4 cannot share out 2 heads \(model.heads=4 "
-            r"over 2 devices\): "
-            "try context.strategy=ring, or mesh.context=2$",
-        ),
         (
             "ring",
             {"context": 2},

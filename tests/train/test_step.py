@@ -299,10 +299,6 @@ def test_the_layouts_to_choose_from_are_plans() -> None:
     ("changes", "says"),
     [
         ({"data.seq_len": 20}, "data.seq_len=20 is not cut into 8 equal chunks"),
-        (
-            {"context.strategy": "ulysses", "model.heads": 2},
-            "Ulysses with too few heads: context=4",
-        ),
         ({"model.dropout": 0.1}, "model.dropout=0.1 with the sequence split over context=4"),
     ],
 )

@@ -374,3 +374,11 @@ def test_a_split_sequence_stays_one(strategy: str, context: int) -> None:
     assert strategy != "ulysses" or model.kv_heads % context == 0
     assert small.data.seq_len / 4 < reach(model.masks[0], small.data.seq_len) < small.data.seq_len
     assert small.context == Context(strategy)  # pyright: ignore[reportArgumentType]
+
+
+def test_heads_that_ulysses_shares_out_in_groups_stay_so() -> None:
+    """Sixteen devices share out eight heads: on eight devices there are fewer heads too."""
+    keys = {"context.strategy": "ulysses", "model.heads": 8, "data.seq_len": 1024}
+    asked = override(Config(), keys | {"mesh.context": 16})
+    small, _ = shrink(asked, MeshSpec(context=8))
+    assert small.model.heads % 8 != 0

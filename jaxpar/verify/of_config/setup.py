@@ -324,7 +324,8 @@ def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     model = config.model
     seq_len = config.data.seq_len
     split = split_of(plan, model.attention_softcap)
-    how = {"packed": config.data.pack, "platform": platform}
+    heads = max(model.heads // plan.size("heads"), 1)
+    how = {"packed": config.data.pack, "platform": platform, "heads": heads}
     masks = dict.fromkeys(layer_masks(model))
     names = [choose_attention(split, mask, seq_len, model.head_size, **how)[0] for mask in masks]
     if split.devices > 1:

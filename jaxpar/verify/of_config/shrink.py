@@ -30,6 +30,7 @@ from jaxpar.base.toml import flatten
 from jaxpar.models.masks import shrink_mask
 from jaxpar.parallel.pipeline import layers_of, microbatches
 from jaxpar.parallel.ring_matmul import ring_forms
+from jaxpar.parallel.ulysses import devices_sharing
 
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
 _FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one
@@ -228,7 +229,7 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
         for K in range(min(2, kv_heads), 2 * most + 3)
         if K * group * times % split == 0
         and K % kv_split == 0
-        and _situation(rules, K * group * times, K, sizes)[0] == asked_rules
+        and _situation(config, K * group * times, K, sizes).rules == asked_rules
     ]
     if not alike:
         count = math.prod(sizes.values())
@@ -238,9 +239,9 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
             "few they are made: give it as many devices, such as simulated ones (--mesh.platform "
             "cpu)"
         )
-    wanted = _situation(rules, model.heads, kv_heads, asked)
+    wanted = _situation(config, model.heads, kv_heads, asked)
     return next(
-        (pair for pair in alike if _situation(rules, *pair, sizes) == wanted),
+        (pair for pair in alike if _situation(config, *pair, sizes) == wanted),
         alike[0],
     )
 
@@ -248,11 +249,11 @@ def _few_heads(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int,
 def _dealt(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int]:
     """Return over how many devices Ulysses deals out the heads of a device, and its kv heads.
 
-    The kv heads are dealt out only if there are enough of them. Both are 1 without Ulysses.
+    Both are dealt out only if there are enough of them. Both are 1 without Ulysses.
     """
-    if config.context.strategy != "ulysses":
-        return 1, 1
     asked_rules = rules_of(config, asked)
+    if config.context.strategy != "ulysses" or _in_groups(asked_rules, config.model.heads, asked):
+        return 1, 1
     dealt = pieces("attention_seq", asked_rules, sizes)
     kv_on_device = config.model.kv_head_count // pieces("kv_heads", asked_rules, asked)
     if kv_on_device % pieces("attention_seq", asked_rules, asked) == 0:
@@ -260,23 +261,38 @@ def _dealt(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, int
     return dealt, 1
 
 
-def _situation(
-    rules: ShardingRules,
-    heads: int,
-    kv_heads: int,
-    sizes: AxisSizes,
-) -> tuple[ShardingRules, bool, bool]:
-    """Return the fitted rules, whether there are more devices than heads, and whether a head has
-    several copies.
-    """
+class _Situation(NamedTuple):
+    """How heads lie on a mesh."""
+
+    rules: ShardingRules
+    """The fitted rules."""
+    few: bool
+    """Whether there are more devices than heads."""
+    copied: bool
+    """Whether a kv head has several copies."""
+    in_groups: bool
+    """Whether Ulysses shares the heads out over groups of devices."""
+
+
+def _situation(config: Config, heads: int, kv_heads: int, sizes: AxisSizes) -> _Situation:
+    """Return how so many heads lie on a mesh of these sizes."""
+    rules = config.rules
     fitted, _ = fit_rules(rules, heads, kv_heads, sizes)
     devices = pieces("heads", fitted, sizes)
-    copied = fitted.heads != fitted.kv_heads
-    return (
-        fitted,
-        pieces("heads", rules, sizes) > heads,
-        copied and math.lcm(kv_heads, devices) > devices,
+    several = math.lcm(kv_heads, devices) > devices
+    return _Situation(
+        rules=fitted,
+        few=pieces("heads", rules, sizes) > heads,
+        copied=fitted.heads != fitted.kv_heads and several,
+        in_groups=config.context.strategy == "ulysses" and _in_groups(fitted, heads, sizes),
     )
+
+
+def _in_groups(rules: ShardingRules, heads: int, sizes: AxisSizes) -> bool:
+    """Whether a device has too few heads for all devices that split the sequence."""
+    here = heads // pieces("heads", rules, sizes)
+    devices = pieces("attention_seq", rules, sizes)
+    return devices_sharing(here, devices) < devices
 
 
 def _few_layers(config: Config, sizes: AxisSizes, asked: AxisSizes) -> tuple[int, Pipeline]:
