@@ -580,9 +580,9 @@ class Model:
         experts only those that a token is sent to do. Causal attention is counted whole, so that
         figures can be compared; of a sparser mask only its reach is counted. A frozen parameter
         beside LoRA counts 4 and not 6, since its gradient is not made. An entry of a sparse matrix
-        that does not multiply counts 2 and not 6: its gradient is made all the same. All parameters
-        of a block and a head are taken to multiply, and each block to attend as the config says,
-        also where they are of one's own.
+        that does not multiply counts 2 and not 6, since its gradient is made all the same, and 0
+        where a fixed pattern leaves it out. All parameters of a block and a head are taken to
+        multiply, and each block to attend as the config says, also where they are of one's own.
 
         Args:
           seq_len: the length of a sequence, in tokens.
@@ -621,7 +621,7 @@ class Model:
 
     def _left_out(self) -> float:
         """Count the entries of sparse matrices that do not multiply, by the share of their FLOPs
-        that this saves: 4 of 6.
+        that this saves: 4 of 6 where they have a gradient.
         """
         config = self.config
         sparsity = config.sparsity
@@ -633,7 +633,8 @@ class Model:
             if "experts" in axes[name]:
                 size *= config.experts_per_token / config.experts
             entries += size
-        return entries * (1 - sparsity.density) * 4 / 6
+        saved = 4 / 6 if sparsity.trains_all else 1.0
+        return entries * (1 - sparsity.density) * saved
 
     def _idle_experts(self) -> int:
         """Count the parameters of the experts that a token is not sent to."""

@@ -10,7 +10,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import Axes, Layout, state_axes
 from jaxpar.base.sparsity_config import MATRICES
-from jaxpar.kernels.weight_forms import NOfM, WeightForm
+from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
 from jaxpar.models.parts import Params
 from jaxpar.parallel.weight_view import read, require_units
 
@@ -31,7 +31,9 @@ def weight_form(config: ModelConfig, name: str) -> WeightForm | None:
     sparsity = config.sparsity
     if name not in sparsity.names((name,)):
         return None
-    return NOfM(*sparsity.counts)
+    if sparsity.pattern == "cyclic":
+        return CyclicBlocks(*sparsity.counts, *sparsity.block_size)
+    return NOfM(*sparsity.counts, *sparsity.block_size)
 
 
 def require_sparse(config: ModelConfig, names: Sequence[str], own_block: str | None) -> None:

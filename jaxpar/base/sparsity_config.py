@@ -5,10 +5,11 @@ What a form keeps is in `jaxpar.kernels.weight_forms`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 from jaxpar.base.ranges import Range
 
@@ -21,9 +22,8 @@ _FORM = re.compile(r"([1-9]\d?):([1-9]\d?)")
 
 @dataclass(frozen=True)
 class Sparsity:
-    """N:M sparsity: of each M neighbours along the dim that a matmul sums over, the N largest
-    multiply, and the others count as zero. All entries are stored and trained: see
-    docs/sparsity.md."""
+    """N:M sparsity: of each M neighbours along the dim that a matmul sums over, N multiply, and the
+    others count as zero. Neighbours are entries or whole blocks: see docs/sparsity.md."""
 
     form: str = ""
     """N:M, such as 2:4 or 1:4; empty = the matrices are dense."""
@@ -31,6 +31,12 @@ class Sparsity:
     """The matrices of every block that are sparse: some of q, k, v, out, gate, up, down; none named
     = all that there are.
     """
+    block: Annotated[tuple[int, ...], Range(1, 65_536)] = ()
+    """Rows and columns of the blocks that are kept or left out as a whole; empty = single entries.
+    """
+    pattern: Literal["largest", "cyclic"] = "largest"
+    """Which of the neighbours multiply: the largest, as they change in training, or cyclic, a fixed
+    pattern of blocks, of which the others are not trained."""
     decay: Annotated[float, Range(0.0, 1.0)] = 2e-4
     """SR-STE (arXiv:2102.04010, equation 8): so many times an entry that does not multiply is added
     to its gradient, once a step; 0 = the gradient passes straight through."""
@@ -49,6 +55,27 @@ class Sparsity:
         kept, of = self.counts
         return kept / of
 
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """The rows and columns of a block; 1 and 1 where single entries are neighbours."""
+        if len(self.block) != 2:
+            return 1, 1
+        return self.block[0], self.block[1]
+
+    @property
+    def multiple(self) -> int:
+        """What a device's part of every dim of a sparse matrix is a multiple of."""
+        _, of = self.counts
+        rows, columns = self.block_size
+        if self.pattern == "cyclic":
+            columns *= of
+        return math.lcm(of * rows, columns)
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether entries that do not multiply are trained."""
+        return self.pattern == "largest"
+
     def names(self, matrices: tuple[str, ...] = MATRICES) -> tuple[str, ...]:
         """The sparse ones of some matrices, in the order of `MATRICES`."""
         if not self.form:
@@ -58,7 +85,9 @@ class Sparsity:
 
     def keeps_as(self, other: Sparsity) -> bool:
         """Whether the same entries of the same matrices multiply as with other settings."""
-        return (self.counts, self.names()) == (other.counts, other.names())
+        return replace(self, targets=self.names(), decay=0) == replace(
+            other, targets=other.names(), decay=0
+        )
 
     def contradictions(self) -> Iterator[str]:
         """Say what is wrong with the values, a message each."""
@@ -67,6 +96,16 @@ class Sparsity:
             yield (
                 f"model.sparsity.form={self.form!r} is not N:M with N below M and M up to {_MOST}: "
                 'try "2:4"'
+            )
+        if len(self.block) not in (0, 2):
+            yield (
+                f"model.sparsity.block={list(self.block)} is not the rows and the columns of a "
+                "block: try [128, 128]"
+            )
+        if self.pattern == "cyclic" and not self.block:
+            yield (
+                "model.sparsity.pattern=cyclic is a pattern of blocks: set model.sparsity.block, "
+                "to [128, 128] for one"
             )
         unknown = [name for name in self.targets if name not in MATRICES]
         if unknown:

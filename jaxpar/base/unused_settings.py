@@ -183,9 +183,19 @@ EFFECTS = (
         "model.lora.rank is 0, no LoRA: add --model.lora.rank 8",
     ),
     Effect(
-        ("model.sparsity.targets", "model.sparsity.decay"),
+        (
+            "model.sparsity.targets",
+            "model.sparsity.decay",
+            "model.sparsity.block",
+            "model.sparsity.pattern",
+        ),
         lambda c: bool(c.model.sparsity.form),
         "model.sparsity.form is empty, all matrices are dense: add --model.sparsity.form 2:4",
+    ),
+    Effect(
+        ("model.sparsity.decay",),
+        lambda c: c.model.sparsity.trains_all,
+        "what model.sparsity.pattern=cyclic leaves out is not trained: leave the decay out",
     ),
     Effect(
         ("train.seed",),

@@ -44,7 +44,7 @@ from jaxpar.kernels.grouped_matmul import (
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, used_axes
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.weight_view import Weight, form_of, read, require_units, stored_array
+from jaxpar.parallel.weight_view import Weight, form_of, pull, read, require_units, stored_array
 
 # Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is
 # [1, 1, R, D].
@@ -460,8 +460,8 @@ def _grouped_product(
         others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         sums_EIO = (grouped_weight_gradient(x_RI, dy, counts_ME) for dy in dys_RO)
         stored = (
-            reduce(dweight, others, used_axes(axes), state_axes(axes), layout)
-            for dweight in sums_EIO
+            pull(reduce(dweight, others, used_axes(axes), state_axes(axes), layout), form, 1, 1)
+            for dweight, form in zip(sums_EIO, views, strict=True)
         )
         return (
             dx,

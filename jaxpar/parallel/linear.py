@@ -47,7 +47,7 @@ from jaxpar.parallel.collectives import (
     split_over,
 )
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
-from jaxpar.parallel.weight_view import Weight, form_of, read, require_units, stored_array
+from jaxpar.parallel.weight_view import Weight, form_of, pull, read, require_units, stored_array
 
 STORED: Axes = ("batch", "residual_seq", None)
 GATHERED: Axes = ("batch", "seq", None)
@@ -214,7 +214,7 @@ def row_linear(
             layout,
             None,
         )
-        return dh.astype(h.dtype), dweight
+        return dh.astype(h.dtype), pull(dweight, form, ins)
 
     return _plus(
         manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, stored_array(weight)),
@@ -426,11 +426,12 @@ def _columns(
         x, _ = all_gather_matmul(
             x.astype(layout.dtype), (), given, used, layout.compute, layout, gathers
         )
-        dweights = tuple(
+        dweights = (
             _weight_gradient(x, dy, weight, axes, used, layout, dim)
             for dy, weight, axes, dim in zip(dys, weights, stored, copies, strict=True)
         )
-        return dx, dweights
+        of_stored = (pull(dweight, form, 1) for dweight, form in zip(dweights, views, strict=True))
+        return dx, tuple(of_stored)
 
     return manual_vjp(forward, backward, layout, (given, stored), outs)(x, arrays)
 

@@ -4,7 +4,7 @@
 
 A linear takes a view wherever it takes an array. It makes the form of each device's own part,
 before that is cast and gathered, forward and backward; so nothing is kept beside the stored matrix,
-and nothing more is sent. The gradient goes straight through to the stored entries.
+and nothing more is sent.
 
 Shapes: I and O a linear's flattened dims.
 """
@@ -71,11 +71,32 @@ def read(weight: Array, form: WeightForm | None, ins: int, outer: int = 0) -> Ar
     """
     if form is None:
         return weight
+    return form.read(_as_matrices(weight, ins, outer)).reshape(weight.shape)
+
+
+def pull(gradient: Array, form: WeightForm | None, ins: int, outer: int = 0) -> Array:
+    """Turn the gradient of what multiplies into that of the stored matrix, or of a device's part.
+
+    Args:
+      gradient: [*outer, *in, *out].
+      form: as for `read`.
+      ins: as for `read`.
+      outer: as for `read`.
+
+    Returns:
+      The gradient, of the same shape and dtype.
+    """
+    if form is None:
+        return gradient
+    return form.pull(_as_matrices(gradient, ins, outer)).reshape(gradient.shape)
+
+
+def _as_matrices(weight: Array, ins: int, outer: int) -> Array:
+    """Take the dims in, and those out, of a weight together."""
     split = outer + ins
     rows = math.prod(weight.shape[outer:split])
     columns = math.prod(weight.shape[split:])
-    matrix = weight.reshape(*weight.shape[:outer], rows, columns)
-    return form.read(matrix).reshape(weight.shape)
+    return weight.reshape(*weight.shape[:outer], rows, columns)
 
 
 def require_units(

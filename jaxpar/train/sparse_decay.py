@@ -34,7 +34,8 @@ def with_sparse_decay(optimizer: Optimizer, model: ModelConfig) -> Optimizer:
     Returns:
       The optimizer; itself where nothing decays.
     """
-    if not model.sparsity.form or not model.sparsity.decay:
+    sparsity = model.sparsity
+    if not sparsity.form or not sparsity.decay or not sparsity.trains_all:
         return optimizer
 
     def make(axes: Params) -> optax.GradientTransformation:

@@ -40,9 +40,9 @@ def is_number(value: Any) -> bool:
 
 
 def test_every_number_has_a_range_that_holds_its_default() -> None:
-    """Those of lists too: the layers of a pipeline's stages are the only ones."""
+    """Those of lists too: the layers of a pipeline's stages, and the sides of a sparse block."""
     numbers = {key for key, value in DEFAULTS.items() if is_number(value)}
-    assert ranges(Config).keys() == numbers | {"pipeline.layers"}
+    assert ranges(Config).keys() == numbers | {"pipeline.layers", "model.sparsity.block"}
     assert all(ranges(Config)[key].holds(DEFAULTS[key]) for key in numbers)
     assert all(
         math.isfinite(end) for one in ranges(Config).values() for end in (one.least, one.most)
@@ -86,7 +86,7 @@ def test_what_no_number_is_is_refused_for_every_key(key: str, value: float) -> N
     else:
         item = 2**70
     with pytest.raises(UserError, match=rf"^{key}=.* is (not in|below) "):
-        check(override(Config(), {key: [item] if key == "pipeline.layers" else item}))
+        check(override(Config(), {key: [item] if DEFAULTS[key] == () else item}))
 
 
 @pytest.mark.parametrize(

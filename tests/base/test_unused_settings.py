@@ -44,6 +44,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.lora.alpha": (8.0, {}, {"model.lora.rank": 4}),
     "model.lora.targets": (["q"], {}, {"model.lora.rank": 4}),
     "model.sparsity.targets": (["q"], {}, {"model.sparsity.form": "2:4"}),
+    "model.sparsity.block": ((2, 2), {}, {"model.sparsity.form": "2:4"}),
+    "model.sparsity.pattern": ("cyclic", {}, {"model.sparsity.form": "2:4"}),
     "model.sparsity.decay": (0.1, {}, {"model.sparsity.form": "2:4"}),
     "train.seed": (1, {"train.init": "runs/a"}, {"model.dropout": 0.1}),
     "model.init_std": (0.1, {"train.init": "runs/a"}, {"train.init": ""}),

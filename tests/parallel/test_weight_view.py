@@ -17,7 +17,7 @@ from jax import Array
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.kernels.weight_forms import NOfM
+from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.weight_view import WeightView
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -57,13 +57,37 @@ def block(ops: Any, weights: list[Array], x_BSD: Array, form: NOfM) -> Array:
     return attended + ops.row_linear(jnp.tanh(up_BSF), down, ("mlp",))
 
 
-@pytest.mark.parametrize("spec", [MeshSpec(), MeshSpec(data=2, fsdp=2, tensor=2)], ids=str)
-def test_linears_through_a_view_are_those_of_the_reference(spec: MeshSpec) -> None:
+def test_blocks_are_kept_by_their_squares_or_by_their_places() -> None:
+    weight_IO = jnp.array([[3.0, 0.0], [0.0, 2.0], [2.0, 0.5], [2.0, 0.5]])
+    assert NOfM(1, 2, rows=2).mask(weight_IO)[:, 0].tolist() == [True, True, False, False]
+    assert NOfM(1, 2, rows=2, columns=2).mask(weight_IO)[:, 1].tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    cyclic = CyclicBlocks(1, 2, rows=1, columns=1)
+    assert cyclic.mask(weight_IO).astype(int).tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
+    # what a fixed pattern leaves out is not trained
+    np.testing.assert_array_equal(cyclic.pull(weight_IO) != 0, [[1, 0], [0, 1], [1, 0], [0, 1]])
+
+
+FORMS = {
+    "entries": FORM,
+    "blocks": NOfM(1, 2, rows=2, columns=4),
+    "cyclic": CyclicBlocks(1, 4, rows=1, columns=2),
+}
+MESHES = {"one": MeshSpec(), "data2.fsdp2.tensor2": MeshSpec(data=2, fsdp=2, tensor=2)}
+
+
+@pytest.mark.parametrize("spec", MESHES)
+@pytest.mark.parametrize("form", FORMS)
+def test_linears_through_a_view_are_those_of_the_reference(form: str, spec: str) -> None:
     x_BSD, *weights = draw((B, S, D), (D, H, h), (H, h, D), (D, F), (F, D))
-    plan = plan_on(spec)
+    plan = plan_on(MESHES[spec])
 
     def losses(ops: Any) -> tuple[Array, Any]:
-        loss = lambda x, weights: jnp.sum(jnp.sin(block(ops, weights, x, FORM)))  # noqa: E731
+        loss = lambda x, weights: jnp.sum(jnp.sin(block(ops, weights, x, FORMS[form])))  # noqa: E731
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x_BSD, weights)
 
     got = losses(Ops(plan))
@@ -71,9 +95,9 @@ def test_linears_through_a_view_are_those_of_the_reference(spec: MeshSpec) -> No
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.max(jnp.abs(other)))
         np.testing.assert_allclose(one, other, atol=1e-5 * scale, rtol=0)
-    # straight through: an entry that does not multiply has a gradient too
-    left_out = ~FORM.mask(weights[2])
-    assert float(jnp.min(jnp.max(jnp.abs(got[1][1][2]), where=left_out, initial=0, axis=0))) > 0
+    # straight through, an entry that does not multiply has a gradient too
+    share = float(jnp.mean(got[1][1][2] != 0))
+    assert share == (0.25 if form == "cyclic" else 1.0)
 
 
 def test_experts_through_a_view_are_those_of_the_reference() -> None:
@@ -137,7 +161,7 @@ def test_a_view_keeps_nothing_beside_the_stored_matrix_and_sends_nothing_more() 
 
 
 @dataclass(frozen=True)
-class Doubled:
+class Doubled(WeightForm):
     """A form of one's own."""
 
     unit: tuple[int, int] = (1, 1)

@@ -140,10 +140,16 @@ def shrink(
     )
     whole = Whole(config, mesh, least)
     for rule in RULES:
-        table, name = rule.setting.split(".")
-        changed = replace(getattr(small, table), **{name: rule.becomes(whole, small)})
-        small = replace(small, **{table: changed})
+        small = _with_setting(small, rule.setting, rule.becomes(whole, small))
     return small, _note(config, small)
+
+
+def _with_setting(table: Any, setting: str, value: Any) -> Any:
+    """Return a dataclass of dataclasses with one setting changed, by its dotted key."""
+    name, _, inside = setting.partition(".")
+    if inside:
+        value = _with_setting(getattr(table, name), inside, value)
+    return replace(table, **{name: value})
 
 
 def few_rows(config: Config, mesh: MeshSpec) -> Config:
@@ -370,9 +376,14 @@ def _seq_len(whole: Whole, small: Config) -> int:
     return odd_multiple(fewest, math.lcm(whole.chunks, split, whole.least.block))
 
 
+def _block(whole: Whole, small: Config) -> tuple[int, ...]:
+    """Blocks of two rows and columns at most."""
+    return tuple(min(side, 2) for side in whole.config.model.sparsity.block)
+
+
 def _head_dim(whole: Whole, small: Config) -> int:
     """An even number, because RoPE pairs the features of a head; whole groups of N:M."""
-    group = whole.config.model.sparsity.counts[1]
+    group = small.model.sparsity.multiple
     return _multiple(whole.least.head_dim, math.lcm(2, group * whole.split("head_dim")))
 
 
@@ -381,14 +392,14 @@ def _embed(whole: Whole, small: Config) -> int:
     model = whole.config.model
     width = model.embed / (model.heads * model.head_size)
     features = small.model.heads * small.model.head_dim
-    group = whole.config.model.sparsity.counts[1]
+    group = small.model.sparsity.multiple
     return odd_multiple(round(features * width), group * whole.split("embed", "state_embed"))
 
 
 def _mlp(whole: Whole, small: Config) -> int:
     """About as many features to those of the residual stream as the model has."""
     model = whole.config.model
-    group = model.sparsity.counts[1]
+    group = small.model.sparsity.multiple
     wanted = round(small.model.embed * model.mlp / model.embed)
     return odd_multiple(wanted, group * whole.split("mlp"))
 
@@ -447,7 +458,7 @@ class Rule(NamedTuple):
     """What becomes of one setting."""
 
     setting: str
-    """The table and the name, as a config has them."""
+    """Its dotted key."""
     becomes: Callable[[Whole, Config], Any]
     """Makes the small value from the whole config and the small one as the rules before left it."""
     why: str
@@ -485,6 +496,7 @@ RULES = (
         lambda whole, small: whole.few_heads[1] if whole.config.model.kv_heads else 0,
         "the fewest that are split, and copied, as the model's are",
     ),
+    Rule("model.sparsity.block", _block, "blocks are small, of more rows than one"),
     Rule(
         "model.head_dim",
         _head_dim,
