@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 
@@ -38,6 +39,12 @@ class WeightForm(ABC):
         and 1 = entries are zero one by one, or none is.
         """
         return 1, 1
+
+    def known_blocks(self, rows: int, columns: int) -> Bool[np.ndarray, "M N"] | None:
+        """Return which blocks multiply of a matrix of whole units, where this is known without its
+        values; None = it is not.
+        """
+        return None
 
     @abstractmethod
     def read(self, weight_IO: Float[Array, "... I O"]) -> Float[Array, "... I O"]:
@@ -145,10 +152,13 @@ class CyclicBlocks(WeightForm):
 
     def mask(self, weight_IO: Float[Array, "... I O"]) -> Bool[Array, "I O"]:
         """Tell which entries multiply, of matrices of this shape."""
-        rows, columns = weight_IO.shape[-2:]
-        i = jnp.arange(rows // self.rows)[:, None]
-        j = jnp.arange(columns // self.columns)
-        return _entries((i - j) % self.m < self.n, self.block)
+        return _entries(jnp.asarray(self.known_blocks(*weight_IO.shape[-2:])), self.block)
+
+    def known_blocks(self, rows: int, columns: int) -> Bool[np.ndarray, "M N"]:
+        """Return which blocks multiply of a matrix of this many rows and columns."""
+        i = np.arange(rows // self.rows)[:, None]
+        j = np.arange(columns // self.columns)
+        return (i - j) % self.m < self.n
 
     def read(self, weight_IO: Float[Array, "... I O"]) -> Float[Array, "... I O"]:
         """Return the matrices with zeros for the blocks that do not multiply."""

@@ -38,6 +38,7 @@ from jaxpar.base.sharding import (
     state_axes,
 )
 from jaxpar.kernels.attention.call import MASKED, cap_scores
+from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.parallel.collectives import (
     gather,
     manual_vjp,
@@ -48,6 +49,7 @@ from jaxpar.parallel.collectives import (
 )
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.parallel.weight_view import Weight, form_of, pull, read, require_units, stored_array
+from jaxpar.parallel.zero_blocks import Factor, find_zero_blocks
 
 STORED: Axes = ("batch", "residual_seq", None)
 GATHERED: Axes = ("batch", "seq", None)
@@ -184,8 +186,9 @@ def row_linear(
     _require_bias("row_linear", bias, weight.shape[ins:])
     gathers, scatters = _forms(overlap)
 
-    def use(weight: Array) -> Array:
-        return gather_weight(read(weight, form, ins), stored, layout)
+    def use(weight: Array, swapped: bool = False) -> Factor:
+        whole = gather_weight(read(weight, form, ins), stored, layout)
+        return _factor(whole, form, ins, layout, swapped)
 
     def forward(h: Array, weight: Array) -> Array:
         products = [(h.astype(layout.dtype), use(weight))]
@@ -194,7 +197,7 @@ def row_linear(
         )
 
     def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
-        swapped = _swap_dims(use(weight), ins)
+        swapped = use(weight, swapped=True)
         dy = dy.astype(layout.dtype)
         dy, (dh,) = all_gather_matmul(
             dy,
@@ -397,14 +400,13 @@ def _columns(
         for axes in stored
     ]
 
-    def use_all(weights: tuple[Array, ...]) -> list[Array]:
-        whole = (
-            gather_weight(read(weight, form, 1), axes, layout)
-            for weight, form, axes in zip(weights, views, stored, strict=True)
-        )
-        return [
-            _own_kv_heads(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)
-        ]
+    def use_all(weights: tuple[Array, ...], swapped: bool = False) -> list[Factor]:
+        used_weights = []
+        for weight, form, axes, dim in zip(weights, views, stored, copies, strict=True):
+            whole = gather_weight(read(weight, form, 1), axes, layout)
+            own = _own_kv_heads(whole, dim, layout)
+            used_weights.append(_factor(own, form, 1, layout, swapped, in_order=dim is None))
+        return used_weights
 
     def forward(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         x = x.astype(layout.dtype)
@@ -415,9 +417,9 @@ def _columns(
     ) -> tuple[Array, tuple[Array, ...]]:
         dys = tuple(dy.astype(layout.dtype) for dy in dys)
         # Arrays that are partial over the same mesh axes are added up before they are sent.
-        groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
-        for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
-            groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swap_dims(weight, 1)))
+        groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Factor]]] = {}
+        for dy, weight, axes in zip(dys, use_all(weights, swapped=True), outs, strict=True):
+            groups.setdefault(split_over(axes[2:], layout), []).append((dy, weight))
         parts = (
             matmul_reduce_scatter(group, over, used, given, layout, scatters)
             for over, group in groups.items()
@@ -477,6 +479,23 @@ def gather_weight(weight: Array, axes: Axes, layout: Layout) -> Array:
     the bytes travel.
     """
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
+
+
+def _factor(
+    weight: Array,
+    form: WeightForm | None,
+    ins: int,
+    layout: Layout,
+    swapped: bool,
+    in_order: bool = True,
+) -> Factor:
+    """Inside `manual`: what a device multiplies by, of a weight [*in, *out] that is ready but for
+    being `swapped`; kernels are told its blocks of zeros.
+    """
+    if swapped:
+        weight = _swap_dims(weight, ins)
+        ins = weight.ndim - ins
+    return find_zero_blocks(weight, form, ins, layout, swapped=swapped, whole=in_order)
 
 
 def _swap_dims(weight: Array, split: int) -> Array:

@@ -26,6 +26,7 @@ from jaxpar.base.plan import Form
 from jaxpar.base.registry import FORMS, registering
 from jaxpar.base.sharding import Axes, Layout
 from jaxpar.parallel.collectives import further_split, gather, reduce
+from jaxpar.parallel.zero_blocks import Factor, ZeroBlocks
 
 
 class Lane(NamedTuple):
@@ -93,7 +94,7 @@ def ring_forms() -> dict[str, Lanes]:
 
 def all_gather_matmul(
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Factor],
     stored: Axes,
     used: Axes,
     dtype: str,
@@ -134,7 +135,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    products: Sequence[tuple[jax.Array, jax.Array]],
+    products: Sequence[tuple[jax.Array, Factor]],
     partial: Collection[MeshAxis],
     used: Axes,
     stored: Axes,
@@ -185,12 +186,13 @@ def matmul_reduce_scatter(
     )
 
 
-def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
+def matmul(x: jax.Array, weight: Factor, dtype: str) -> jax.Array:
     """Multiply by a matmul of flattened dims.
 
     Args:
       x: an array [B, S, *in].
-      weight: an array [*in, *out].
+      weight: an array [*in, *out]. Its blocks of zeros, if they are told, are skipped where the
+        product has the dtype of x: kernels make no other.
       dtype: the dtype of the product.
 
     Returns:
@@ -198,6 +200,10 @@ def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
     """
     out = weight.shape[x.ndim - 2 :]
     x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
+    if isinstance(weight, ZeroBlocks):
+        if x.dtype == dtype:
+            return weight.multiply(x_TI).reshape(*x.shape[:2], *out)
+        weight = weight.array
     y_TO = jnp.matmul(
         x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype)
     )

@@ -46,6 +46,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+CYCLIC = {"model.sparsity.block": [2, 2], "model.sparsity.pattern": "cyclic"}
+
+
 def config_of(**changes: Any) -> Config:
     return override(Config(), SMALL | {key.replace("__", "."): x for key, x in changes.items()})
 
@@ -131,6 +134,8 @@ def test_sizes_that_cut_a_group_are_refused() -> None:
         ({"model__sparsity__form": "4:2"}, "is not N:M with N below M"),
         ({"model__sparsity__form": "half"}, "is not N:M"),
         ({"model__sparsity__targets": ["mlp"]}, "no matrix 'mlp'"),
+        ({"model__sparsity__block": [4]}, "not the rows and the columns of a block"),
+        ({"model__sparsity__pattern": "cyclic"}, "cyclic is a pattern of blocks"),
         ({"model__lora__rank": 2}, "model.lora.rank=2 with model.sparsity.form=2:4"),
     ],
 )
@@ -160,6 +165,9 @@ def test_flops_are_those_of_the_entries_that_multiply() -> None:
     matrices = 2 * (4 * 32 * 32 + 2 * 32 * 64)
     saved = dense.flops_per_token(16) - model.flops_per_token(16)
     assert saved == pytest.approx(4 * matrices / 2)
+    fixed = {"model__sparsity__pattern": "cyclic", "model__sparsity__block": [2, 2]}
+    saved = dense.flops_per_token(16) - Model(config_of(**fixed).model).flops_per_token(16)
+    assert saved == pytest.approx(6 * matrices / 2)
 
 
 @pytest.mark.slow
@@ -173,6 +181,9 @@ def test_flops_are_those_of_the_entries_that_multiply() -> None:
         ("gpt2", "1:4", {"mesh.stage": 2, "mesh.fsdp": 2}),
         ("mixtral", "2:4", {"mesh.expert": 2, "mesh.tensor": 2}),
         ("gpt2", "2:4", {"mesh.data": 4, "rules.state_embed": ["data"]}),
+        ("llama", "1:4", {"mesh.fsdp": 2, "mesh.tensor": 2, "model.sparsity.block": [2, 2]}),
+        ("gpt2", "1:4", {"mesh.stage": 2, "mesh.tensor": 2} | CYCLIC),
+        ("mixtral", "1:4", {"mesh.expert": 2, "mesh.fsdp": 2} | CYCLIC),
     ],
 )
 def test_every_layout_gives_the_gradients_and_updates_of_one_device(

@@ -6,6 +6,7 @@ Tolerance: as in test_linear.py, 1e-5 of the largest entry for float32 sums in a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,12 +18,12 @@ from jax import Array
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
+from jaxpar.kernels import block_sparse
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
+from jaxpar.parallel import zero_blocks
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.weight_view import WeightView
 from jaxpar.verify.reference_ops import ReferenceOps
-
-pytestmark = pytest.mark.quick
 
 B = 4
 S = 8
@@ -42,6 +43,7 @@ def draw(*shapes: tuple[int, ...]) -> list[Array]:
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.quick
 def test_the_largest_of_each_group_are_kept_and_of_equals_the_first() -> None:
     weight_IO = jnp.array([[1.0, -3.0], [-2.0, 3.0], [0.5, 3.0], [4.0, -3.0]])
     mask_IO = FORM.mask(weight_IO)
@@ -57,6 +59,7 @@ def block(ops: Any, weights: list[Array], x_BSD: Array, form: NOfM) -> Array:
     return attended + ops.row_linear(jnp.tanh(up_BSF), down, ("mlp",))
 
 
+@pytest.mark.quick
 def test_blocks_are_kept_by_their_squares_or_by_their_places() -> None:
     weight_IO = jnp.array([[3.0, 0.0], [0.0, 2.0], [2.0, 0.5], [2.0, 0.5]])
     assert NOfM(1, 2, rows=2).mask(weight_IO)[:, 0].tolist() == [True, True, False, False]
@@ -80,6 +83,7 @@ FORMS = {
 MESHES = {"one": MeshSpec(), "data2.fsdp2.tensor2": MeshSpec(data=2, fsdp=2, tensor=2)}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("spec", MESHES)
 @pytest.mark.parametrize("form", FORMS)
 def test_linears_through_a_view_are_those_of_the_reference(form: str, spec: str) -> None:
@@ -100,6 +104,7 @@ def test_linears_through_a_view_are_those_of_the_reference(form: str, spec: str)
     assert share == (0.25 if form == "cyclic" else 1.0)
 
 
+@pytest.mark.quick
 def test_experts_through_a_view_are_those_of_the_reference() -> None:
     x_BSD, router, *weights = draw((B, S, D), (D, 4), (4, D, F), (4, D, F), (4, F, D))
     plan = plan_on(MeshSpec(expert=2, tensor=2))
@@ -118,6 +123,7 @@ def test_experts_through_a_view_are_those_of_the_reference() -> None:
         np.testing.assert_allclose(one, other, atol=1e-5 * scale, rtol=0)
 
 
+@pytest.mark.quick
 def test_a_group_that_would_lie_on_two_devices_is_refused() -> None:
     x_BSD, weight = draw((B, S, 12), (12, F))
     ops = Ops(plan_on(MeshSpec(fsdp=2)))
@@ -130,6 +136,7 @@ def test_a_group_that_would_lie_on_two_devices_is_refused() -> None:
         split.row_linear(hidden, WeightView(out, FORM), ("heads", "head_dim"))
 
 
+@pytest.mark.quick
 def test_a_view_keeps_nothing_beside_the_stored_matrix_and_sends_nothing_more() -> None:
     """What the backward keeps of a linear is its input and the stored weight; the collectives are
     those of the dense one.
@@ -171,6 +178,7 @@ class Doubled(WeightForm):
         return 2 * weight_IO
 
 
+@pytest.mark.quick
 def test_a_form_of_ones_own_multiplies_and_has_no_reference() -> None:
     x_BSD, weight = draw((B, S, D), (D, F))
     plan = plan_on(MeshSpec(fsdp=2))
@@ -179,3 +187,41 @@ def test_a_form_of_ones_own_multiplies_and_has_no_reference() -> None:
     np.testing.assert_allclose(got, 2 * want, rtol=1e-6)
     with pytest.raises(UserError, match="no weights of form doubled"):
         ReferenceOps(plan).column_linear(x_BSD, WeightView(weight, Doubled()), ("mlp",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [NOfM(1, 2, 128, 128), CyclicBlocks(1, 2, 128, 128)], ids=str)
+def test_on_a_tpu_a_kernel_multiplies_without_the_blocks_of_zeros(
+    form: WeightForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is interpreted here: forward, and both gradients; float32 sums in another order."""
+    maps = list[Any]()
+
+    def interpreted(x: Array, weight: Array, blocks: Any, platform: str) -> Array:
+        assert platform == "tpu"
+        maps.append(blocks)
+        return block_sparse.matmul(
+            x, weight, blocks, implementation="pallas_tpu", platform=platform, interpret=True
+        )
+
+    x_BSD, up, down = draw((1, 8, 256), (256, 512), (512, 256))
+
+    def losses() -> Any:
+        ops = Ops(plan_on(MeshSpec()))
+
+        def loss(x: Array, up: Array, down: Array) -> Array:
+            hidden = ops.column_linear(x, WeightView(up, form), ("mlp",))
+            return jnp.sum(jnp.square(ops.row_linear(hidden, WeightView(down, form), ("mlp",))))
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x_BSD, up, down)
+
+    want = losses()
+    monkeypatch.setattr(zero_blocks, "platform_of", lambda layout: "tpu")
+    fake = SimpleNamespace(matmul=interpreted)
+    monkeypatch.setattr(zero_blocks, "block_sparse", fake)
+    got = losses()
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.max(jnp.abs(other))), rtol=0)
+    assert len(maps) == 4 and all(np.mean(np.asarray(one)) == 0.5 for one in maps)
+    # what places decide is known while tracing, so that the kernel has a list of just these tiles
+    assert all(isinstance(one, np.ndarray) == (form.name[0] == "c") for one in maps)
