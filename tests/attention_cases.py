@@ -132,6 +132,7 @@ MASKS: dict[str, Callable[[np.random.Generator, Case], Mask]] = {
     "causal_late": lambda rng, c: Causal(-c.S // 3),  # the first queries see nothing
     "window": lambda rng, c: Causal() & Window(c.S // 4),
     "window_both": lambda rng, c: Window(c.S // 5, 7),
+    "window_both_documents": lambda rng, c: Window(c.S // 5, 7) & _documents(rng, c.B, c.S, c.T),
     "prefix": lambda rng, c: Causal() | First(c.T // 3),
     "dilated": lambda rng, c: Dilated(9, 3),
     "documents": lambda rng, c: _documents(rng, c.B, c.S, c.T),

@@ -31,6 +31,7 @@ from jaxpar.kernels.masks import (
     EMPTY,
     BlockSparse,
     Causal,
+    Full,
     Mask,
     Segments,
     Tiles,
@@ -536,10 +537,22 @@ def test_everything_compiles(case: Case) -> None:
     assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
 
+@needs_cuda
+@lowers_without_gpu
+@deprecated
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["encoder_documents", "both_ways"])
+def test_an_encoder_s_masks_compile_for_an_absent_gpu(mask: str) -> None:
+    text = compiled_for("h100", mask, 1024, 64).as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+
+
 GPU_MASKS: dict[str, Callable[[Any], Mask]] = {
     "causal": lambda ids: Causal(),
     "window": lambda ids: Causal() & Window(1023),
     "documents": lambda ids: Causal() & Segments(ids, ids),
+    "encoder_documents": lambda ids: Full() & Segments(ids, ids),
+    "both_ways": lambda ids: Window(64, 64),
     "bigbird": lambda ids: Causal() & bigbird(1 << 17, block=128),
 }
 
@@ -661,5 +674,8 @@ def test_memory_grows_with_the_sequence_not_its_square(chip: str, mask: str) -> 
             f"{chip} {mask} {S}: {found.temp_size_in_bytes / 2**20:.2f} MiB, log-sum-exp "
             f"{lse / 2**20:.2f}"
         )
-        assert found.temp_size_in_bytes <= lse + (4 * tiles if mask == "documents" else 0) + 4096
+        assert (
+            found.temp_size_in_bytes
+            <= lse + (4 * tiles if mask.endswith("documents") else 0) + 4096
+        )
         assert found.temp_size_in_bytes < found.argument_size_in_bytes / 16
