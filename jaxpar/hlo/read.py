@@ -16,14 +16,13 @@ from dataclasses import dataclass, field, replace
 from jaxpar.base.errors import UserError, short
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
+from jaxpar.hlo.kinds import kind_of, shape_text
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, parse_module
-from jaxpar.hlo.tasks import Loop, Node, Origin, Program, Task, TaskKind, Wait, walk
+from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
+from jaxpar.hlo.tasks import Loop, Needs, Node, Origin, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 from jaxpar.hlo.work import (
-    HOST,
     KernelCost,
-    Multiplied,
     copied_bytes,
     kernel_work,
     result_of,
@@ -36,8 +35,6 @@ _ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
 """This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which
 operand.
 """
-_NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
-_HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
 # as the TPU compiler writes its estimate of one execution
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -116,6 +113,12 @@ class _Value:
     """The position of the asynchronous task whose result it will be; None for a finished result."""
     parts: tuple[_Value, ...] = ()
     """The values of a tuple's parts."""
+    results: frozenset[tuple[int, int]] = frozenset()
+    """The loops among `tasks`, each with the part of its result that is meant."""
+    states: frozenset[int] = frozenset()
+    """All parts of the loop's state that it is made of, as they were before this trip."""
+    awaited: frozenset[int] = frozenset()
+    """Those of them that an asynchronous task of the previous trip makes, which was waited for."""
 
     def part(self, index: int) -> _Value:
         """Return an element of a tuple, or the whole where its parts are not known separately."""
@@ -132,7 +135,24 @@ def _merge(values: Sequence[_Value]) -> _Value:
     tasks = frozenset[int]().union(*(value.tasks for value in values))
     state = next((value.state for value in values if value.state is not None), None)
     start = next((value.start for value in values if value.start is not None), None)
-    return _Value(tasks, state, start)
+    return _Value(
+        tasks,
+        state,
+        start,
+        results=frozenset[tuple[int, int]]().union(*(value.results for value in values)),
+        states=frozenset[int]().union(*(value.states for value in values)),
+        awaited=frozenset[int]().union(*(value.awaited for value in values)),
+    )
+
+
+def _needs(value: _Value) -> Needs:
+    """What a value is made by, as the nodes of its list have it."""
+    loops = {position for position, _ in value.results}
+    return Needs(
+        tuple(sorted(value.tasks - loops)),
+        tuple(sorted(value.results)),
+        tuple(sorted(value.states | value.awaited)),
+    )
 
 
 @dataclass(slots=True)
@@ -146,6 +166,8 @@ class _Nodes:
     """
     sent: dict[str, int] = field(default_factory=dict)
     """The position of each send to another device, by its name."""
+    awaited: dict[int, frozenset[int]] = field(default_factory=dict)
+    """`_Value.awaited` of what each task needs, by the task's position."""
 
     def add(self, node: Node) -> int:
         """Append a node and return its position."""
@@ -241,12 +263,11 @@ class _Reader:
                 f"{kernel}: a kernel without a cost estimate, its FLOPs are not counted"
             )
         finished = [operand for operand in operands if operand.start is None]
+        made_of = _merge(finished)
         position = into.add(
-            replace(
-                task,
-                depends=tuple(sorted(_merge(finished).tasks)),
-            )
+            replace(task, depends=tuple(sorted(made_of.tasks)), needs=_needs(made_of))
         )
+        into.awaited[position] = made_of.awaited
         made = _Value(frozenset({position}))
         if instruction.opcode == "send":
             into.sent[instruction.name] = position
@@ -280,7 +301,7 @@ class _Reader:
         if collective:
             kind = "collective"
         else:
-            kind = _kind(module, computation, instruction, work)
+            kind = kind_of(module, computation, instruction, work)
         shape = result_of(instruction)
         return Task(
             instruction.name,
@@ -291,7 +312,7 @@ class _Reader:
             bytes=copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
             cycles=int(cycles[1]) if cycles and 0 < int(cycles[1]) < 2**60 else None,
             dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype,
-            shape=_shape_text(shape),
+            shape=shape_text(shape),
             collective=collective,
             asynchronous=opcodes.is_start(module, instruction),
         )
@@ -331,24 +352,43 @@ class _Reader:
             self.notes.append(f"{instruction.name}: no trip count in the text, taken as 1")
         width = len(instruction.shape.parts)
         if width:
-            argument = _Value(parts=tuple(_Value(state=index) for index in range(width)))
+            argument = _Value(parts=tuple(map(_state, range(width))))
         else:
-            argument = _Value(state=0)
+            argument = _state(0)
         inside = _Nodes()
         unchanged = invariant(self.module, instruction, state)
         root = self.read(self.module.body(instruction), unchanged, [argument], inside)
         ends = [root.part(index) for index in range(max(1, width))]
         self._close_waits(inside, ends)
+        _hand_on(inside, {index for index, end in enumerate(ends) if end.start is not None})
         origin = origin_of(self.module, instruction, self.dirs)
         depends = sorted(
             _merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
         )
         nodes = tuple(inherit(inside.nodes, origin))
         position = into.add(
-            Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(depends), origin)
+            Loop(
+                instruction.name,
+                1 if trips is None else trips,
+                nodes,
+                tuple(depends),
+                origin,
+                starts=tuple(_needs(operand.part(index)) for index in range(len(ends))),
+                ends=tuple(map(_needs, ends)),
+            )
         )
-        made = _Value(frozenset({position}))
-        parts = tuple(made if end.start is None else replace(made, start=position) for end in ends)
+        made = _Value(
+            frozenset({position}),
+            results=frozenset((position, index) for index in range(len(ends))),
+        )
+        parts = tuple(
+            replace(
+                made,
+                start=None if end.start is None else position,
+                results=frozenset({(position, index)}),
+            )
+            for index, end in enumerate(ends)
+        )
         return replace(made, parts=parts)
 
     def _close_waits(self, inside: _Nodes, ends: list[_Value]) -> None:
@@ -369,6 +409,25 @@ class _Reader:
             inside.nodes[position] = wait
 
 
+def _state(index: int) -> _Value:
+    """The value of a part of a loop's state before a trip."""
+    return _Value(state=index, states=frozenset({index}))
+
+
+def _hand_on(inside: _Nodes, running: set[int]) -> None:
+    """Let no task of a loop's body need what still runs when a trip begins, unless it was waited
+    for: a fusion beside which a collective goes on only hands it on.
+    """
+    for position, node in enumerate(inside.nodes):
+        if isinstance(node, Task) and not running.isdisjoint(node.needs.states):
+            waited = inside.awaited.get(position, frozenset())
+            states = [
+                state for state in node.needs.states if state not in running or state in waited
+            ]
+            needs = replace(node.needs, states=tuple(states))
+            inside.nodes[position] = replace(node, needs=needs)
+
+
 def _finish(instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
     """Add a wait if the operand is a started task; otherwise add nothing, since the task was not
     asynchronous.
@@ -382,7 +441,13 @@ def _finish(instruction: Instruction, operands: list[_Value], into: _Nodes) -> _
     elif operand.state is not None:
         position = into.add(Wait(instruction.name, -1, previous_trip=True))
         into.waits.append((position, operand.state))
-    return _Value(operand.tasks, operand.state)
+    return _Value(
+        operand.tasks,
+        operand.state,
+        results=operand.results,
+        states=operand.states,
+        awaited=operand.states,
+    )
 
 
 def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> _Value:
@@ -393,54 +458,3 @@ def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> _Value
         return _NOTHING
     into.add(Wait(instruction.name, sent))
     return _Value(frozenset({sent}))
-
-
-def _shape_text(shape: Shape) -> str:
-    """Write a shape for people to read; a long tuple is described by its largest array."""
-    if len(shape.parts) <= 2:
-        return str(shape)
-    largest = max(shape.leaves(), key=lambda leaf: leaf.bytes)
-    return f"{largest} and {len(list(shape.leaves())) - 1} more"
-
-
-def _kind(
-    module: Module, computation: Computation, instruction: Instruction, work: Multiplied
-) -> TaskKind:
-    if instruction.target:
-        if instruction.target.startswith(opcodes.GEMM_TARGETS):
-            return "matmul"
-        return "kernel"
-    if work.flops:
-        return "matmul"
-    results = list(instruction.shape.leaves())
-    leaves = [
-        *results,
-        *(leaf for operand in computation.operands(instruction) for leaf in operand.shape.leaves()),
-    ]
-    slices = instruction.opcode in ("dynamic-slice", "slice")
-    if all(leaf.elements <= 1 for leaf in (results if slices else leaves)):
-        return "control"  # bookkeeping on scalars, such as loop counters and offsets of slices
-    moves = _only_moves(module, instruction)
-    if (
-        moves and any(leaf.space == HOST for leaf in leaves)
-    ) or instruction.opcode in _HOST_TRANSFERS:
-        return "host_copy"
-    return "copy" if moves else "fusion"
-
-
-def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Return whether nothing is computed: a copy, a change of layout, a slice, or a fusion of these
-    and offsets.
-    """
-    if instruction.base not in opcodes.CALLERS:
-        return instruction.base in opcodes.MOVES
-    inner = module.called(instruction)
-    called = [
-        i
-        for computation in inner
-        for i in computation.instructions.values()
-        if i.shape.elements > 1
-    ]
-    return bool(called) and all(
-        i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called
-    )

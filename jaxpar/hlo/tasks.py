@@ -81,6 +81,18 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """What a value is made by, of what stands in one list of nodes."""
+
+    tasks: tuple[int, ...] = ()
+    """The positions of tasks."""
+    results: tuple[tuple[int, int], ...] = ()
+    """The position of a loop, and which part of its result it is."""
+    states: tuple[int, ...] = ()
+    """In a loop's body, the parts of the loop's state as they were before this trip."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One instruction that takes time; its figures are for one execution on one device."""
 
@@ -108,6 +120,9 @@ class Task:
     collective: Collective | None = None
     asynchronous: bool = False
     """Whether it runs beside what follows, until its `Wait`."""
+    needs: Needs = Needs()
+    """What makes its operands. `depends` says the same without the parts of loops, and without what
+    comes from the trip before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +147,11 @@ class Loop:
     body: tuple[Node, ...]
     depends: tuple[int, ...] = ()
     origin: Origin = Origin()
+    starts: tuple[Needs, ...] = ()
+    """What makes each part of its state before the first trip, in the list that the loop stands
+    in."""
+    ends: tuple[Needs, ...] = ()
+    """What makes each part of its state in a trip, in its body."""
 
 
 Node = Task | Wait | Loop

@@ -1,0 +1,89 @@
+"""What a program would be without its fusions: each operation inside one is counted by itself.
+
+This opens the fusions that a compiler made, and compiles nothing. A compiler whose fusion passes
+are off may choose other layouts and other operations too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxpar.hlo import opcodes
+from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
+from jaxpar.hlo.tasks import Program, walk
+from jaxpar.hlo.work import traffic
+
+
+class Operations(NamedTuple):
+    """How much a program does one after another."""
+
+    tasks: int
+    """The instructions that take time."""
+    runs: int
+    """How often they run in a step."""
+    bytes: int
+    """The bytes that a step moves to and from device memory."""
+
+
+def operations(program: Program) -> Operations:
+    """Count the tasks of a program as it is.
+
+    Args:
+      program: the program.
+
+    Returns:
+      Its tasks, their runs, and the bytes that they move.
+    """
+    counted = list(walk(program.nodes))
+    return Operations(
+        len(counted),
+        sum(count for _, count in counted),
+        sum(task.bytes * count for task, count in counted),
+    )
+
+
+def operations_opened(text: str, program: Program) -> Operations:
+    """Count the tasks of a program as if each operation in a fusion were a task of its own, which
+    reads its operands from device memory and writes its result there.
+
+    Args:
+      text: the text of the scheduled module.
+      program: what `read_program` made of it.
+
+    Returns:
+      The tasks, their runs, and the bytes that they move.
+    """
+    module = parse_module(text)
+    standing = {
+        name: (computation, instruction)
+        for computation in module.computations.values()
+        for name, instruction in computation.instructions.items()
+    }
+    tasks = 0
+    runs = 0
+    moved = 0
+    for task, count in walk(program.nodes):
+        found = standing.get(task.name)
+        inner = list(_inside(module, found[1])) if found else []
+        if inner:
+            tasks += len(inner)
+            runs += count * len(inner)
+            moved += count * sum(traffic(module, *one) for one in inner)
+        else:
+            tasks += 1
+            runs += count
+            moved += count * task.bytes
+    return Operations(tasks, runs, moved)
+
+
+def _inside(module: Module, fusion: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """The operations in a fusion that take time, also in fusions inside it."""
+    if fusion.opcode != "fusion":
+        return
+    for computation in module.called(fusion):
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "fusion":
+                yield from _inside(module, instruction)
+            elif not opcodes.is_free(instruction):
+                yield computation, instruction
