@@ -157,6 +157,11 @@ _GPU_OVERLAP: Options = {
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
 
+_DISABLED_PASSES = "xla_disable_hlo_passes"
+_FUSION_PASSES = {"tpu": "tpu_fusion,tpu_multi_output_fusion", "gpu": "fusion", "cpu": "fusion"}
+"""The names of the passes that fuse, which each platform's compiler honours in its own form: on a
+GPU `fusion` is a pipeline, and what is left is one operation a kernel."""
+
 KNOWN_OPTIONS = (*_TPU, *_TPU_OVERLAP, *_GPU_OVERLAP, SCOPED_VMEM)
 """The names that a misspelt one is compared with: XLA does not list its own."""
 
@@ -178,6 +183,19 @@ def compiler_options(mesh: Mesh) -> Options:
     if platform in ("gpu", "cuda") and several:
         return dict(_GPU_OVERLAP)
     return {}
+
+
+def without_fusion(mesh: Mesh) -> Options:
+    """The options with which a platform's compiler fuses nothing, to be counted and not to be run.
+
+    Args:
+      mesh: the mesh, whose devices may be absent.
+
+    Returns:
+      The options by their names.
+    """
+    platform = mesh.devices.flat[0].platform
+    return {_DISABLED_PASSES: _FUSION_PASSES["gpu" if platform == "cuda" else platform]}
 
 
 def once_options(mesh: Mesh) -> Options:

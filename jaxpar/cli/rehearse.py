@@ -18,7 +18,9 @@ from jaxpar.base.errors import UserError, visible
 from jaxpar.base.runtime import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
-from jaxpar.rehearse.of_config import on_target, rehearse
+from jaxpar.rehearse.graph.report import write_graph
+from jaxpar.rehearse.graph.tables import graph_parts
+from jaxpar.rehearse.of_config import on_target, rehearse, unfused
 from jaxpar.rehearse.report.alive import alive_table
 from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
 from jaxpar.rehearse.report.lint import parse_rules
@@ -49,6 +51,18 @@ class RehearseArgs(ConfigArgs):
     """Draw what is in a device's memory over the step, and list the arrays at the peak: FILE.png or
     FILE.svg.
     """
+    graph: str = ""
+    """The step as a task graph: print critical path, slack, the bound of any schedule and a list
+    schedule, and write tasks and edges: FILE.json.
+    """
+    graph_picture: str = ""
+    """Draw the task graph: the compiler's order beside a list schedule, and a loop's body as a
+    graph: FILE.png or FILE.svg.
+    """
+    unfused: bool = False
+    """With --graph, compile once more without XLA's fusion passes, and say how many tasks there
+    are then, and what they move.
+    """
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
     against: str = ""
@@ -60,8 +74,8 @@ class RehearseArgs(ConfigArgs):
 
 
 def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--trace|--picture|--memory|--json FILE] [--against OTHER]
-    [--section.key value ...]
+    """jaxpar rehearse CONFIG --target T [--trace|--picture|--memory|--graph|--json FILE]
+    [--against OTHER] [--section.key value ...]
     """
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     if not args.target:
@@ -73,8 +87,10 @@ def rehearse_command(words: list[str]) -> int:
     quiet = args.json == "-"
     if quiet and args.against:
         raise UserError("--against has no effect: --json - prints the report and nothing else")
-    file = "" if quiet else args.json
-    check_folders(args.trace, args.picture, args.memory, file)
+    if args.unfused and not args.graph:
+        raise UserError("--unfused has no effect without --graph FILE.json, which it adds to")
+    outputs = _outputs(args)
+    check_folders(*outputs)
     before = None
     other = None
     if args.against.endswith(".json"):
@@ -84,7 +100,7 @@ def rehearse_command(words: list[str]) -> int:
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     command = " ".join(["jaxpar rehearse", *words])
     try:
-        report = _report_of(args.config, name, target, command, say)
+        report = _report_of(args.config, name, target, command, say, args)
     except DoesNotFit as refused:
         if "does-not-fit" not in rules:
             raise
@@ -93,33 +109,46 @@ def rehearse_command(words: list[str]) -> int:
     if other is not None:
         say(f"and {args.against}, to compare with")
         before = _report_of(other, args.against, target, command, say)
-    for part in report_parts(report):
+    for part in _parts(report, args):
         say(part)
-    if args.memory and "alive" in report:
-        for part in alive_table(report["alive"]):
-            say(part)
     if before is not None:
         for part in comparison_parts(compare(before, report)):
             say(part)
     if quiet:
         print(json.dumps(report, allow_nan=False))
-    outputs = (
-        (args.trace, write_trace),
-        (args.picture, _draw),
-        (args.memory, _draw_memory),
-        (file, _write_json),
-    )
-    for path, write in outputs:
-        if path:
-            try:
-                write(report, Path(path))
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror}") from error
-            say(f"wrote {path}")
+    for path, write in outputs.items():
+        try:
+            write(report, Path(path))
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        say(f"wrote {path}")
     broken = [row for row in report["findings"] if row["rule"] in rules]
     for line in finding_lines(broken):
         print(f"jaxpar: failed: {visible(line)}", file=sys.stderr)
     return 1 if broken else 0
+
+
+def _outputs(args: RehearseArgs) -> dict[str, Callable[[Rehearsal, Path], None]]:
+    """What writes each file that was asked for."""
+    outputs = {
+        args.trace: write_trace,
+        args.picture: _draw,
+        args.memory: _draw_memory,
+        args.graph: write_graph,
+        args.graph_picture: _draw_graph,
+        args.json: _write_json,
+    }
+    return {path: write for path, write in outputs.items() if path not in ("", "-")}
+
+
+def _parts(report: Rehearsal, args: RehearseArgs) -> list[RenderableType]:
+    """What is printed of a report."""
+    parts = report_parts(report)
+    if args.memory and "alive" in report:
+        parts += alive_table(report["alive"])
+    if "graph" in report:
+        parts += graph_parts(report["graph"])
+    return parts
 
 
 def _report_of(
@@ -128,10 +157,20 @@ def _report_of(
     target: Target,
     command: str,
     say: Callable[[RenderableType], None],
+    args: RehearseArgs | None = None,
 ) -> Rehearsal:
-    """Settle a config for a target, and rehearse it."""
+    """Settle a config for a target, and rehearse it, with its task graph where that was asked
+    for.
+    """
     experiment, program = resolve_and_compile(on_target(config, target), target, say)
-    return rehearse(experiment, target, Path(name).stem, command, say, program)
+    graph = args is not None and bool(args.graph or args.graph_picture)
+    report = rehearse(experiment, target, Path(name).stem, command, say, program, graph)
+    if args is not None and args.unfused and "graph" in report:
+        try:
+            report["graph"]["unfused"] = unfused(experiment, target, say)
+        except UserError as refused:  # the report stands without it
+            report["notes"].append(f"without XLA's fusion passes: {refused}")
+    return report
 
 
 def _write_json(report: Rehearsal, file: Path) -> None:
@@ -150,3 +189,10 @@ def _draw_memory(report: Rehearsal, file: Path) -> None:
     from jaxpar.show.memory_timeline import memory_timeline_figure
 
     save_figure(memory_timeline_figure(report), file)
+
+
+def _draw_graph(report: Rehearsal, file: Path) -> None:
+    from jaxpar.show.figures import save_figure  # matplotlib, for a picture alone
+    from jaxpar.show.task_graph import task_graph_figure
+
+    save_figure(task_graph_figure(report), file)

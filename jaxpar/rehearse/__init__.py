@@ -6,8 +6,8 @@
     rehearse.print_comparison(rehearse.compare(before, report))
 
 `step` takes anyone's function, `config` the training step of a config. `cost` prices what the
-compiler made of it, `timeline` plays it out, `report` says what was found. `targets` are the
-machines.
+compiler made of it, `timeline` plays it out, `graph` says what another order could reach, `report`
+says what was found. `targets` are the machines.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
+from jaxpar.rehearse.graph.report import write_graph
+from jaxpar.rehearse.graph.schema import TaskGraph
 from jaxpar.rehearse.report.comparison import Comparison, compare, print_comparison
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import show
@@ -29,6 +31,7 @@ __all__ = [
     "Comparison",
     "Rehearsal",
     "Target",
+    "TaskGraph",
     "compare",
     "compiler_options",
     "config",
@@ -36,6 +39,7 @@ __all__ = [
     "print_comparison",
     "show",
     "step",
+    "write_graph",
     "write_trace",
 ]
 

@@ -32,6 +32,7 @@ from jaxpar.hlo.tasks import Origin
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.arguments import argument_bytes, place_arguments
 from jaxpar.rehearse.cost import peak_name
+from jaxpar.rehearse.graph.report import task_graph_of
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.alive import alive_arrays
 from jaxpar.rehearse.report.collectives import collective_rows
@@ -41,7 +42,7 @@ from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.targets import Target, load_target
-from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, simulate
+from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, read_and_price, replay
 
 PyTree = Any
 _DRAWN_TRIPS = 100
@@ -77,6 +78,7 @@ def step(
     say: Callable[[str], None] = lambda line: None,
     compiler_options: Mapping[str, Option] | None = None,
     keywords: Mapping[str, PyTree] | None = None,
+    graph: bool = False,
 ) -> Rehearsal:
     """Say what a call of a jitted function costs on a target: whether it fits, how long it takes,
     what waits and where.
@@ -99,6 +101,7 @@ def step(
         win; None = those that `train` takes on this chip, which `rehearse.compiler_options(mesh)`
         gives to any program.
       keywords: arguments that the function takes by name, of the form of the others.
+      graph: whether the report has the task graph too, under `graph`.
 
     Returns:
       A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands.
@@ -145,7 +148,14 @@ def step(
     taken = memory.account(compiled.stats, target.platform, known, target.hardware.hbm_bytes)
     dirs = (OWN, *default_dirs())
     report = report_of(
-        compiled, taken, say, dirs, name=name, tokens=tokens, model_flops=model_flops
+        compiled,
+        taken,
+        say,
+        dirs,
+        name=name,
+        tokens=tokens,
+        model_flops=model_flops,
+        graph=graph,
     )
     if placed.note:
         report["notes"].insert(0, placed.note)
@@ -225,6 +235,7 @@ def report_of(
     dtype: str = "",
     plan: Plan | None = None,
     parameters: Sequence[Placement] = (),
+    graph: bool = False,
 ) -> Rehearsal:
     """Read, price and play out a compiled function, and report what can be said of any program.
 
@@ -238,6 +249,7 @@ def report_of(
       dtype: the dtype of the matmuls; MFU and HFU are shares of its peak. Empty = that of most of
         their FLOPs.
       plan, parameters: the plan of a config, and where its parameters lie, for the linter.
+      graph: whether the report has the task graph too.
 
     Returns:
       The report, in which `command` is empty and what only a config knows is absent.
@@ -250,7 +262,8 @@ def report_of(
     target = compiled.target
     mesh = compiled.mesh
     hardware = compiled.target.hardware
-    timeline = simulate(compiled.text, mesh, target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
+    priced = read_and_price(compiled.text, mesh, target, package_dirs)
+    timeline = replay(priced.program, priced.costs, _DRAWN_TRIPS, _MOST_EVENTS)
     dtype = dtype or _main_dtype(timeline.tasks, hardware.peak_flops)
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
@@ -281,9 +294,14 @@ def report_of(
         "collectives": collectives,
         "timeline": timeline_of(timeline.events),
         "findings": lint.find_all(linted),
-        "notes": [*_notes(timeline), *timeline.notes],
+        "notes": [*_notes(timeline), *priced.program.notes, *priced.notes],
     }
     _add_alive(report, compiled.text, timeline.tasks)
+    if graph:
+        say("laying out the task graph")
+        report["graph"] = task_graph_of(
+            compiled.text, priced.program, priced.costs, timeline.seconds
+        )
     return report
 
 

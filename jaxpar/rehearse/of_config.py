@@ -13,14 +13,19 @@ import jax
 from jaxpar.base.checks import check, require_settled
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
+from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.mesh import MESH_AXES, describe
 from jaxpar.base.sharding import placements
+from jaxpar.hlo.fusions import operations
 from jaxpar.hlo.parse import parse_module
 from jaxpar.rehearse._step import Compiled, compile_for, report_of
+from jaxpar.rehearse.graph.report import fused_row
+from jaxpar.rehearse.graph.schema import Fused
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
+from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, plan_notes, with_config
 from jaxpar.train.state_memory import state_bytes
@@ -44,6 +49,7 @@ def rehearse(
     command: str = "",
     say: Callable[[str], None] = lambda line: None,
     program: jax.stages.Compiled | None = None,
+    graph: bool = False,
 ) -> Rehearsal:
     """Make the report of one training step on a target; `jaxpar.rehearse.report.schema` says what
     is in it.
@@ -56,6 +62,7 @@ def rehearse(
       command: the command line in the report.
       say: is called with a line at the start of each stage.
       program: the compiled step if it is compiled already (`jaxpar.plan.resolve_and_compile`).
+      graph: whether the report has the task graph too, under `graph`.
 
     Returns:
       The report, a dict that is JSON as it stands.
@@ -82,6 +89,7 @@ def rehearse(
         dtype=config.precision.compute,
         plan=plan if model.has_blocks else None,
         parameters=placements(step.experiment.state.params, model.axes, plan),
+        graph=graph,
     )
     report["command"] = command
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
@@ -97,6 +105,35 @@ def rehearse(
         dropout = []
     report["notes"] = [*dropout, *step.notes, *report["notes"]]
     return report
+
+
+def unfused(
+    experiment: Experiment, target: Target, say: Callable[[str], None] = lambda line: None
+) -> Fused:
+    """Compile the training step of an experiment without XLA's fusion passes, and count it.
+
+    Args:
+      experiment: as for `rehearse`.
+      target: the system.
+      say: is called with a line as compiling begins.
+
+    Returns:
+      Its tasks and their runs, the bytes that they move, and the seconds of a step.
+
+    Raises:
+      UserError: as `rehearse`; without fusion a step takes more memory.
+    """
+    experiment = on_target(experiment, target)
+    config = experiment.config
+    options = without_fusion(experiment.plan.mesh)
+    words = tuple(f"{name}={value}" for name, value in options.items())
+    compiler = replace(config.compiler, options=(*config.compiler.options, *words))
+    say("once more without XLA's fusion passes")
+    bare = with_config(experiment, replace(config, compiler=compiler), target.devices())
+    compiled = compile_step(bare, target, say).compiled
+    priced = read_and_price(compiled.text, compiled.mesh, target)
+    seconds = replay(priced.program, priced.costs).seconds
+    return fused_row(operations(priced.program), seconds)
 
 
 def on_target(experiment: Config | Experiment, target: Target) -> Experiment:

@@ -132,6 +132,40 @@ def simulate(
       UserError: the text is not that of a compiled module or is damaged, or the target has no
         figure for a link that a collective uses.
     """
+    priced = read_and_price(text, mesh, target, package_dirs)
+    played = replay(priced.program, priced.costs, drawn_trips, most_events)
+    return replace(played, notes=priced.program.notes + priced.notes)
+
+
+class Priced(NamedTuple):
+    """A program with the cost of each of its tasks."""
+
+    program: Program
+    costs: Costs
+    notes: tuple[str, ...]
+    """What was assumed in pricing; the program has its own."""
+
+
+def read_and_price(
+    text: str,
+    mesh: Mesh,
+    target: Target,
+    package_dirs: PackageDirs | None = None,
+) -> Priced:
+    """Read the text of a compiled program, and price its tasks by a target's figures.
+
+    Args:
+      text: the text of a scheduled module, `compiled.as_text()`.
+      mesh: the mesh of the program, made of the target's devices.
+      target: the system whose figures price the tasks.
+      package_dirs: where source lines are looked for: see `read_program`.
+
+    Returns:
+      The program and its costs.
+
+    Raises:
+      UserError: as `simulate`.
+    """
     where = places(list(mesh.devices.flat), target)
     if target.platform == "tpu" and target.slices > 1:
         slice_of = [place.slice for place in where]
@@ -143,7 +177,7 @@ def simulate(
     costs, assumed = price(
         program, target.hardware, partial(collective_time, places=where, target=target)
     )
-    return replace(replay(program, costs, drawn_trips, most_events), notes=program.notes + assumed)
+    return Priced(program, costs, assumed)
 
 
 def replay(

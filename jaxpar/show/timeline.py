@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from jaxpar.base.errors import UserError
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 
-_COLORS = {
+COLORS = {
     "matmul": "#2b5c9e",
     "kernel": "#3a9188",
     "fusion": "#8db4dc",
@@ -24,7 +24,7 @@ _COLORS = {
     "all-to-all": "#7b5136",
     "ppermute": "#d16ba5",
 }
-_REST = "#dddddd"  # control, loops
+REST = "#dddddd"  # control, loops
 _PHASES = {
     "forward": "#cfe3cf",
     "recomputed": "#f3e3b3",
@@ -67,13 +67,13 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
     ]
     close_up = bool(backward) and not others
     drawn = timelines * 2 if close_up else timelines
-    rows = sum(len(_rows(timeline)) for timeline in drawn)
+    rows = sum(len(rows_of(timeline)) for timeline in drawn)
     figure = Figure(
         figsize=(12, 0.8 + 0.4 * len(drawn) + 0.28 * rows), dpi=120, layout="constrained"
     )
     panels = figure.subplots(len(drawn), 1, squeeze=False).ravel()
     for axes, one, timeline in zip(panels, reports, timelines, strict=False):
-        _draw(axes, timeline, 0, longest)
+        draw_lanes(axes, timeline, 0, longest)
         step = 1e3 * one["time"]["step"]
         exposed = 1e3 * one["time"]["exposed_communication"]
         name = f"{one['config'] or 'a step'} on {one['target']['name']}"
@@ -88,7 +88,7 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
             timelines[0]["lanes"][int(event[0])] == "compute" for event in timelines[0]["events"]
         )
         half = longest * min(max(_TASKS / max(tasks, 1), 1 / 32), 1 / 4) / 2
-        _draw(panels[1], timelines[0], middle - half, middle + half)
+        draw_lanes(panels[1], timelines[0], middle - half, middle + half)
         panels[0].axvspan(
             *panels[1].get_xlim(),
             color="black",
@@ -99,7 +99,7 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
     found = {name for timeline in timelines for name in (*timeline["kinds"], *timeline["phases"])}
     colors = {
         name: color
-        for name, color in (_COLORS | (_PHASES if backward else {})).items()
+        for name, color in (COLORS | (_PHASES if backward else {})).items()
         if name in found
     }
     handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
@@ -113,18 +113,31 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
     return figure
 
 
-def _rows(timeline: TimelineColumns) -> list[str]:
-    """The names of the rows: the phases, if there is more than a forward, and the lanes."""
+def rows_of(timeline: TimelineColumns) -> list[str]:
+    """The names of the rows: the phases, if there is more than a forward, and the lanes.
+
+    Args:
+      timeline: the events.
+
+    Returns:
+      The names, from the top down.
+    """
     return [
         *(["phase"] if "backward" in timeline["phases"] else []),
         *timeline["lanes"],
     ]
 
 
-def _draw(axes: Axes, timeline: TimelineColumns, begin: float, end: float) -> None:
-    """Draw the events between two times, in milliseconds."""
+def draw_lanes(axes: Axes, timeline: TimelineColumns, begin: float, end: float) -> None:
+    """Draw the events between two times, a row for each lane and for the phases above them.
+
+    Args:
+      axes: where to draw.
+      timeline: the events.
+      begin, end: the times, in milliseconds.
+    """
     bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-    rows = _rows(timeline)
+    rows = rows_of(timeline)
     first = len(rows) - len(timeline["lanes"])
     for lane, start, duration, at, _ in timeline["events"]:
         span = (start / 1e3, duration / 1e3)
@@ -132,7 +145,7 @@ def _draw(axes: Axes, timeline: TimelineColumns, begin: float, end: float) -> No
         phase = timeline["phases"][int(at)]
         if sum(span) < begin or span[0] > end:
             continue
-        bars[int(lane) + first, _COLORS.get(kind, _REST)].append(span)
+        bars[int(lane) + first, COLORS.get(kind, REST)].append(span)
         if first and timeline["lanes"][int(lane)] == "compute" and phase in _PHASES:
             bars[0, _PHASES[phase]].append(span)
     for (row, color), spans in bars.items():

@@ -69,6 +69,14 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
             "--against has no effect: --json - prints the report and nothing else",
         ),
         (
+            "tiny --target v5e-8 --unfused",
+            "--unfused has no effect without --graph FILE.json, which it adds to",
+        ),
+        (
+            "tiny --target v5e-8 --graph no/graph.json",
+            "cannot write no/graph.json: there is no folder no",
+        ),
+        (
             "tiny --target v5e-8 --fail-onn x",
             "jaxpar rehearse takes no --fail-onn (did you mean '--fail-on'?)",
         ),

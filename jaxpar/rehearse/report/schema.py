@@ -6,6 +6,8 @@ otherwise.
 
 from typing import Literal, NotRequired, TypedDict
 
+from jaxpar.rehearse.graph.schema import TaskGraph
+
 SCHEMA = 4
 """The version goes up when a key is renamed, removed or changes its meaning; a new key does not
 change it.
@@ -228,6 +230,8 @@ class Rehearsal(TypedDict):
     """The timeline is left out of files that are kept, because it is most of the bytes."""
     alive: NotRequired[Alive]
     """Absent where the program's order is not known, or where it could not be followed."""
+    graph: NotRequired[TaskGraph]
+    """The step as a task graph, where that was asked for."""
     findings: list[LintFinding]
     """Errors come first, then what costs most."""
     notes: list[str]
