@@ -6,6 +6,7 @@ in `base/jax_compat.py`, and the figures of a chip in its file of `meshes/chips`
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -19,6 +20,7 @@ from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.hardware import chip_of, lowering_platform
 from jaxpar.base.jax_compat import (
     KNOWN_OPTIONS,
+    SCHEDULER_PROFILE,
     SCOPED_VMEM,
     TPU_FLAGS,
     Option,
@@ -46,7 +48,7 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
 
     Raises:
       UserError: a word is no `name=value`, or the compiler does not know the name or take the
-        value.
+        value, or a profile for its scheduler is not there.
     """
     found = compiler_options(mesh)
     own = read_options(words)
@@ -54,6 +56,9 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
     if chip is not None and chip.tpu_compiler.scoped_vmem_kib:
         found[SCOPED_VMEM] = chip.tpu_compiler.scoped_vmem_kib
     own = {name: value for name, value in own.items() if name not in _foreign(own, mesh)}
+    profile = str(own.get(SCHEDULER_PROFILE, ""))
+    if profile and not os.path.exists(profile):  # XLA would go on without it, and say nothing
+        raise UserError(f"compiler.options: {SCHEDULER_PROFILE}: there is no file {profile}")
     if own:
         _require_known(tuple(own.items()), mesh)
     return found | own
@@ -113,9 +118,21 @@ def read_options(words: Iterable[str]) -> Options:
     return found
 
 
+def option_words(options: Mapping[str, Option]) -> list[str]:
+    """Write options as words of `compiler.options`: `xla_a=true`.
+
+    Args:
+      options: the options by their names.
+
+    Returns:
+      A word for each.
+    """
+    return [f"{name}={_word(value)}" for name, value in options.items()]
+
+
 def options_text(options: Mapping[str, Option]) -> str:
     """Write options in one line: `xla_a=true, xla_b=65536`."""
-    return ", ".join(f"{name}={_word(value)}" for name, value in options.items())
+    return ", ".join(option_words(options))
 
 
 # Python also reads `1_0` and digits of other scripts as numbers, which XLA and TOML's writer did

@@ -157,6 +157,19 @@ _GPU_OVERLAP: Options = {
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
 
+SCHEDULER_PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
+"""A file of what each instruction takes, by which the GPU's latency-hiding scheduler goes; one that
+is not there it passes over in silence."""
+_ORDERS: dict[str, dict[str, Options]] = {
+    "gpu": {
+        "gathers pipelined": {"xla_gpu_enable_pipelined_all_gather": True},
+        "one set of buffers": {"xla_gpu_enable_while_loop_double_buffering": False},
+        "two collectives at once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    },
+    "tpu": {},
+}
+"""Settings that change a program's order, by name. `docs/task_graph.md` has what each gains, and
+those that change nothing."""
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 _FUSION_PASSES = {"tpu": "tpu_fusion,tpu_multi_output_fusion", "gpu": "fusion", "cpu": "fusion"}
 """The names of the passes that fuse, which each platform's compiler honours in its own form: on a
@@ -196,6 +209,24 @@ def without_fusion(mesh: Mesh) -> Options:
     """
     platform = mesh.devices.flat[0].platform
     return {_DISABLED_PASSES: _FUSION_PASSES["gpu" if platform == "cuda" else platform]}
+
+
+def order_options(mesh: Mesh) -> dict[str, Options]:
+    """Settings of the scheduler of a mesh's platform that change the order of a program.
+
+    Args:
+      mesh: the mesh, whose devices may be absent.
+
+    Returns:
+      The options of each, by name; none for a platform without such settings.
+    """
+    platform = mesh.devices.flat[0].platform
+    return _ORDERS.get("gpu" if platform == "cuda" else platform, {})
+
+
+def profile_option(mesh: Mesh) -> str:
+    """The option by which a platform's scheduler is given what instructions take; empty = none."""
+    return SCHEDULER_PROFILE if mesh.devices.flat[0].platform in ("gpu", "cuda") else ""
 
 
 def once_options(mesh: Mesh) -> Options:

@@ -18,6 +18,7 @@ from jaxpar.base.errors import UserError, visible
 from jaxpar.base.runtime import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
+from jaxpar.plan.choose_order import choose_order, order_parts
 from jaxpar.rehearse.graph.report import write_graph
 from jaxpar.rehearse.graph.tables import graph_parts
 from jaxpar.rehearse.of_config import on_target, rehearse, unfused
@@ -63,6 +64,10 @@ class RehearseArgs(ConfigArgs):
     """With --graph, compile once more without XLA's fusion passes, and say how many tasks there
     are then, and what they move.
     """
+    order: str = ""
+    """Impose an order: compile the step with other settings of XLA's scheduler, and with the prices
+    of the rehearsal for its profile, and rehearse the fastest. FILE.pbtxt gets that profile.
+    """
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
     against: str = ""
@@ -90,7 +95,7 @@ def rehearse_command(words: list[str]) -> int:
     if args.unfused and not args.graph:
         raise UserError("--unfused has no effect without --graph FILE.json, which it adds to")
     outputs = _outputs(args)
-    check_folders(*outputs)
+    check_folders(*outputs, args.order)
     before = None
     other = None
     if args.against.endswith(".json"):
@@ -163,6 +168,12 @@ def _report_of(
     for.
     """
     experiment, program = resolve_and_compile(on_target(config, target), target, say)
+    if args is not None and args.order:
+        tried = choose_order(experiment, target, Path(args.order), say)
+        for part in order_parts(tried):
+            say(part)
+        experiment = tried[0].experiment
+        program = tried[0].program
     graph = args is not None and bool(args.graph or args.graph_picture)
     report = rehearse(experiment, target, Path(name).stem, command, say, program, graph)
     if args is not None and args.unfused and "graph" in report:

@@ -207,6 +207,18 @@ def compile_step(
     return CompiledStep(experiment, asked, compiled, tuple(notes))
 
 
+def fits(step: CompiledStep) -> bool:
+    """Whether a device has the memory that a compiled step takes.
+
+    Args:
+      step: the step.
+
+    Returns:
+      Whether it does.
+    """
+    return _memory(step)["fits"]
+
+
 def advice(experiment: Experiment, platform: str) -> str:
     """What to try where a step does not fit; a rehearsal says what each saves.
 
