@@ -32,6 +32,7 @@ from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.remat import named
+from jaxpar.parallel.sequence_halves import ops_of_parts
 from jaxpar.parallel.token_order import (
     Places,
     halves,
@@ -273,6 +274,7 @@ class Model:
         key: jax.Array | None = None,
         kind: int = 0,
         text_BS: Bool[Array, "B S"] | None = None,
+        ops: Any = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         """Run one block.
 
@@ -285,6 +287,7 @@ class Model:
           key: the dropout key; None = no dropout.
           kind: the number of the layer modulo `config.kinds`.
           text_BS: which tokens are text; None = all are.
+          ops: what the block calls; None = the model's ops of the plan.
 
         Returns:
           The stream after the block, and its router's sums over the tokens that are text; None
@@ -305,7 +308,7 @@ class Model:
                 x_BSD,
                 positions_BS=positions_BS,
                 segments_BS=segments_BS,
-                ops=self.ops(plan),
+                ops=ops or self.ops(plan),
                 key=key,
                 kind=kind,
                 text_BS=text_BS,
@@ -452,8 +455,11 @@ class Model:
                 key,
                 kind,
                 place.text,
+                ops,
             )
-            for x_BSD, place in zip(xs, places, strict=True)
+            for x_BSD, place, ops in zip(
+                xs, places, ops_of_parts(self.ops(plan), plan), strict=True
+            )
         ]
         return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(
             lambda *sums: sum(sums), *(sums for _, sums in parts)
@@ -494,7 +500,7 @@ class Model:
             told = with_text(batch)
         else:
             told = batch
-        ordered = in_order(told, plan, plan.context.strategy)
+        ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
         x_BSD, routed = self.hidden_states(params, ordered, plan, key)
         sums = self.score(params, x_BSD, ordered["labels"], plan, weights)
         if routed is None:
@@ -557,15 +563,12 @@ class Model:
         Raises:
           UserError: as for `loss`.
         """
-        x_BSD, _ = self.hidden_states(
-            params,
-            in_order(batch, plan, plan.context.strategy),
-            plan,
-        )
+        order = plan.context.strategy, plan.overlap.cuts_sequence
+        x_BSD, _ = self.hidden_states(params, in_order(batch, plan, *order), plan)
         x_BSD, head_VD = self.head(params, x_BSD)
         sizes = self.config
         scores_BSV = self.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
-        return in_natural_order(scores_BSV[..., : sizes.vocab_size], plan, plan.context.strategy)
+        return in_natural_order(scores_BSV[..., : sizes.vocab_size], plan, *order)
 
     def parameter_count(self) -> int:
         """Count the parameters, without the padding of the vocabulary."""

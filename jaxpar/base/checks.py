@@ -139,7 +139,7 @@ def _of_step(config: Config) -> Iterator[str]:
     seq_len = config.data.seq_len
     batch = config.train.batch
     parts = config.train.accumulation
-    if config.overlap.domino == "on" and model.dropout > 0:
+    if config.overlap.domino in ("on", "sequence") and model.dropout > 0:
         yield (
             f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop "
             "other entries than the whole, leave one of them out"

@@ -47,9 +47,13 @@ class Overlap:
     mlp_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
     """The form of `gather` for the linears of the MLP alone."""
     mlp_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
-    domino: Literal["off", "on", "auto"] = "off"
-    """Whether each block runs on two halves of a device's sequences, so that one half's collectives
-    may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
+    domino: Literal["off", "on", "sequence", "auto"] = "off"
+    """Whether each block runs on two halves of a device's tokens, so that one half's collectives
+    may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241).
+
+    `on` takes half of a device's sequences, and where their number is odd the halves of each
+    sequence; `sequence` takes those in any case. The second half then attends to the keys and
+    values of both."""
 
     @property
     def is_open(self) -> bool:
@@ -111,7 +115,22 @@ class Overlap:
                 "overlap.domino is auto, which train and rehearse choose: here, try "
                 "overlap.domino=off"
             )
-        return 2 if self.domino == "on" else 1
+        return 1 if self.domino == "off" else 2
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether a block runs on the two halves of each sequence."""
+        return self.domino == "sequence"
+
+    def for_rows(self, rows: int) -> Overlap:
+        """The same, where `on` becomes `sequence` if a device's sequences have no halves.
+
+        Args:
+          rows: how many sequences of a microbatch a device has.
+        """
+        if self.domino == "on" and rows % 2:
+            return replace(self, domino="sequence")
+        return self
 
 
 @dataclass(frozen=True)

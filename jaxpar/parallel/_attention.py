@@ -11,19 +11,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from jaxpar.base.arguments import require_whole
+from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis, require_layout
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.libraries import stand_in_scope
-from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments
+from jaxpar.kernels.masks import Causal, Mask, apart_from_segments, without_segments
 from jaxpar.parallel.collectives import capability_of, manual, platform_of
 from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
+from jaxpar.parallel.context_task import with_documents_from
 from jaxpar.parallel.linear import ATTENDED
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.token_order import require_strategy
+from jaxpar.parallel.token_order import context_sizes, require_strategy
 
 _CAUSAL = Causal()
 
@@ -40,6 +44,7 @@ def attention(
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
     softcap: float = 0.0,
+    q_start: int = 0,
 ) -> Float[Array, "B S H h"]:
     """Softmax attention, inside any jitted function.
 
@@ -61,6 +66,9 @@ def attention(
       key: of the dropout; there is none when it is None.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
         they are.
+      q_start: the place of the first query among the keys; the last one stands where the last key
+        does. With a layout, any `Segments` of the mask are those of the keys, for queries too:
+        `Segments(ids, ids)`. No device may split the sequence then.
 
     Returns:
       The output, in the layout of q and the dtype of v.
@@ -69,11 +77,21 @@ def attention(
       UserError: the shapes or the mask do not fit together, a number is out of its range, the
         implementation cannot serve, or `check_split` refuses.
     """
-    dispatch.check_arguments(q_BSHh, k_BSKh, v_BSKh, mask, softcap, dropout_rate)
+    if layout is not None and q_start:
+        checked = without_segments(mask)
+    else:
+        checked = mask
+    dispatch.check_arguments(q_BSHh, k_BSKh, v_BSKh, checked, softcap, dropout_rate)
+    _check_start(q_start, q_BSHh.shape[1], k_BSKh.shape[1])
     dropping = key is not None and dropout_rate > 0
     rate = dropout_rate if dropping else 0.0
     attend = partial(
-        dispatch.attention, dropout_rate=rate, key=key, softcap=softcap, with_lse=False
+        dispatch.attention,
+        dropout_rate=rate,
+        key=key,
+        softcap=softcap,
+        with_lse=False,
+        q_start=q_start,
     )
     if layout is None:
         return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
@@ -85,13 +103,13 @@ def attention(
     ):
         layout.sharding((*ATTENDED[:2], axis, "head_dim"), array.shape, name)
     mask, segments_BS = apart_from_segments(mask)
-    split = Split(layout, context, implementation, softcap)
+    split = Split(layout, context, implementation, softcap, q_start=q_start)
     (B, S, H, h) = q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)
     name, why = choose_attention(
         split,
         mask,
-        S,
+        q_start + S,
         h,
         dropping=dropping,
         packed=segments_BS is not None,
@@ -99,13 +117,11 @@ def attention(
         heads=max(H // layout.size("heads"), 1),
     )
     if split.devices > 1:
+        _check_whole(split)
         check_split(layout, context, S, H, k_BSKh.shape[2], rate)
 
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
-        if segments_BS is None:
-            seen = mask
-        else:
-            seen = mask & Segments(segments_BS, segments_BS)
+        seen = with_documents_from(q_start, mask, segments_BS)
         on_layout = partial(attend, platform=platform_of(layout), capability=capability_of(layout))
         return on_layout(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name)[0]
 
@@ -121,6 +137,25 @@ def attention(
         kv_heads: Axes = (*ATTENDED[:2], output_axis("kv_heads", layout), "head_dim")
         layouts = heads, kv_heads, kv_heads, None if segments_BS is None else ATTENDED[:2]
         return manual(local, layout, layouts, heads)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+
+
+def _check_start(q_start: int, S: int, T: int) -> None:
+    """Refuse queries that begin later than the keys and do not end where the keys end."""
+    require_whole("attention", "q_start", q_start, least=0)
+    if q_start and q_start + S != T:
+        raise UserError(
+            f"attention with q_start={q_start} takes that many keys more than queries, and was "
+            f"given {T} keys and {S} queries: give it {q_start + S} keys"
+        )
+
+
+def _check_whole(split: Split) -> None:
+    """Refuse queries that begin later than the keys where devices split the sequence."""
+    if split.q_start:
+        raise UserError(
+            f"attention with q_start={split.q_start} needs the whole sequence on each device, and "
+            f"it is split over {context_sizes(split.layout)}: leave it whole (rules.attention_seq)"
+        )
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
@@ -157,9 +192,10 @@ def choose_attention(
     no earlier one does.
 
     Args:
-      seq_len: the length of the whole sequence, in tokens.
+      seq_len: the length of the whole sequence, in tokens; the queries are those from
+        `split.q_start` on.
       head_dim: the size h of a head.
-      split: how it runs on several devices; see `ops.split_of`.
+      split: how it runs on several devices; see `ops.attention_calls`.
       mask: the mask without its documents.
       dropping: whether attention weights are dropped out.
       packed: whether the mask is limited to documents besides.
@@ -177,17 +213,20 @@ def choose_attention(
     layout = split.layout
     platform = platform or platform_of(split.layout)
     shape = (batch, seq_len // split.devices, heads or split.devices, head_dim)
-    one = jax.ShapeDtypeStruct(shape, layout.dtype)
+    keys = jax.ShapeDtypeStruct(shape, layout.dtype)
+    queries = keys.update(shape=(batch, shape[1] - split.q_start, *shape[2:]))
     ids: Any = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)  # a mask takes arrays
+    if split.q_start:
+        ids = np.zeros(ids.shape, ids.dtype)  # of which a part is cut
     if packed:
-        mask = mask & Segments(ids, ids)
+        mask = with_documents_from(split.q_start, mask, ids)
     if split.devices > 1:
-        return kernel_for(split, mask, one, one, platform)
-    call = Call(softcap=split.softcap)
+        return kernel_for(split, mask, queries, keys, platform)
+    call = Call(softcap=split.softcap, q_start=split.q_start)
     capability = capability_of(layout)
     cut = _cut_heads(layout)
     request = dispatch.AttentionRequest(
-        one, one, mask, call, with_lse=False, dropping=dropping, capability=capability, cut=cut
+        queries, keys, mask, call, with_lse=False, dropping=dropping, capability=capability, cut=cut
     )
     name, why = dispatch.choose(request, platform, split.implementation)
     if split.implementation != "auto":

@@ -24,7 +24,7 @@ from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.collectives import capability_of, further_split, manual, platform_of
-from jaxpar.parallel.context_task import PARTS, UNROLLED, ContextTask, with_documents
+from jaxpar.parallel.context_task import PARTS, UNROLLED, ContextTask, with_documents_from
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.ring_attention import ring_backward, ring_forward
 from jaxpar.parallel.token_order import check_chunks, context_sizes
@@ -88,6 +88,8 @@ class Split(NamedTuple):
     softcap: float = 0.0
     unrolled: int = UNROLLED
     """As of `ContextTask`."""
+    q_start: int = 0
+    """The place of the first query among the keys, which no device splits if it is not 0."""
 
     @property
     def devices(self) -> int:
@@ -114,10 +116,11 @@ def split_attention(
     Args:
       split: how it runs.
       mask: what a query sees, without documents.
-      q_BSHh: queries, tokens in `chunk_order`; H is a multiple of K.
+      q_BSHh: queries, tokens in `chunk_order`; H is a multiple of K. If they begin at
+        `split.q_start`, there are so many keys more than queries.
       k_BSKh: keys, with kv heads as `parallel.column_linear` leaves them.
       v_BSKh: values, likewise.
-      segments_BS: the ids of the tokens' documents; None = a sequence is one document.
+      segments_BS: the ids of the documents of the keys' tokens; None = a sequence is one document.
 
     Returns:
       The output in the dtype of v, laid out as q.
@@ -204,8 +207,8 @@ def kernel_for(
     """
     B, S, H, h = q_BSHh.shape
     queries = S * split.devices
-    keys = queries
-    call = Call(softcap=split.softcap)
+    keys = k_BSKh.shape[1] * split.devices
+    call = Call(softcap=split.softcap, q_start=split.q_start)
     # Of chunks, and of a part of the queries, the places are known only at run time.
     somewhere = PARTS._replace(softcap=split.softcap, q_start=jnp.int32(0))
     if split.in_ring:
@@ -232,11 +235,11 @@ def _work(
     split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array
 ) -> ContextTask:
     """What a strategy has to do, by the implementation that serves."""
-    seen = with_documents(mask, segments_BT, segments_BT)
+    seen = with_documents_from(split.q_start, mask, segments_BT)
     name, _ = kernel_for(split, seen, q_BSHh, k_BSKh, platform_of(split.layout))
     if split.devices > 1:
         dispatch.say_once(f"attention by {name}, {split.strategy}")
-    call = PARTS._replace(softcap=split.softcap)
+    call = PARTS._replace(softcap=split.softcap, q_start=split.q_start)
     kernel = dispatch.pair(name)
     return ContextTask(split.layout, mask, segments_BT, kernel, call, split.unrolled)
 

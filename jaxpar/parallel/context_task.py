@@ -78,7 +78,7 @@ class ContextTask(NamedTuple):
     @property
     def seen(self) -> Mask:
         """What a query sees where the sequence is whole."""
-        return with_documents(self.mask, self.segments_BT, self.segments_BT)
+        return with_documents_from(int(self.call.q_start), self.mask, self.segments_BT)
 
     def hop(self, tree: Any) -> Any:
         """Return what the device before this one has of every array."""
@@ -164,17 +164,21 @@ class ContextTask(NamedTuple):
         return And(in_documents(mask, q_places, kv_places), Segments(q_ids, kv_ids))
 
 
-def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
+def with_documents_from(q_start: int, mask: Mask, ids_BT: Array | None) -> Mask:
     """Limit a mask to a token's own document, where there are documents.
 
     Args:
+      q_start: the place of the first query; the last one stands at the end of the rows.
       mask: what the queries see apart from documents.
-      q_ids: the document of each query [B, S]; None = there are none.
-      kv_ids: that of each key [B, T].
+      ids_BT: the document of each key, all of its row; None = there are none.
 
     Returns:
       The limited mask, or the mask itself.
     """
-    if q_ids is None or kv_ids is None:
+    if ids_BT is None:
         return mask
-    return mask & Segments(q_ids, kv_ids)
+    if q_start == 0:
+        return mask & Segments(ids_BT, ids_BT)
+    places_BT = places_in_documents(ids_BT)
+    of_queries = in_documents(mask, places_BT[:, q_start:], places_BT)
+    return And(of_queries, Segments(ids_BT[:, q_start:], ids_BT))

@@ -88,9 +88,10 @@ class Ops:
         dropout_rate: float = 0.0,
         key: Array | None = None,
         softcap: float = 0.0,
+        q_start: int = 0,
     ) -> Array:
-        """See `jaxpar.parallel.attention`. A token sees what the mask shows it of its own document
-        of `segments_BS`, as if that were alone.
+        """See `jaxpar.parallel.attention`; documents are those of the keys. A token sees what the
+        mask shows it of its own document of `segments_BS`, as if that were alone.
 
         Raises:
           UserError: as there; or there are documents, and the map of a `BlockSparse` is of the
@@ -117,6 +118,7 @@ class Ops:
             dropout_rate=dropout_rate,
             key=key,
             softcap=softcap,
+            q_start=q_start,
         )
 
     def expert_mlp(
@@ -206,6 +208,25 @@ def ops_without_plan(compute: str = "float32") -> Ops:
 def split_of(plan: Plan, softcap: float = 0.0) -> Split:
     """How attention runs under a plan."""
     return Split(plan, plan.context.strategy, plan.attention, softcap)
+
+
+def attention_calls(plan: Plan, seq_len: int, softcap: float = 0.0) -> list[tuple[Split, int]]:
+    """List how attention runs in a layer, with the number of its keys: once, or for the halves of
+    each sequence.
+
+    Args:
+      plan: the plan.
+      seq_len: the length of the whole sequence, in tokens.
+      softcap: that of the scores.
+
+    Returns:
+      Pairs of a split and the keys' length, as `choose_attention` takes them.
+    """
+    whole = split_of(plan, softcap)
+    if not plan.overlap.cuts_sequence:
+        return [(whole, seq_len)]
+    half = seq_len // 2
+    return [(whole, half), (whole._replace(q_start=half), seq_len)]
 
 
 def overlap_notes(plan: Plan) -> list[str]:

@@ -4,6 +4,10 @@ Device i of n has chunks i and 2n - 1 - i of 2n (zigzag), so that under a causal
 has the same work (LLaMA 3, arXiv:2407.21783, section 3.3.2). Ulysses keeps tokens in their own
 order.
 
+Where blocks run on the two halves of each sequence, device i of the n that split the residual
+stream has chunks i and n + i of 2n. So what all devices have first is the first half of the
+sequence, in its own order and split evenly, and what they have second is the other half.
+
 Shapes: B batch, S sequence, V vocab.
 """
 
@@ -25,16 +29,21 @@ TOKENS: Axes = ("batch", None)
 """The layout of a batch's arrays, which have one entry per token."""
 
 
-def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
+def chunk_order(layout: Layout, strategy: Strategy, halved: bool = False) -> list[int]:
     """Tell which chunk of the sequence stands at each place.
 
     Args:
       layout: mesh and rules.
       strategy: how attention runs where the sequence is split.
+      halved: whether blocks run on the two halves of each sequence, which attention does not split.
 
     Returns:
-      The chunks' numbers: [0, 3, 1, 2] for a ring of two devices, [0] for no change.
+      The chunks' numbers: [0, 3, 1, 2] for a ring of two devices, [0, 2, 1, 3] for halves on two
+      devices, [0] for no change.
     """
+    if halved:
+        n = layout.size("residual_seq")
+        return [0] if n == 1 else [chunk for i in range(n) for chunk in (i, n + i)]
     n = layout.size("attention_seq")
     if n == 1 or strategy == "ulysses":
         return [0]
@@ -105,21 +114,57 @@ def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
         )
 
 
+def check_halves(layout: Layout, seq_len: int) -> None:
+    """Refuse a sequence whose halves cannot be split as the residual stream is, or whose halves
+    would not be whole where they attend.
+
+    Args:
+      layout: mesh and rules.
+      seq_len: the length of the whole sequence, in tokens.
+
+    Raises:
+      UserError: attention splits the sequence, or the halves cannot be split evenly; the message
+        names what to try.
+    """
+    if layout.size("attention_seq") > 1:
+        raise UserError(
+            f"overlap.domino cuts each sequence in two, and attention splits it over "
+            f"{context_sizes(layout)} already: try an even number of sequences for each device "
+            "and domino=on, or leave domino out"
+        )
+    chunks = 2 * layout.size("residual_seq")
+    if seq_len % chunks:
+        below = seq_len // chunks * chunks
+        if below:
+            shorter = f"data.seq_len={below} or "
+        else:
+            shorter = ""
+        raise UserError(
+            f"overlap.domino cuts data.seq_len={seq_len} in two halves, which "
+            f"{layout.size('residual_seq')} devices split evenly: try {shorter}"
+            f"data.seq_len={below + chunks}, or an even number of sequences for each device"
+        )
+
+
 def context_sizes(layout: Layout) -> str:
     """Name the mesh axes that split the sequence in attention, with their sizes."""
     return describe({axis: layout.mesh.shape[axis] for axis in layout.mesh_axes("attention_seq")})
 
 
 def in_order(
-    batch: Mapping[str, Int[Array, "B S"]], layout: Layout, context: Strategy = "ring"
+    batch: Mapping[str, Int[Array, "B S"]],
+    layout: Layout,
+    context: Strategy = "ring",
+    halved: bool = False,
 ) -> dict[str, Int[Array, "B S"]]:
-    """Put a batch's tokens in the order in which attention splits the sequence.
+    """Put a batch's tokens in the order in which attention, or halves, split the sequence.
 
     Args:
       batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device.
         `positions` are made if missing.
       layout: mesh and rules.
       context: how attention runs where the sequence is split, as for `attention`.
+      halved: whether blocks run on the two halves of each sequence (`overlap.domino`).
 
     Returns:
       The arrays in the new order, with `positions`, which say where the tokens stood.
@@ -139,17 +184,23 @@ def in_order(
             f"given {found}"
         )
     tokens_BS = batch["tokens"]
-    order = chunk_order(layout, context)
+    order = chunk_order(layout, context, halved)
     positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
     batch = {"positions": positions_BS, **batch}
     if len(order) == 1:
         return batch
-    check_chunks(layout, context, tokens_BS.shape[1])
+    if halved:
+        check_halves(layout, tokens_BS.shape[1])
+    else:
+        check_chunks(layout, context, tokens_BS.shape[1])
     return {name: layout.constrain(reorder(x, order, 1), TOKENS) for name, x in batch.items()}
 
 
 def in_natural_order(
-    x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring"
+    x_BSV: Float[Array, "B S V"],
+    layout: Layout,
+    context: Strategy = "ring",
+    halved: bool = False,
 ) -> Float[Array, "B S V"]:
     """Put what a model made of a batch `in_order` back into the tokens' own order.
 
@@ -157,6 +208,7 @@ def in_natural_order(
       x_BSV: an array whose second dim is the sequence.
       layout: as for `in_order`.
       context: as for `in_order`.
+      halved: as for `in_order`.
 
     Returns:
       An array of the same shape.
@@ -166,7 +218,7 @@ def in_natural_order(
     """
     require_layout(layout, "in_natural_order")
     require_strategy(context)
-    order = chunk_order(layout, context)
+    order = chunk_order(layout, context, halved)
     if len(order) == 1:
         return x_BSV
     return reorder(x_BSV, inverse(order), 1)
@@ -199,12 +251,12 @@ def halves(
     plan: Plan,
 ) -> tuple[Any, ...]:
     """Cut an array into what a block runs on in turn: under Domino two halves of each device's
-    sequences.
+    sequences, or of each sequence, if they are `in_order`.
 
     Args:
-      x: an array whose first dim is the batch, or None.
+      x: an array whose first dims are the batch and the sequence, or None.
       axes: its logical axes.
-      plan: says whether Domino is on.
+      plan: says whether Domino is on, and what it cuts.
 
     Returns:
       The two halves, or the array alone; for None as many times None.
@@ -214,7 +266,31 @@ def halves(
     """
     if x is None or plan.overlap.parts == 1:
         return (x,) * plan.overlap.parts
-    return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
+    if plan.overlap.cuts_sequence:
+        pieces = _pieces_of_sequence(axes, plan)
+
+        def cut(x: Array) -> tuple[Array, ...]:
+            return _halves_of_sequence(x, pieces)
+    else:
+
+        def cut(x: Array) -> tuple[Array, ...]:
+            return tuple(jnp.split(x, 2))
+
+    return manual(cut, plan, (axes,), (axes, axes))(x)
+
+
+def _pieces_of_sequence(axes: Axes, plan: Plan) -> int:
+    """How many devices' pieces of the residual stream's sequence an array of these axes has."""
+    return plan.size("residual_seq") // plan.size(axes[1])
+
+
+def _halves_of_sequence(x: Array, pieces: int) -> tuple[Array, Array]:
+    """The first halves of all pieces of dim 1, and the second halves."""
+    B, S, *rest = x.shape
+    chunks = x.reshape(B, pieces, 2, S // (2 * pieces), *rest)
+    first = chunks[:, :, 0].reshape(B, S // 2, *rest)
+    second = chunks[:, :, 1].reshape(B, S // 2, *rest)
+    return first, second
 
 
 def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
@@ -230,4 +306,21 @@ def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
     """
     if len(parts) == 1:
         return parts[0]
-    return manual(lambda *parts: jnp.concatenate(parts), plan, (axes,) * len(parts), axes)(*parts)
+    if plan.overlap.cuts_sequence:
+        pieces = _pieces_of_sequence(axes, plan)
+
+        def join(*parts: Array) -> Array:
+            return _of_halves_of_sequence(parts, pieces)
+    else:
+
+        def join(*parts: Array) -> Array:
+            return jnp.concatenate(parts)
+
+    return manual(join, plan, (axes,) * len(parts), axes)(*parts)
+
+
+def _of_halves_of_sequence(parts: Sequence[Array], pieces: int) -> Array:
+    """Undo `_halves_of_sequence`."""
+    B, half, *rest = parts[0].shape
+    chunks = [part.reshape(B, pieces, half // pieces, *rest) for part in parts]
+    return jnp.stack(chunks, axis=2).reshape(B, 2 * half, *rest)

@@ -3,7 +3,7 @@
 A few blocks, forward and backward, are compiled in one form after another. For a target that is not
 here their timeline counts, on the devices at hand their time. One site after another takes the form
 that is fastest there while the others stay as they are, and at the end the block is tried on two
-halves of the batch.
+halves of the batch, or of each sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import with_config
+from jaxpar.train.plans import sequences_have_halves, with_config
 from jaxpar.train.step import gradient_axes
 
 LAYERS = 4
@@ -107,11 +107,12 @@ def time_forms(
         if asked[site] == "same" and asked[site.rpartition("_")[2]] == "auto":
             for form in ring_forms():
                 take(dataclasses.replace(_fastest(seconds), **{site: form}))
-    rows = config.train.batch // config.train.accumulation // plan.size("batch")
-    # Domino can run
-    if config.overlap.domino == "auto" and rows % 2 == 0 and config.model.dropout == 0:
-        for overlap in (first, _fastest(seconds)):
-            take(dataclasses.replace(overlap, domino="on"))
+    rows = experiment.sequences // plan.size("batch")
+    if config.overlap.domino == "auto" and config.model.dropout == 0:
+        domino = dataclasses.replace(first, domino="on").for_rows(rows).domino
+        if domino == "on" or sequences_have_halves(experiment):
+            for overlap in (first, _fastest(seconds)):
+                take(dataclasses.replace(overlap, domino=domino))
     return seconds
 
 
@@ -140,6 +141,8 @@ def words(overlap: Overlap) -> str:
     text = ", ".join([*sites, f"else {common}"] if sites else [common])
     if overlap.domino == "on":
         return f"domino, {text}"
+    if overlap.cuts_sequence:
+        return f"domino on halves of a sequence, {text}"
     return text
 
 

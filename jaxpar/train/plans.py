@@ -27,10 +27,12 @@ from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
 from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
-from jaxpar.parallel.ops import overlap_notes, split_of
+from jaxpar.parallel.ops import attention_calls, overlap_notes
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
+from jaxpar.parallel.sequence_halves import require_no_later_keys
+from jaxpar.parallel.token_order import check_halves
 from jaxpar.train.activations import check_names, policy_notes
-from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiment import Experiment, pipelined_microbatches
 from jaxpar.train.given_optimizer import AnyOptimizer
 from jaxpar.train.named_optimizers import decay_note
 from jaxpar.train.optimizer import require_runnable
@@ -185,11 +187,13 @@ def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
         parameters=memory.parameters,
         optimizer=memory.optimizer,
     )
-    if plan.size("stage") == 1:
-        return plan
-    count = microbatches(config, mesh.shape)
-    check_stages(plan, config.model.layers, count, config.model.kinds)
-    return replace(plan, pipeline=replace(config.pipeline, microbatches=count))
+    if plan.size("stage") > 1:
+        count = microbatches(config, mesh.shape)
+        check_stages(plan, config.model.layers, count, config.model.kinds)
+        plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
+    sequences = config.train.batch // config.train.accumulation // pipelined_microbatches(plan)
+    rows = sequences // plan.size("batch")
+    return replace(plan, overlap=config.overlap.for_rows(rows))
 
 
 def check_parameters(experiment: Experiment) -> None:
@@ -240,7 +244,7 @@ def check_own_model(config: Config) -> None:
         "memory.policy": memory.policy != "none",
         "memory.keep": memory.keep != Keep(),
         "memory.parameters": memory.parameters == "offload",
-        "overlap.domino": config.overlap.domino == "on",
+        "overlap.domino": config.overlap.domino in ("on", "sequence"),
         "train.z_loss": train.z_loss > 0,
         "train.label_smoothing": train.label_smoothing > 0,
         "train.balance_loss": train.balance_loss > 0,
@@ -281,8 +285,8 @@ def check_batch(experiment: Experiment) -> None:
       experiment: the experiment.
 
     Raises:
-      UserError: the data-parallel shards do not divide a microbatch, Domino does not halve a
-        device's, or the sequence is not divided.
+      UserError: the data-parallel shards do not divide a microbatch, the sequence is not divided,
+        or Domino does not cut it.
     """
     plan = experiment.plan
     train = experiment.config.train
@@ -297,20 +301,48 @@ def check_batch(experiment: Experiment) -> None:
             f"{microbatch} sequences, "
             f"which {shards} data-parallel shards do not divide: try train.batch={fitting}"
         )
-    if plan.overlap.domino == "on" and microbatch // shards % 2:
-        raise UserError(
-            f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in "
-            "two halves: "
-            f"try train.batch={2 * train.batch}, or leave domino out"
-        )
     if not experiment.model.has_blocks:
         return
+    if plan.overlap.cuts_sequence:
+        _check_sequence_halves(experiment)
     activation = (microbatch, seq_len, sizes.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
     check_split(
         plan, plan.context.strategy, seq_len, sizes.heads, sizes.kv_head_count, sizes.dropout
     )
+
+
+def sequences_have_halves(experiment: Experiment) -> bool:
+    """Whether blocks can run on the halves of each sequence."""
+    try:
+        _check_sequence_halves(experiment)
+    except UserError:
+        return False
+    return True
+
+
+def _check_sequence_halves(experiment: Experiment) -> None:
+    """Refuse blocks and masks that do not run on the halves of each sequence, and lengths that are
+    not cut so.
+    """
+    if "blocks" in experiment.model.own_parts():
+        block = experiment.model.own_parts()["blocks"]
+        raise UserError(
+            f"overlap.domino cuts each sequence in two, and {block} may look at other tokens than "
+            "by ops.attention: give each device an even number of sequences and domino=on, or "
+            "leave domino out"
+        )
+    sizes = experiment.config.model
+    if sizes.experts:
+        raise UserError(
+            f"overlap.domino cuts each sequence in two, and the balance of "
+            f"model.experts={sizes.experts} is that of whole sequences: give each device an even "
+            "number of sequences and domino=on, or leave domino out"
+        )
+    for mask in layer_masks(sizes):
+        require_no_later_keys(mask)
+    check_halves(experiment.plan, experiment.config.data.seq_len)
 
 
 def plan_notes(experiment: Experiment) -> list[str]:
@@ -338,6 +370,7 @@ def plan_notes(experiment: Experiment) -> list[str]:
     notes = [
         *fitted,
         *overlap_notes(plan),
+        *_halves_notes(experiment),
         *policy_notes(experiment),
         *pipeline_notes(config, plan),
         *offload,
@@ -350,6 +383,18 @@ def plan_notes(experiment: Experiment) -> list[str]:
     if decayed and experiment.own_optimizer is None:
         notes.append(decayed)
     return notes + options
+
+
+def _halves_notes(experiment: Experiment) -> list[str]:
+    """Say that Domino cuts sequences where their number is odd."""
+    plan = experiment.plan
+    if experiment.config.overlap.domino == plan.overlap.domino:
+        return []
+    rows = experiment.sequences // plan.size("batch")
+    return [
+        f"overlap.domino=on: a device has {rows} sequence{'s' if rows > 1 else ''} of a "
+        "microbatch, so a block runs on the two halves of each"
+    ]
 
 
 def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
@@ -375,15 +420,16 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
         return []
     found = (
         choose_attention(
-            split_of(plan, model.attention_softcap),
+            split,
             mask,
-            data.seq_len,
+            seq_len,
             model.head_size,
             dropping=training and model.dropout > 0,
             packed=data.pack,
             batch=max(train.batch // parts, 1),
             heads=max(model.heads // plan.size("heads"), 1),
         )
+        for split, seq_len in attention_calls(plan, data.seq_len, model.attention_softcap)
         for mask in layer_masks(model)
     )
     slow = dict.fromkeys(why for name, why in found if name == "chunked" and why)

@@ -21,7 +21,7 @@ from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inpu
 from jaxpar.base.config import KernelsConfig, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Context, Plan
+from jaxpar.base.plan import Context, Overlap, Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.origin import decode
 from jaxpar.kernels.attention import chunked, dispatch, libraries
@@ -32,6 +32,7 @@ from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.context import kernel_for
 from jaxpar.parallel.ops import Ops, split_of
+from jaxpar.parallel.sequence_halves import ops_of_parts
 from jaxpar.verify.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.quick
@@ -750,6 +751,55 @@ def test_splash_on_a_mesh_is_the_reference_on_one_device(
     else:
         mask = Causal() & Segments(segments, segments)
     assert_close(ours, values_and_gradients(by_reference(mask), args))
+
+
+@pytest.mark.parametrize(
+    ("mask", "packed"),
+    [
+        (Causal(), True),
+        (Causal() & Window(5), False),
+        (Causal() & bigbird(24, 1, 1, 1, block=4, causal=True), True),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("small_tiles")
+def test_halves_of_a_sequence_attend_as_the_whole(mask: Mask, packed: bool) -> None:
+    """The second half of the queries sees the keys and values of both, and gives both gradients."""
+    args = projections(2, 24, 8, 4, 6)
+    segments = documents(2, 24) if packed else None
+    plan = plan_on(MeshSpec(tensor=2))
+    plan = dataclasses.replace(plan, overlap=Overlap(domino="sequence"))
+
+    def halves(*args: jax.Array) -> jax.Array:
+        outs = []
+        for i, ops in enumerate(ops_of_parts(Ops(plan), plan)):
+            here = slice(12 * i, 12 * (i + 1))
+            ids = None if segments is None else segments[:, here]
+            outs.append(ops.attention(*(x[:, here] for x in args), mask, ids))
+        return jnp.concatenate(outs, axis=1)
+
+    want = values_and_gradients(lambda *x: ReferenceOps(plan).attention(*x, mask, segments), args)
+    assert_close(values_and_gradients(halves, args), want)
+
+
+def test_halves_of_a_sequence_take_no_mask_that_looks_ahead() -> None:
+    plan = dataclasses.replace(plan_on(MeshSpec()), overlap=Overlap(domino="sequence"))
+    first, _ = ops_of_parts(Ops(plan), plan)
+    with pytest.raises(UserError, match=r"the mask Full\(\) a query of the first half may see"):
+        first.attention(*projections(1, 4, 1, 1, 2), Full())
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(70)], ids=str)
+def test_splash_takes_queries_that_begin_later_than_the_keys(mask: Mask) -> None:
+    q, k, v = projections(1, 256, 2, 1, 128)
+    later = INTERPRET._replace(q_start=128)
+    ours = values_and_gradients(
+        lambda q, k, v: libraries.splash(q, k, v, mask, later), (q[:, 128:], k, v)
+    )
+    want = values_and_gradients(by_reference(mask, Call(q_start=128)), (q[:, 128:], k, v))
+    assert_close(ours, want)
+    gpu = q.astype(jnp.bfloat16)[:, 128:], k.astype(jnp.bfloat16)
+    assert "begin later" in libraries.refusal("cudnn", *gpu, mask, later, "gpu")
 
 
 def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:

@@ -71,6 +71,30 @@ def test_each_device_halves_its_own_sequences():
     assert halves(None, TOKENS, plan) == (None, None)
 
 
+def test_each_device_has_its_share_of_both_halves_of_a_sequence():
+    plan = plan_on(Overlap(domino="sequence"), data=2, tensor=2)
+    tokens = jnp.arange(2 * 8).reshape(2, 8)
+    ordered = in_order({"tokens": tokens}, plan, halved=True)["tokens"]
+    assert ordered[0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    np.testing.assert_array_equal(
+        in_natural_order(ordered[..., None], plan, halved=True)[..., 0], tokens
+    )
+    for axes in (TOKENS, ("batch", "residual_seq")):
+        x = jax.device_put(ordered, plan.sharding(axes))
+        first, second = halves(x, axes, plan)
+        np.testing.assert_array_equal(first, tokens[:, :4])
+        np.testing.assert_array_equal(second, tokens[:, 4:])
+        assert first.sharding.is_equivalent_to(plan.sharding(axes), 2)
+        np.testing.assert_array_equal(whole_batch((first, second), axes, plan), ordered)
+
+
+def test_an_odd_number_of_sequences_is_cut_in_halves_of_each():
+    asked = Overlap(domino="on")
+    assert asked.for_rows(2) is asked
+    assert asked.for_rows(3) == Overlap(domino="sequence")
+    assert Overlap(domino="auto").for_rows(1).domino == "auto"
+
+
 def test_without_domino_there_is_one_part_the_batch_itself():
     plan = plan_on(data=4)
     x = jnp.zeros((8, 6))

@@ -645,8 +645,20 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
         r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8",
     ),
     (
-        {"mesh.data": 8, "overlap.domino": "on"},
-        "microbatch of 1 sequences in two halves: try train.batch=16",
+        {"mesh.tensor": 8, "data.seq_len": 8, "overlap.domino": "sequence"},
+        r"cuts data.seq_len=8 in two halves, which 8 devices split evenly: try data.seq_len=16",
+    ),
+    (
+        {"mesh.data": 4, "mesh.context": 2, "train.batch": 4, "overlap.domino": "on"},
+        "cuts each sequence in two, and attention splits it over context=2 already",
+    ),
+    (
+        {"mesh.data": 8, "model.masks": ("full",), "overlap.domino": "on"},
+        r"under the mask Full\(\) a query of the first half may see keys of the second",
+    ),
+    (
+        {"mesh.data": 8, "model.family": "llama", "model.experts": 2, "overlap.domino": "on"},
+        "the balance of model.experts=2 is that of whole sequences",
     ),
     ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
 ]

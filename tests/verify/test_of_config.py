@@ -169,6 +169,18 @@ def test_halves_of_the_batch_give_the_gradients_of_one_device() -> None:
     assert found.setup.config.train.batch == 2 * 2 * 2 * 3, "two sequences a half and device"
 
 
+@pytest.mark.slow
+def test_halves_of_each_sequence_give_the_gradients_of_one_device() -> None:
+    """A device has one sequence, so `on` cuts it."""
+    config = override(
+        config_of((2, 1, 4), "llama", True, True, 3),
+        {"overlap.domino": "on", "train.batch": 6, "model.masks": ("causal", "window(8)")},
+    )
+    found = verify.verify(config, jax.devices())
+    assert found.equal, str(found)
+    assert found.setup.config.overlap.domino == "sequence"
+
+
 COPIED = "does not divide {} kv heads: their weights"
 SPLIT = "does not divide {} heads: attention is split over the seq"
 FEW_HEADS: list[Any] = [

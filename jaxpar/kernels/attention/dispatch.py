@@ -85,6 +85,7 @@ def attention(
     key: jax.Array | None = None,
     with_lse: bool = True,
     capability: str = "",
+    q_start: int = 0,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:
     """Return (out, lse): softmax attention with grouped query heads (arXiv:2305.13245), and the
     log-sum-exp of each query's scores. Both have gradients. A query that sees nothing has an output
@@ -108,6 +109,7 @@ def attention(
         gradient.
       capability: the compute capability of the GPU that it is compiled for; empty = that of the one
         here.
+      q_start: the place of the first query for the mask; the first key stands at 0.
 
     Raises:
       UserError: the shapes or dtypes do not go together, a number is out of its range, the ids have
@@ -117,7 +119,7 @@ def attention(
     check_arguments(q_BSHh, k_BTKh, v_BTKh, mask, softcap, dropout_rate)
     if scale is not None:
         require_number("attention", "scale", scale, above=0)
-    call = Call(scale=scale or 0.0, softcap=softcap)
+    call = Call(scale=scale or 0.0, softcap=softcap, q_start=q_start)
     dropping = key is not None and dropout_rate > 0
     if not platform:
         platform, capability, _ = device_of_compilation()

@@ -74,6 +74,7 @@ def refusal(
             (h % LANES != 0, f"head_dim {h} is no multiple of {LANES}"),
             (S % LANES != 0, f"sequence length {S} is no multiple of {LANES}"),
             (T % LANES != 0, f"sequence length {T} is no multiple of {LANES}"),
+            (_first_query(call) is None, "places that are known only at run time"),
         ],
         "cudnn": [
             (q_BSHh.dtype == jnp.float32, "float32"),
@@ -82,6 +83,10 @@ def refusal(
             (
                 (band.left, band.right) not in ((None, None), (band.left, 0)),
                 f"no mask like {mask}",
+            ),
+            (
+                _first_query(call) != 0 and band[:2] != (None, None),
+                "queries that begin later than the keys",
             ),
             (
                 h % 8 != 0 or h > _CUDNN_HEAD_DIM,
@@ -162,11 +167,13 @@ def splash(
         block_q_dq=block_q,
         block_kv_dq=block_k,
     )
+    first = _first_query(call)
+    assert first is not None
     one: splash_mask.Mask = splash_mask.FullMask((S, T))
     if (band.left, band.right) == (None, 0):
-        one = splash_mask.CausalMask((S, T))
+        one = splash_mask.CausalMask((S, T), first)
     elif (band.left, band.right) != (None, None):
-        one = splash_mask.LocalMask((S, T), (band.left, band.right), 0)
+        one = splash_mask.LocalMask((S, T), (band.left, band.right), first)
     kernel = splash_kernel.make_splash_mha(
         splash_mask.MultiHeadMask([one] * H),
         head_shards=1,
@@ -191,12 +198,20 @@ def splash(
         q_BSHh.dtype
     )
     # Splash skips the tiles that the band leaves out, but none because of documents.
-    computed = np.mean(tile_states(without_segments(mask), Tiles(S, T, block_q, block_k)) != EMPTY)
+    tiles = Tiles(S, T, block_q, block_k, q_start=first)
+    computed = np.mean(tile_states(without_segments(mask), tiles) != EMPTY)
     with jax.named_scope(f"{_COMPUTED}{float(computed)}"):
         out_BHSh = jax.vmap(of_sequence)(
             q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments
         )
     return out_BHSh.swapaxes(1, 2)
+
+
+def _first_query(call: Call) -> int | None:
+    """The place of the first query as counted from the first key; None = known only at run time."""
+    if isinstance(call.q_start, int) and isinstance(call.k_start, int):
+        return call.q_start - call.k_start
+    return None
 
 
 def _splash_block(q_BSHh: Array, call: Call) -> int:

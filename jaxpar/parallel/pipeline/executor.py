@@ -172,7 +172,8 @@ def _stage_arrays(
         told = with_text(batch)
     else:
         told = batch
-    rows = jax.tree.map(cut, in_order(told, plan, plan.context.strategy))
+    ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
+    rows = jax.tree.map(cut, ordered)
     order = jnp.asarray(task.layers.order)
     if task.model.config.experts:
         labels_per_token = counts.labels_per_token

@@ -24,7 +24,7 @@ from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
-from jaxpar.parallel.ops import split_of
+from jaxpar.parallel.ops import attention_calls
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import AnyOptimizer
@@ -323,12 +323,15 @@ def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     """
     model = config.model
     seq_len = config.data.seq_len
-    split = split_of(plan, model.attention_softcap)
     heads = max(model.heads // plan.size("heads"), 1)
     how = {"packed": config.data.pack, "platform": platform, "heads": heads}
     masks = dict.fromkeys(layer_masks(model))
-    names = [choose_attention(split, mask, seq_len, model.head_size, **how)[0] for mask in masks]
-    if split.devices > 1:
-        return split.strategy
-    tiled = [f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name for name in names]
+    tiled = []
+    for split, keys in attention_calls(plan, seq_len, model.attention_softcap):
+        for mask in masks:
+            name, _ = choose_attention(split, mask, keys, model.head_size, **how)
+            in_tiles = name == "chunked" and keys > ROWS
+            tiled.append(f"{name} in tiles" if in_tiles else name)
+        if split.devices > 1:
+            return split.strategy
     return " and ".join(dict.fromkeys(tiled))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxpar.base.config import (
     CheckpointConfig,
@@ -27,7 +27,8 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
 from jaxpar.base.toml import flatten
-from jaxpar.models.masks import shrink_mask
+from jaxpar.kernels.masks import looks_back
+from jaxpar.models.masks import layer_masks, shrink_mask
 from jaxpar.parallel.pipeline import layers_of, microbatches
 from jaxpar.parallel.ring_matmul import ring_forms
 from jaxpar.parallel.ulysses import devices_sharing
@@ -93,6 +94,22 @@ class Whole:
         if devices == 1 or self.config.context.strategy == "ulysses":
             return devices
         return 2 * devices
+
+    @cached_property
+    def domino(self) -> Literal["off", "on", "sequence"]:
+        """What Domino cuts of a device's part of a microbatch, where the mesh that was asked for
+        has it; where that is left open, what it can cut."""
+        asked = self.config.overlap.domino
+        if asked in ("off", "sequence"):
+            return asked
+        train = self.config.train
+        sequences = train.batch // train.accumulation
+        if self.asked["stage"] > 1:
+            sequences //= microbatches(self.config, self.asked)
+        rows = sequences // pieces("batch", self.config.rules, self.asked)
+        looking_back = all(looks_back(mask) for mask in layer_masks(self.config.model))
+        cuttable = asked == "on" or (self.chunks == 1 and looking_back)
+        return "sequence" if rows % 2 and cuttable else "on"
 
     @cached_property
     def few_heads(self) -> tuple[int, int]:
@@ -373,6 +390,8 @@ def _seq_len(whole: Whole, small: Config) -> int:
     if whole.chunks > 1:
         fewest = max(fewest, 3 * whole.chunks)
     split = whole.split("seq", "residual_seq")
+    if whole.domino == "sequence":  # each half is like a sequence of its own
+        split = 2 * math.lcm(whole.split("residual_seq"), whole.least.block)
     return odd_multiple(fewest, math.lcm(whole.chunks, split, whole.least.block))
 
 
@@ -448,7 +467,9 @@ def _finest_ring(form: str) -> str:
 
 def _batch(whole: Whole, small: Config) -> int:
     """Two sequences of each microbatch for each shard, or for each half of one under Domino."""
-    rows = 2 * small.overlap.parts * whole.split("batch")
+    rows = 2 * whole.split("batch")
+    if small.overlap.domino == "on":
+        rows *= 2
     if whole.split("stage") > 1:
         rows *= small.pipeline.microbatches
     return rows * small.train.accumulation
@@ -538,8 +559,8 @@ RULES = (
     ),
     Rule(
         "overlap.domino",
-        lambda whole, small: "on" if small.overlap.domino == "auto" else small.overlap.domino,
-        "as for overlap.gather",
+        lambda whole, small: whole.domino,
+        "the halves of each sequence stay what it cuts, where a device has an odd number of them",
     ),
     Rule(
         "train.accumulation",
