@@ -73,6 +73,9 @@ MUTATIONS = [
     # Masks and kernels.
     Mutation("window", "a mask off by one", "jaxpar/kernels/masks.py",
              "i - j <= self.left", "i - j < self.left", "tests/models/test_masks.py -k shows_what"),
+    Mutation("halves_start", "queries of a second half see the keys that those of the first half see",
+             "jaxpar/parallel/context.py", "call = PARTS._replace(softcap=split.softcap, q_start=split.q_start)",
+             "call = PARTS._replace(softcap=split.softcap)", "tests/parallel/test_attention.py -k halves"),
     Mutation("tpu_rescale", "a dropped scale: sums are not scaled down to the new maximum",
              "jaxpar/kernels/attention/tpu.py",
              "weighted[...] = weighted[...] * kept + added", "weighted[...] = weighted[...] + added",

@@ -91,14 +91,15 @@ def test_what_is_not_open_is_left_alone(monkeypatch):
 
 
 def test_without_a_ring_only_domino_is_open(monkeypatch):
-    tried = priced(monkeypatch, {("domino", "on"): 1.0})
+    tried = priced(monkeypatch, {("domino", "on"): 1.0, ("domino", "sequence"): 1.0})
     everything = Overlap("auto", "auto", domino="auto")
     config = override(config_of(everything), {"mesh.data": 8, "mesh.tensor": 1, "train.batch": 16})
     assert chosen(config) == Overlap(domino="on")
-    assert chosen(override(config, {"train.batch": 8})) == Overlap(), (
-        "one sequence a device has no half"
-    )
-    assert len(tried) == 3
+    alone = override(config, {"train.batch": 8})
+    assert chosen(alone) == Overlap(domino="sequence"), "one sequence a device is cut itself"
+    ahead = override(alone, {"model.masks": ("full",)})
+    assert chosen(ahead) == Overlap(), "a mask that looks ahead leaves no half to run first"
+    assert len(tried) == 5
 
 
 def test_blocks_are_timed_on_the_devices_at_hand(monkeypatch):

@@ -70,6 +70,8 @@ def heads(H: int, K: int = 0) -> dict[str, Any]:
 
 
 DOMINO = overlap("xla", domino="on")
+HALVED = overlap("xla", domino="sequence")
+WINDOWS = {"model.masks": ("causal", "window(5)")}
 ZERO1 = {"rules.state_embed": ("data",), "rules.embed": ()}
 SPLIT_IN_ALL = {
     "rules.heads": (),
@@ -131,6 +133,11 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
         {"context": 2, "fsdp": 2, "tensor": 2},
         overlap("xla", "ring", "on") | PACKED,
     ),
+    # Halves of each sequence.
+    ("gpt2", {"data": 2, "tensor": 4}, HALVED | PACKED | BFLOAT16),
+    ("llama", {"fsdp": 2, "tensor": 4}, HALVED | PACKED | THRICE | WINDOWS),
+    ("llama", {"tensor": 8}, overlap("ring", "bidirectional", "sequence") | heads(8, 2)),
+    ("llama", {"data": 8}, HALVED | ZERO1),
     # More tensor devices than heads, or than kv heads.
     ("llama", {"tensor": 8}, heads(8, 2) | overlap("ring")),
     (
