@@ -59,12 +59,32 @@ def grid(over: Sequence[str]) -> list[list[str]]:
             raise UserError(
                 f"--over takes settings with their values, as in mesh.tensor=1,2,4: found {word!r}"
             )
-        axes.append([f"{key}={value}" for value in re.split(r",(?![^\[(]*[\])])", values)])
+        axes.append([f"{key}={value}" for value in split_values(values)])
     if not axes:
         raise UserError(
             "over which settings? --over mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4"
         )
     return [list(combination) for combination in itertools.product(*axes)]
+
+
+def split_values(text: str) -> list[str]:
+    """Cut a text at the commas that stand in no brackets.
+
+    Args:
+      text: `[window(8),bigbird(3, 1)],[causal]`.
+
+    Returns:
+      The parts: `["[window(8),bigbird(3, 1)]", "[causal]"]`.
+    """
+    parts = [""]
+    depth = 0
+    for letter in text:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def sweep(

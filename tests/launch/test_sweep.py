@@ -15,6 +15,13 @@ def test_every_combination_in_the_order_of_the_words():
     assert grid(over) == [[f"mesh.tensor={size}", mask] for size in (1, 2) for mask in masks]
 
 
+def test_a_list_of_two_words_is_one_value():
+    assert grid(["model.masks=[window(8),causal],[bigbird(3, 1)]"]) == [
+        ["model.masks=[window(8),causal]"],
+        ["model.masks=[bigbird(3, 1)]"],
+    ]
+
+
 @pytest.mark.parametrize(
     "over",
     [[], ["mesh.tensor"], ["mesh.tensor="], ["tensor=1,2"]],
