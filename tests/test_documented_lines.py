@@ -26,7 +26,7 @@ import pytest
 from jaxpar.base.checks import check
 from jaxpar.base.config import Config, ModelConfig, parse
 from jaxpar.base.toml import presets
-from jaxpar.cli import arguments, commands, launch, rehearse
+from jaxpar.cli import arguments, commands, compose, launch, rehearse
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
@@ -41,6 +41,7 @@ SCHEMAS = {
     "verify": commands.VerifyArgs,
     "show": commands.ShowArgs,
     "rehearse": rehearse.RehearseArgs,
+    "compose": compose.ComposeArgs,
     "sweep": launch.SweepArgs,
     "watch": lambda _: commands.WatchArgs(),
 }
@@ -77,6 +78,7 @@ DEAR = {
     "verify": "verify.md",
     "launch": "launch.md",
     "sweep": "launch.md",
+    "compose": "compositions.md",
 }
 """What takes long, whatever is added: it runs on its own page, and elsewhere only parses."""
 ERROR = "jaxpar: error: "
@@ -340,7 +342,8 @@ def test_every_line_runs(page: Path, folder: Path, shell: Shell) -> None:
                 pytest.skip(compilers()["tpu"])
             for sink in {"wandb", "mlflow"}.intersection(words):
                 pytest.importorskip(sink, reason=f"needs the {sink} extra")
-            if words[0] == "sweep" or words[:2] == ["launch", "ray"]:
+            trains = words[0] == "sweep" and "--target" not in words
+            if trains or words[:2] == ["launch", "ray"]:
                 pytest.importorskip("ray", reason="needs the ray extra")
             words = ["llama3_8b" if word == "CONFIG" else word for word in words]
             if " ".join(words).startswith("train llama3_8b"):

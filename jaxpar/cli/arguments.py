@@ -209,6 +209,11 @@ def flag_words(words: list[str]) -> list[str]:
     return found
 
 
+def plain_name(target: str) -> str:
+    """Write the name of a target, `v5p:4x4x8`, as it may stand in the name of a folder."""
+    return re.sub(r"[^\w.-]+", "_", target)
+
+
 def positional(
     usage: str | None, default: DataclassInstance, words: list[str], count: int
 ) -> list[str]:

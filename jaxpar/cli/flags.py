@@ -54,12 +54,14 @@ def flags_of(schema: type[DataclassInstance]) -> Mapping[str, Flag]:
 
     Args:
       schema: the dataclass of a command's arguments. Its fields are bool, int, float, str, a
-        Literal, a tuple of these, or a dataclass of such fields.
+        Literal, a tuple of these, or a dataclass of such fields. One that would be a word of
+        Python's ends in an underscore, which its flag has not.
 
     Returns:
       The flags in the order of the fields.
     """
-    return {flag.key.removeprefix("config."): flag for flag in _flags_in(schema, "")}
+    flags = _flags_in(schema, "")
+    return {flag.key.removeprefix("config.").removesuffix("_"): flag for flag in flags}
 
 
 def _flags_in(schema: type[DataclassInstance], table: str) -> Iterator[Flag]:

@@ -11,7 +11,7 @@ from jaxpar.base.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.ranges import Range
-from jaxpar.cli.arguments import ConfigArgs, config_args, run_folder
+from jaxpar.cli.arguments import ConfigArgs, config_args, plain_name, run_folder
 from jaxpar.launch.scripts import Placement, script
 from jaxpar.rehearse.targets import load_target
 
@@ -45,12 +45,20 @@ class ScriptArgs(Placement, ConfigArgs):
 
 @dataclass(frozen=True)
 class SweepArgs(ConfigArgs):
-    """A run for every combination of some settings, on this machine or on a Ray cluster."""
+    """A run for every combination of some settings, on this machine or on a Ray cluster; with a
+    target a rehearsal for each.
+    """
 
     over: tuple[str, ...] = ()
     """The settings, each with its values: mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4"""
+    target: str = ""
+    """Rehearse each combination for this hardware, which need not be here, and train none: v5p-64,
+    h100x64, ...: docs/targets.md lists them. Empty = train.
+    """
     run: str = ""
-    """Folder of the runs, the table and the picture; empty = runs/NAME_sweep."""
+    """Folder of the runs, the table and the picture; empty = runs/NAME_sweep, with the target's
+    name behind it where there is one.
+    """
     per_trial: Annotated[int, Range(0, 1_000_000)] = 0
     """CPUs, GPUs or TPU chips that each run has, by mesh.platform; 0 = all that one machine has."""
     address: str = ""
@@ -111,8 +119,8 @@ def launch_command(words: list[str]) -> int:
 
 
 def sweep_command(words: list[str]) -> int:
-    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--per-trial N] [--section.key
-    value ...]
+    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--target T] [--per-trial N]
+    [--section.key value ...]
     """
     from jaxpar.launch.sweep import grid, results_table, sweep
 
@@ -127,11 +135,31 @@ def sweep_command(words: list[str]) -> int:
             )
         except UserError as error:
             trials[" ".join(settings)] = error
+    if args.target:
+        return _rehearse_sweep(Path(name).stem, args, trials)
     folder = Path(args.run or f"runs/{Path(name).stem}_sweep")
     results = sweep(trials, folder, args.per_trial, args.address)
     console().print(results_table(results))
     console().print(f"wrote {folder / 'results.csv'} and {folder / 'results.png'}")
     return int(all(trial.error for trial in results))
+
+
+def _rehearse_sweep(name: str, args: SweepArgs, trials: dict[str, Any]) -> int:
+    """Rehearse the combinations of a sweep in place of training them."""
+    from jaxpar.launch.compose import rehearse_trials
+    from jaxpar.show.compositions import points_table
+
+    for flag in ("per_trial", "address"):
+        if getattr(args, flag):
+            raise UserError(
+                f"--{flag.replace('_', '-')} has no effect: with --target nothing is trained"
+            )
+    target = load_target(args.target)
+    folder = Path(args.run or f"runs/{name}_sweep_{plain_name(args.target)}")
+    points = rehearse_trials(trials, target, folder, console().print)
+    console().print(points_table(points))
+    console().print(f"wrote {folder / 'results.csv'} and {folder / 'results.png'}")
+    return int(all(point.figures is None for point in points))
 
 
 def split_over(words: list[str]) -> tuple[list[str], list[str]]:

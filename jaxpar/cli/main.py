@@ -45,12 +45,17 @@ COMMANDS = {
     "rehearse": Command(
         "compile the step for absent hardware: memory, time, exposed communication", "rehearse"
     ),
+    "compose": Command(
+        "rehearse settings alone, in pairs and together: which add up, which cancel", "compose"
+    ),
     "launch": Command(
         "run it on several machines: Ray here or on a cluster; scripts for Slurm, GKE, "
         "TPU VMs and SkyPilot",
         "launch",
     ),
-    "sweep": Command("run every combination of some settings, under Ray Tune", "launch"),
+    "sweep": Command(
+        "run every combination of some settings under Ray Tune, or rehearse them", "launch"
+    ),
     "bench": Command("the training step, or generation, beside PyTorch, in turns"),
     "doctor": Command("versions, devices, known-bad combinations"),
 }

@@ -1,0 +1,163 @@
+"""Many rehearsals of one config: with settings alone, in pairs and together (`compose_config`), or
+for each combination of a sweep (`rehearse_trials`).
+
+Both leave tables and a picture in a folder, and go on where they broke off.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.runtime import versions, write_whole
+from jaxpar.launch.small_loss import loss_after
+from jaxpar.plan.compositions import Study, compose, point_line
+from jaxpar.plan.points import Figures, Point, rehearse_point
+from jaxpar.plan.settings import Setting
+from jaxpar.rehearse.targets import Target
+
+POINTS = "points"
+"""The folder, inside that of a study or a sweep, in which rehearsals are remembered."""
+LOSSES = "losses"
+Say = Callable[[str], None]
+
+
+def compose_config(
+    config: Config,
+    settings: Mapping[str, Setting],
+    target: Target,
+    folder: Path,
+    train_steps: int = 0,
+    loss_within: float = math.inf,
+    say: Say = lambda line: None,
+    command: str = "",
+) -> Study:
+    """Rehearse a config with settings alone, in pairs and together; write `results.csv`,
+    `pairs.csv`, `results.json` and `results.png`.
+
+    Args:
+      config: the config as it is.
+      settings: the settings by name.
+      target: the system.
+      folder: where the files go. What was rehearsed or trained there before is not done again.
+      train_steps: the steps after which the loss of the small form counts
+        (`jaxpar.launch.small_loss`); 0 = nothing is trained.
+      loss_within: by how many nats a token the loss of the best may be above the base's.
+      say: is called with a line for each point.
+      command: the command line, for `results.json`.
+
+    Returns:
+      The study.
+
+    Raises:
+      UserError: the config as it is cannot be rehearsed, or a limit of the loss is given and
+        nothing is trained.
+    """
+    require_local(folder)
+    if not train_steps and not math.isinf(loss_within):
+        raise UserError(
+            f"loss_within={loss_within} has no effect: nothing is trained, add train_steps=300"
+        )
+
+    def measure(one: Config) -> Figures:
+        return rehearse_point(one, target, folder / POINTS, say)
+
+    def train(one: Config) -> float:
+        return loss_after(one, train_steps, folder / LOSSES, say)
+
+    loss = train if train_steps else None
+    study = compose(config, settings, measure, loss, loss_within, say)
+    _write_study(study, settings, target, folder, command)
+    return study
+
+
+def _write_study(
+    study: Study, settings: Mapping[str, Setting], target: Target, folder: Path, command: str
+) -> None:
+    from jaxpar.show.compositions import composition_figure  # matplotlib, for a picture alone
+    from jaxpar.show.figures import save_figure
+
+    _write_points(study.points, folder / "results.csv")
+    gains = [(gain.pair.name, *gain[1:], gain.verdict) for gain in study.gains()]
+    fields = ("pair", *type(study.gains()[0])._fields[1:], "verdict") if gains else ("pair",)
+    _write_csv([fields, *gains], folder / "pairs.csv")
+    whole = {
+        "command": command,
+        "target": target.name,
+        "versions": versions(),
+        "settings": {name: dict(setting.changes) for name, setting in settings.items()},
+        "points": [asdict(point) for point in study.points],
+        "pairs": [dict(zip(fields, gain, strict=True)) for gain in gains],
+        "best": None if study.best is None else study.best.settings,
+        "search": study.search,
+    }
+    write_whole(folder / "results.json", json.dumps(whole, indent=1, default=list) + "\n")
+    title = f"{folder.name}: settings on {target.name}, alone and in pairs"
+    save_figure(composition_figure(study, title), folder / "results.png")
+
+
+def rehearse_trials(
+    trials: Mapping[str, Config | UserError],
+    target: Target,
+    folder: Path,
+    say: Say = lambda line: None,
+) -> list[Point]:
+    """Rehearse each combination of a sweep; write `results.csv` and `results.png`.
+
+    Args:
+      trials: for each combination of settings its config, or why there is none.
+      target: the system.
+      folder: where the files go. What was rehearsed there before is not done again.
+      say: is called with a line for each combination.
+
+    Returns:
+      How each came out, in the order of `trials`.
+
+    Raises:
+      UserError: the folder is none, or cannot be written.
+    """
+    from jaxpar.show.compositions import sweep_points_figure  # matplotlib, for a picture alone
+    from jaxpar.show.figures import save_figure
+
+    require_local(folder)
+    points = list[Point]()
+    for name, config in trials.items():
+        point = _trial(name, config, target, folder, say)
+        points.append(point)
+        say(f"[{len(points)}/{len(trials)}] {point_line(point)}")
+    _write_points(points, folder / "results.csv")
+    save_figure(sweep_points_figure(points, f"rehearsed on {target.name}"), folder / "results.png")
+    return points
+
+
+def _trial(name: str, config: Config | UserError, target: Target, folder: Path, say: Say) -> Point:
+    if isinstance(config, UserError):
+        return Point((name,), refused=str(config))
+    try:
+        return Point((name,), rehearse_point(config, target, folder / POINTS, say))
+    except UserError as error:
+        return Point((name,), refused=str(error))
+
+
+def _write_points(points: Sequence[Point], file: Path) -> None:
+    fields = tuple(Figures.__dataclass_fields__)
+    rows = [("settings", *fields, "loss", "why_not")]
+    for point in points:
+        known = {} if point.figures is None else asdict(point.figures)
+        row = (point.name, *(known.get(field) for field in fields), point.loss, point.why_not)
+        rows.append(row)
+    _write_csv(rows, file)
+
+
+def _write_csv(rows: Sequence[Sequence[Any]], file: Path) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    write_whole(file, text.getvalue())

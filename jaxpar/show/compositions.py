@@ -1,0 +1,242 @@
+"""Tables and pictures of many rehearsed configs: of a sweep on a target, and of how settings
+compose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from jaxpar.base.console import bytes_text
+from jaxpar.plan.compositions import Gain, Study
+from jaxpar.plan.points import Point
+
+_BASE = "#777777"
+_POINT = "#4477aa"
+_BEST = "#cc3311"
+_MIB = 2**20
+
+
+def points_table(points: Sequence[Point], base: Point | None = None) -> Table:
+    """A row for each rehearsed config.
+
+    Args:
+      points: the configs.
+      base: the one that speeds are shares of; None = none.
+
+    Returns:
+      The table.
+    """
+    trained = any(point.loss is not None for point in points)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("settings")
+    for name in ("step", "tok/s", *(["speed"] if base else []), "MFU", "exposed", "host", "memory"):
+        table.add_column(name, justify="right")
+    if trained:
+        table.add_column("loss", justify="right")
+    table.add_column("why not")
+    for point in points:
+        cells = _cells(point, base)
+        if trained:
+            cells.append("" if point.loss is None else f"{point.loss:.4f}")
+        table.add_row(point.name, *cells, point.why_not)
+    return table
+
+
+def _cells(point: Point, base: Point | None) -> list[str]:
+    """The figures of a point as text; empty where there are none."""
+    figures = point.figures
+    if figures is None:
+        return [""] * (7 if base else 6)
+    cells = [f"{1e3 * figures.step:,.1f} ms", f"{figures.tokens_per_second:,.0f}"]
+    if base is not None and base.figures is not None:
+        cells.append(f"{figures.tokens_per_second / base.figures.tokens_per_second:.3f}")
+    mfu = "" if figures.mfu is None else f"{100 * figures.mfu:.1f} %"
+    exposed = f"{1e3 * figures.exposed:,.1f} ms"
+    host = f"{1e3 * figures.host_stall:,.1f} ms"
+    return [*cells, mfu, exposed, host, bytes_text(figures.memory)]
+
+
+def gains_table(gains: Sequence[Gain]) -> Table:
+    """A row for each pair of settings: what it gains, and what its parts come to.
+
+    Args:
+      gains: the pairs, of `Study.gains`.
+
+    Returns:
+      The table.
+    """
+    trained = any(gain.loss is not None for gain in gains)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("pair")
+    for name in ("speed", "parts", "memory", "parts", "exposed", "parts"):
+        table.add_column(name, justify="right")
+    if trained:
+        table.add_column("loss", justify="right")
+        table.add_column("parts", justify="right")
+    table.add_column("they")
+    for gain in gains:
+        numbers = [
+            _text(gain.speed, "{:.3f}"),
+            _text(gain.speed_of_parts, "{:.3f}"),
+            _text(gain.memory, "{:+,.0f} MiB", 1 / _MIB),
+            _text(gain.memory_of_parts, "{:+,.0f} MiB", 1 / _MIB),
+            _text(gain.exposed, "{:+,.1f} ms", 1e3),
+            _text(gain.exposed_of_parts, "{:+,.1f} ms", 1e3),
+        ]
+        if trained:
+            numbers += [_text(gain.loss, "{:+.4f}"), _text(gain.loss_of_parts, "{:+.4f}")]
+        table.add_row(gain.pair.name, *numbers, gain.verdict or gain.pair.why_not)
+    return table
+
+
+def _text(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else form.format(value * scale)
+
+
+def composition_figure(study: Study, title: str) -> Figure:
+    """Draw how settings compose, and what each point takes.
+
+    On the left a square for each pair: its speed as a share of the base's, above the product of its
+    parts' speeds. Its colour is the one over the other. On the diagonal is each setting alone. On
+    the right each point by its time and memory.
+
+    Args:
+      study: what was rehearsed.
+      title: the title.
+
+    Returns:
+      The figure.
+    """
+    count = len(study.alone)
+    side = 3.2 + 0.85 * count
+    figure = Figure(figsize=(2 * side, side), dpi=110, layout="constrained")
+    squares, plane = figure.subplots(1, 2)
+    _draw_pairs(squares, study)
+    _draw_plane(plane, study)
+    figure.suptitle(title)
+    return figure
+
+
+def _draw_pairs(axes: Axes, study: Study) -> None:
+    """The square of settings by settings."""
+    names = [point.settings[0] for point in study.alone]
+    share = _shares(study)
+    furthest = max((abs(value - 1) for value in share.values()), default=0.0)
+    reach = max(furthest, 0.02)
+    norm = TwoSlopeNorm(1, 1 - reach, 1 + reach)
+    colors = matplotlib.colormaps["RdBu"]
+    for place, point in enumerate(study.alone):
+        speed = study.speed(point)
+        text = "none" if speed is None else f"{speed:.3f}"
+        _square(axes, place, place, "#e8e8e8", f"alone\n{text}")
+    for gain in study.gains():
+        first, second = (names.index(name) for name in gain.pair.settings)
+        if gain.speed is None:
+            _square(axes, second, first, "white", "no pair")
+            continue
+        parts = _text(gain.speed_of_parts, "{:.3f}") or "?"
+        value = share.get(gain.pair.settings)
+        color = "white" if value is None else colors(norm(value))
+        _square(axes, second, first, color, f"{gain.speed:.3f}\n({parts})")
+    size = len(names)
+    axes.set(
+        xlim=(-0.5, size - 0.5),
+        ylim=(size - 0.5, -0.5),
+        xticks=range(size),
+        yticks=range(size),
+        xlabel="",
+        title="speed of each pair, and (the product of its parts)\n"
+        "blue: more together than apart; red: they cancel",
+    )
+    axes.set_xticklabels(names, rotation=35, ha="right")
+    axes.set_yticklabels(names)
+    axes.set_aspect("equal")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _shares(study: Study) -> dict[tuple[str, ...], float]:
+    """The speed of each pair over the product of its parts."""
+    return {
+        gain.pair.settings: gain.speed / gain.speed_of_parts
+        for gain in study.gains()
+        if gain.speed is not None and gain.speed_of_parts
+    }
+
+
+def _square(axes: Axes, x: int, y: int, color: object, text: str) -> None:
+    """One square with its text."""
+    edge = {"edgecolor": "white", "linewidth": 2}
+    axes.add_patch(matplotlib.patches.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, **edge))
+    axes.text(x, y, text, ha="center", va="center", fontsize=8)
+
+
+def _draw_plane(axes: Axes, study: Study) -> None:
+    """Every point by its seconds a token and its memory."""
+    usable = 0
+    for point in study.points:
+        figures = point.figures
+        if figures is None:
+            continue
+        usable = figures.usable
+        is_named = point in (study.base, study.best, *study.alone)
+        color = _BASE if point == study.base else _POINT
+        if point == study.best:
+            color = _BEST
+        x = 1e6 / figures.tokens_per_second
+        y = figures.memory / 2**30
+        marker = "o" if figures.fits else "x"
+        axes.plot(x, y, marker, color=color, markersize=8 if is_named else 4, alpha=0.8)
+        if is_named:
+            place = {"xytext": (5, 4), "textcoords": "offset points"}
+            axes.annotate(point.name.replace(" + ", "\n+ "), (x, y), fontsize=7, **place)
+    if usable:
+        axes.axhline(usable / 2**30, color=_BASE, linestyle="--", linewidth=1)
+    axes.set(
+        xlabel="microseconds a token, all devices together",
+        ylabel="GiB of a device (dashed: what it has)",
+        title="all points; red: the best found; a cross does not fit",
+    )
+    axes.margins(x=0.15)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def sweep_points_figure(points: Sequence[Point], title: str) -> Figure:
+    """Draw the step of each config, with the part that is exposed, and beside it its memory.
+
+    Args:
+      points: the configs; those that were refused are left out.
+      title: the title.
+
+    Returns:
+      The figure.
+    """
+    known = [(point.name, point.figures) for point in points if point.figures is not None]
+    figure = Figure(figsize=(10, 1.8 + 0.4 * max(len(known), 4)), dpi=110, layout="constrained")
+    steps, memory = figure.subplots(1, 2)
+    places = range(len(known))
+    names = [name.replace(" ", "\n") for name, _ in known]
+    rows = [figures for _, figures in known]
+    bars = steps.barh(places, [1e3 * row.step for row in rows], color=_POINT, label="step")
+    steps.barh(places, [1e3 * row.exposed for row in rows], color=_BEST, label="of it exposed")
+    steps.bar_label(bars, [f" {1e3 * row.step:,.0f}" for row in rows])
+    steps.set(xlabel="milliseconds", yticks=places, yticklabels=names)
+    sizes = [row.memory / 2**30 for row in rows]
+    bars = memory.barh(places, sizes, color=[_POINT if row.fits else _BEST for row in rows])
+    memory.bar_label(bars, [f" {size:.2f}" for size in sizes])
+    memory.set(xlabel="GiB of a device (red: does not fit)", yticks=[])
+    for axes in (steps, memory):
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    if known:
+        steps.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.suptitle(title)
+    return figure
