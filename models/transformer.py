@@ -253,6 +253,11 @@ class Block(nnx.Module):
         self.up_bias = bias("up", mlp=F)
         self.down = param(rngs, init_residual, **expert, mlp=F, embed=D)
         self.down_bias = bias("down", embed=D)
+        if config.shared_experts:
+            wide = config.shared_experts * F
+            self.shared_gate = param(rngs, init, embed=D, mlp=wide)
+            self.shared_up = param(rngs, init, embed=D, mlp=wide)
+            self.shared_down = param(rngs, init_residual, mlp=wide, embed=D)
         matrices = {
             "q": self.q,
             "k": self.k,
@@ -298,6 +303,9 @@ class Block(nnx.Module):
             routed = None
             if self.config.experts:
                 y_BSD, routed = self.experts(normed_BSD, text_BS, ops)
+                if self.config.shared_experts:
+                    with jax.named_scope("shared"):
+                        y_BSD += self.mlp(normed_BSD, ops, "shared_")
             else:
                 y_BSD = self.mlp(normed_BSD, ops)
             if self.family.post_norms:
@@ -367,12 +375,14 @@ class Block(nnx.Module):
         self,
         x_BSD: Float[Array, "B S D"],
         ops: Ops,
+        prefix: str = "",
     ) -> Float[Array, "B S D"]:
         """Compute what an MLP without experts adds to the residual stream.
 
         Args:
           x_BSD: the residual stream after its norm.
           ops: as for a block.
+          prefix: what the names of its matrices and activations begin with.
 
         Returns:
           What is added, in the layout of the stream.
@@ -381,14 +391,17 @@ class Block(nnx.Module):
             activation = jax.nn.silu
         else:
             activation = jax.nn.gelu
-        up = self.linear("up")
+        up = self.linear(f"{prefix}up")
         if self.family.gated:
-            gate_BSF, up_BSF = column_linears(x_BSD, [self.linear("gate"), up], ops)
-            hidden_BSF = activation(named(gate_BSF, "gate")) * named(up_BSF, "up")
+            gate = self.linear(f"{prefix}gate")
+            gate_BSF, up_BSF = column_linears(x_BSD, [gate, up], ops)
+            gate_BSF = named(gate_BSF, f"{prefix}gate")
+            hidden_BSF = activation(gate_BSF) * named(up_BSF, f"{prefix}up")
         else:
             (up_BSF,) = column_linears(x_BSD, [up], ops)
-            hidden_BSF = activation(named(up_BSF, "up"))
-        return row_linear(named(hidden_BSF, "mlp_hidden"), self.linear("down"), ops)
+            hidden_BSF = activation(named(up_BSF, f"{prefix}up"))
+        hidden_BSF = named(hidden_BSF, f"{prefix}mlp_hidden")
+        return row_linear(hidden_BSF, self.linear(f"{prefix}down"), ops)
 
     def experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops

@@ -50,6 +50,10 @@ class Keep:
     up: Choice = "policy"
     mlp_hidden: Choice = "policy"
     """The input of the last linear of the MLP."""
+    shared_gate: Choice = "policy"
+    """As `gate`, of the experts that every token goes to; likewise the next two."""
+    shared_up: Choice = "policy"
+    shared_mlp_hidden: Choice = "policy"
     mlp_out: Choice = "policy"
     """The output of the MLP, where a norm follows it."""
     expert_out: Choice = "policy"
@@ -82,6 +86,9 @@ NAMES: dict[str, Named] = {
     "gate": Named("gate of the MLP", _HIDDEN),
     "up": Named("up projection of the MLP", _HIDDEN),
     "mlp_hidden": Named("input of the down projection", _HIDDEN),
+    "shared_gate": Named("gate of the shared experts", _HIDDEN),
+    "shared_up": Named("up projection of the shared experts", _HIDDEN),
+    "shared_mlp_hidden": Named("input of the shared down projection", _HIDDEN),
     "mlp_out": Named("output of the MLP", _STREAM),
     "expert_out": Named("answers of the experts", ("batch", "residual_seq", None, None)),
 }
@@ -92,6 +99,7 @@ NAMES: dict[str, Named] = {
 _ATTENTION = frozenset({"attention_out", "attention_lse"})
 _MATMULS = (
     frozenset({"q", "k", "v", "attention_proj", "mlp_input", "gate", "up", "mlp_out", "expert_out"})
+    | frozenset({"shared_gate", "shared_up"})
     | _ATTENTION
 )
 PRESETS: dict[Policy, frozenset[str]] = {

@@ -177,7 +177,7 @@ def _require_size(config: Config) -> None:
     data = config.data
     heads = model.heads + model.kv_head_count
     attention = 2 * model.embed * model.head_size * heads
-    mlp = 2 * model.embed * model.mlp * max(model.experts, 1)
+    mlp = 2 * model.embed * model.mlp * max(model.experts + model.shared_experts, 1)
     tables = model.embed * (model.vocab_size + model.max_seq_len)
     parameters = tables + model.layers * (attention + mlp)
     if parameters > _MOST_PARAMETERS:

@@ -72,6 +72,11 @@ class ModelConfig:
     """How many experts a token is sent to. Their weights add up to 1; that of a single one is its
     probability.
     """
+    shared_experts: Annotated[int, Range(0, 65_536)] = 0
+    """Experts that every token goes to besides, each as wide as the others: one MLP of all their
+    hidden features (DeepSeekMoE, arXiv:2401.06066, section 3.2). With one, and one chosen expert
+    a token, experts are the residual of an MLP (DeepSpeed-MoE, arXiv:2201.05596, section 4.1.2).
+    """
     max_seq_len: Annotated[int, Range(1, 2**30)] = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: tuple[str, ...] = ("causal",)

@@ -71,6 +71,7 @@ _WORDS = {
     "model.embed": "n_embd n_embed hidden_size d_model dim embed_dim emb_dim base_emb_dim width",
     "model.mlp": "intermediate_size ffn_hidden_size d_ff mlp_dim hidden_dim ffn_dim base_mlp_dim",
     "model.experts": "num_experts n_experts num_local_experts moe_num_experts",
+    "model.shared_experts": "n_shared_experts num_shared_experts moe_shared_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk topk experts_per_tok",
     "model.max_seq_len": "max_position_embeddings n_positions",
     "model.dropout": "attention_dropout hidden_dropout resid_pdrop",

@@ -208,7 +208,13 @@ EFFECTS = (
         "the weights come from train.init: leave one of them out",
     ),
     Effect(
-        ("model.experts_per_token", "train.balance_loss", "train.router_z_loss", "rules.experts"),
+        (
+            "model.experts_per_token",
+            "model.shared_experts",
+            "train.balance_loss",
+            "train.router_z_loss",
+            "rules.experts",
+        ),
         lambda c: c.model.experts > 0,
         "the model has no experts: add --model.experts 8",
     ),

@@ -253,6 +253,8 @@ _MADE_BY = {
     "mlp_input": "out",
     "gate": "gate",
     "up": "up",
+    "shared_gate": "shared_gate",
+    "shared_up": "shared_up",
     "mlp_out": "down",
     "expert_out": "down",
 }

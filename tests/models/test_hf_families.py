@@ -281,6 +281,8 @@ def test_gpt2_has_no_free_head_dim():
         match=r"a mixtral checkpoint: one expert for each token .*model.experts_per_token=1",
     ):
         hf_config(dataclasses.replace(MIXTRAL, experts_per_token=1))
+    with pytest.raises(UserError, match=r"a mixtral checkpoint cannot say model.shared_experts=2"):
+        hf_config(dataclasses.replace(MIXTRAL, shared_experts=2))
     with pytest.raises(
         UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"
     ):

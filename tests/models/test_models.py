@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiers import some
 
 from jaxpar.base.config import ModelConfig
@@ -21,8 +22,9 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.models.transformer import _quarter_turn, _quarter_turn_by_matmul
+from jaxpar.models.transformer import Block, _quarter_turn, _quarter_turn_by_matmul
 from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.ops import ops_without_plan
 
 pytestmark = pytest.mark.quick
 
@@ -365,6 +367,34 @@ def test_of_the_experts_those_that_a_token_is_sent_to_count() -> None:
     per_layer = 4 * 16 * 16 + 3 * 3 * 16 * 32 + 5 * 16 + 2 * 16
     assert Model(config).flops_per_token(0) == 6 * (2 * per_layer + 16 + 100 * 16)
     assert Model(config).parameter_count() == 2 * (per_layer + 2 * 3 * 16 * 32) + 16 + 2 * 100 * 16
+
+
+def test_shared_experts_are_one_mlp_that_every_token_goes_to() -> None:
+    config = ModelConfig(
+        family="llama", vocab_size=100, layers=1, embed=16, heads=2, mlp=32, experts=4
+    )
+    alone = Model(config).flops_per_token(0)
+    config = dataclasses.replace(config, shared_experts=2, experts_per_token=1)
+    assert Model(config).flops_per_token(0) == alone + 6 * (2 - 1) * 3 * 16 * 32
+    block = Block(config, nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+    run = nnx.jit(lambda block, x: block(x)[0])
+    found = run(block, x)
+    gate, up, down = (getattr(block, f"shared_{name}")[...] for name in ("gate", "up", "down"))
+    block.shared_down[...] = jnp.zeros_like(down)
+    without = run(block, x)
+    stream = nnx.jit(_before_the_mlp)(block, x)
+    normed = block.mlp_norm(stream)
+    shared = (jax.nn.silu(normed @ gate) * (normed @ up)) @ down
+    assert shared.shape == x.shape and np.max(np.abs(shared)) > 1e-4
+    # float32 sums of 64 terms, added to numbers of about 4
+    np.testing.assert_allclose(found - without, shared, atol=1e-5)
+
+
+def _before_the_mlp(block: Block, x: jax.Array) -> jax.Array:
+    normed = block.attention_norm(x)
+    places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    return x + block.attention(normed, places, None, ops_without_plan())
 
 
 def test_refused_sizes_say_why() -> None:

@@ -535,6 +535,11 @@ RULES = (
     ),
     Rule("model.experts", _experts, "each device has several, and a token leaves some out"),
     Rule(
+        "model.shared_experts",
+        lambda whole, small: min(whole.config.model.shared_experts, 2),
+        "two are one MLP of another width than an expert's",
+    ),
+    Rule(
         "model.vocab_multiple",
         lambda whole, small: math.lcm(4, whole.split("vocab")),
         "the mesh divides the table, and there is room for padding",
