@@ -454,6 +454,7 @@ def hf_config(config: ModelConfig) -> Json:
         and not config.rope_local_theta
         and config.rope_factor != 1,
         "shared_experts": config.shared_experts,
+        "router": config.router != "token_choice",
         "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
         "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
     }

@@ -424,6 +424,7 @@ class Block(nnx.Module):
             self.linear("down").view,
             self.config.experts_per_token,
             text_BS,
+            self.config.router,
         )
 
 

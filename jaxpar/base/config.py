@@ -72,6 +72,11 @@ class ModelConfig:
     """How many experts a token is sent to. Their weights add up to 1; that of a single one is its
     probability.
     """
+    router: Literal["token_choice", "expert_choice"] = "token_choice"
+    """Who chooses: each token its experts, or each expert as many tokens of each sequence
+    (arXiv:2202.09368), so that a token goes to `experts_per_token` in the mean. Whether an expert
+    takes a token depends on those after it, so such a model is for encoders.
+    """
     shared_experts: Annotated[int, Range(0, 65_536)] = 0
     """Experts that every token goes to besides, each as wide as the others: one MLP of all their
     hidden features (DeepSeekMoE, arXiv:2401.06066, section 3.2). With one, and one chosen expert

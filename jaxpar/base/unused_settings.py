@@ -193,6 +193,11 @@ EFFECTS = (
         "model.sparsity.form is empty, all matrices are dense: add --model.sparsity.form 2:4",
     ),
     Effect(
+        ("train.balance_loss",),
+        lambda c: c.model.router != "expert_choice",
+        "model.router is expert_choice, which gives all experts as many tokens: leave it out",
+    ),
+    Effect(
         ("model.sparsity.decay",),
         lambda c: c.model.sparsity.trains_all,
         "what model.sparsity.pattern=cyclic leaves out is not trained: leave the decay out",
@@ -210,6 +215,7 @@ EFFECTS = (
     Effect(
         (
             "model.experts_per_token",
+            "model.router",
             "model.shared_experts",
             "train.balance_loss",
             "train.router_z_loss",

@@ -1,12 +1,13 @@
 """A mixture-of-experts MLP whose experts lie on different devices: every token is sent to the
-experts it chooses.
+experts it chooses, or that choose it (`jaxpar.parallel.expert_choice`).
 
-The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): it takes a float32
-softmax over all experts, keeps its k largest weights and scales them to add up to one. A device
-routes its own tokens of the residual stream; nothing is gathered first. For every chosen expert it
-writes the token as a row into a buffer for the device that has the expert, and an all-to-all over
-the mesh axes of `experts` exchanges the buffers. There the rows are gathered over the axes that
-split `mlp` and multiplied expert by expert; a second all-to-all brings their scattered sums back.
+Where tokens choose, the router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): it
+takes a float32 softmax over all experts, keeps its k largest weights and scales them to add up to
+one. A device routes its own tokens of the residual stream; nothing is gathered first. For every
+chosen expert it writes the token as a row into a buffer for the device that has the expert, and an
+all-to-all over the mesh axes of `experts` exchanges the buffers. There the rows are gathered over
+the axes that split `mlp` and multiplied expert by expert; a second all-to-all brings their
+scattered sums back.
 
 No token is dropped. Shapes are static, so buffers have the size of the worst case: all tokens of a
 device may choose experts of the same device, but each of them at most min(k, experts there), so no
@@ -24,9 +25,8 @@ Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen of a token, X d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,37 +41,30 @@ from jaxpar.kernels.grouped_matmul import (
     grouped_weight_gradient,
     inverse,
 )
+from jaxpar.parallel import expert_choice
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, used_axes
 from jaxpar.parallel.remat import named
+from jaxpar.parallel.routers import (
+    ROUTER,
+    ROWS,
+    SCALAR,
+    SOURCES,
+    RouterSums,
+    each,
+    router_logits,
+    swap,
+    whole_router,
+)
 from jaxpar.parallel.weight_view import Weight, form_of, pull, read, require_units, stored_array
 
-# Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is
-# [1, 1, R, D].
-_ROWS: Axes = ("batch", "residual_seq", None, None)
 _USED: Axes = ("batch", "seq", None, None)
 _HIDDEN: Axes = ("batch", "seq", None, "mlp")
-_SOURCES: Axes = ("batch", "residual_seq", None)
-_ROUTER: Axes = ("embed", None)
 _UP: Axes = ("experts", "embed", "mlp")
 _DOWN: Axes = ("experts", "mlp", "embed")
-_SCALAR: Axes = ()
 
 
-class RouterSums(NamedTuple):
-    """Sums over the text of a batch, without its padding, or over its sequences, each weighted by
-    its tokens of text.
-
-    Attributes:
-      balance: load balance of a sequence, E sum_e f_e P_e, where f is the share of its choices that
-        fall on an expert and P the expert's mean probability (Switch, arXiv:2101.03961, section
-        2.2); it is 1 where all are alike. It is taken sequence by sequence (DeepSeek-V3,
-        arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
-      z: squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
-    """
-
-    balance: Float[Array, ""]
-    z: Float[Array, ""]
+RouterName = Literal["token_choice", "expert_choice"]
 
 
 class _Places(NamedTuple):
@@ -95,6 +88,7 @@ def expert_mlp(
     *,
     experts_per_token: int,
     text_BS: Bool[Array, "B S"] | None = None,
+    router: RouterName = "token_choice",
 ) -> tuple[Float[Array, "B S D"], RouterSums]:
     """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
 
@@ -109,8 +103,11 @@ def expert_mlp(
         of one.
       up_EDF: the same.
       down_EFD: an array [E, F, D] with logical axes ("experts", "mlp", "embed"), or a view of one.
+      experts_per_token: how many experts a token is sent to; in the mean, where experts choose.
       text_BS: which tokens are text; the others, padding, have no part in the router's sums. None =
         all are.
+      router: who chooses: each token its experts, or each expert its tokens of each sequence (see
+        `jaxpar.parallel.expert_choice`).
 
     Returns:
       The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's
@@ -137,30 +134,78 @@ def expert_mlp(
             )
     if text_BS is None:
         text_BS = jnp.ones(x_BSD.shape[:2], bool)
+    weights = _Weights(router_DE, gate_EDF, up_EDF, down_EFD)
+    if router == "expert_choice":
+        return _by_expert_choice(layout, x_BSD, weights, experts_per_token, text_BS)
+    return _by_token_choice(layout, x_BSD, weights, experts_per_token, text_BS)
+
+
+class _Weights(NamedTuple):
+    """The router and the experts, as of `expert_mlp`."""
+
+    router: Array
+    gate: Weight
+    up: Weight
+    down: Weight
+
+
+def _by_token_choice(
+    layout: Layout, x_BSD: Array, weights: _Weights, experts_per_token: int, text_BS: Array
+) -> tuple[Array, RouterSums]:
+    """Compute the sum of the experts that each token chooses."""
     with jax.named_scope("router"):
         routed = cast(
-            tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE, text_BS)
+            tuple[Array, ...], _route(layout, experts_per_token, x_BSD, weights.router, text_BS)
         )
         weights_BSK, chosen_BSK, balance, z = routed
-        places = _find_places(chosen_BSK, router_DE.shape[1], layout)
-    with jax.named_scope("dispatch"):
-        rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(
-            x_BSD.astype(layout.dtype), places.sources
+        places = _find_places(chosen_BSK, weights.router.shape[1], layout)
+    rows = _answers(layout, x_BSD, weights, places.sources, places.counts)
+    with jax.named_scope("combine"):
+        y_BSD = each(_combine, layout, ((ROWS, STORED), STORED), STORED)(
+            (rows, weights_BSK), places.slots
         )
+    return y_BSD, RouterSums(balance, z)
+
+
+def _by_expert_choice(
+    layout: Layout, x_BSD: Array, weights: _Weights, experts_per_token: int, text_BS: Array
+) -> tuple[Array, RouterSums]:
+    """Compute the sum of the experts that chose each token."""
+    experts = weights.router.shape[1]
+    with jax.named_scope("router"):
+        choice = expert_choice.choose_tokens(
+            x_BSD, weights.router, text_BS, layout, experts_per_token
+        )
+        taken = expert_choice.capacity(x_BSD.shape[1], experts, experts_per_token)
+        rows = expert_choice.find_rows(choice.chosen_BSE, layout, taken)
+        sources = jnp.where(rows.choices < 0, -1, rows.choices // experts)
+    answers = _answers(layout, x_BSD, weights, sources, rows.counts)
+    with jax.named_scope("combine"):
+        y_BSD = each(expert_choice.add_answers, layout, ((ROWS, STORED), SOURCES), STORED)(
+            (answers, choice.weights_BSE), rows.choices
+        )
+    return y_BSD, choice.sums
+
+
+def _answers(
+    layout: Layout, x_BSD: Array, weights: _Weights, sources: Array, counts: Array
+) -> Array:
+    """Send copies of the tokens to the devices of their experts, and return the experts' answers,
+    a row for each copy.
+    """
+    with jax.named_scope("dispatch"):
+        rows = each(_copies, layout, (STORED, SOURCES), ROWS)(x_BSD.astype(layout.dtype), sources)
         rows = named(_exchange(layout, rows), "expert_input")
     with jax.named_scope("experts"):
-        gate, up = _grouped_product(layout, rows, places.counts, (gate_EDF, up_EDF), sums=False)
+        columns = weights.gate, weights.up
+        gate, up = _grouped_product(layout, rows, counts, columns, sums=False)
         hidden = named(
             jax.nn.silu(named(gate, "gate")) * named(up, "up"),
             "mlp_hidden",
         )
-        (rows,) = _grouped_product(layout, hidden, places.counts, (down_EFD,), sums=True)
+        (rows,) = _grouped_product(layout, hidden, counts, (weights.down,), sums=True)
     with jax.named_scope("combine"):
-        rows = named(_exchange(layout, rows), "expert_out")
-        y_BSD = _each(_combine, layout, ((_ROWS, STORED), STORED), STORED)(
-            (rows, weights_BSK), places.slots
-        )
-    return y_BSD, RouterSums(balance, z)
+        return named(_exchange(layout, rows), "expert_out")
 
 
 def _require_experts(
@@ -225,7 +270,7 @@ def _route_forward(layout, k, x_BSD, router_DE, text_BS):
         router_DE: Array,
         text_BS: Array,
     ) -> tuple[tuple[Array, ...], Array]:
-        logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, layout))
+        logits_BSE = router_logits(x_BSD, whole_router(router_DE, layout))
         chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
         choices_BSE = jnp.sum(
             jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]),
@@ -245,8 +290,8 @@ def _route_forward(layout, k, x_BSD, router_DE, text_BS):
         balance, z = jax.lax.psum(jnp.stack(sums), tokens) if tokens else sums
         return (weights_BSK, chosen_BSK, balance, z), share_BE
 
-    outs = ((STORED, STORED, _SCALAR, _SCALAR), ("batch", None))
-    found, share_BE = manual(local, layout, (STORED, _ROUTER, STORED[:2]), outs)(
+    outs = ((STORED, STORED, SCALAR, SCALAR), ("batch", None))
+    found, share_BE = manual(local, layout, (STORED, ROUTER, STORED[:2]), outs)(
         x_BSD, router_DE, text_BS
     )
     return found, (x_BSD, router_DE, found[1], share_BE, text_BS)
@@ -262,41 +307,28 @@ def _route_backward(layout, k, residuals, cotangents):
         given: PyTree,
     ) -> tuple[Array, Array]:
         def weigh(x_BSD: Array, whole_DE: Array) -> tuple[Array, Array, Array]:
-            return _weigh(_router_logits(x_BSD, whole_DE), chosen_BSK, share_BE, text_BS)
+            return _weigh(router_logits(x_BSD, whole_DE), chosen_BSK, share_BE, text_BS)
 
-        _, pull = jax.vjp(weigh, x_BSD, _whole_router(router_DE, layout))
+        _, pull = jax.vjp(weigh, x_BSD, whole_router(router_DE, layout))
         dx_BSD, drouter_DE = pull(given)
         return dx_BSD, reduce(
-            drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(_ROUTER), layout
+            drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(ROUTER), layout
         )
 
     dweights, _, dbalance, dz = cotangents
     layouts = (
         STORED,
-        _ROUTER,
+        ROUTER,
         STORED,
         ("batch", None),
         STORED[:2],
-        (STORED, _SCALAR, _SCALAR),
+        (STORED, SCALAR, SCALAR),
     )
-    run = manual(local, layout, layouts, (STORED, state_axes(_ROUTER)))
+    run = manual(local, layout, layouts, (STORED, state_axes(ROUTER)))
     return *run(*residuals, (dweights, dbalance, dz)), None
 
 
 _route.defvjp(_route_forward, _route_backward)
-
-
-def _whole_router(router_DE: Array, layout: Layout) -> Array:
-    return gather(router_DE.astype(jnp.float32), _ROUTER, (None, None), layout)
-
-
-def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
-    # The product is in full float32 on any device: a rounded score may choose another expert.
-    return jnp.matmul(
-        x_BSD.astype(jnp.float32),
-        router_DE,
-        precision=jax.lax.Precision.HIGHEST,
-    )
 
 
 def _weigh(
@@ -339,21 +371,11 @@ def _find_places(chosen_BSK: Array, experts: int, layout: Layout) -> _Places:
         return _Places(
             sources_R[None, None],
             slot_N.reshape(chosen_BSK.shape),
-            _swap(counts_XE, layout)[None, None],
+            swap(counts_XE, layout)[None, None],
         )
 
-    outs = _Places(_SOURCES, STORED, _ROWS)  # pyright: ignore[reportArgumentType]
+    outs = _Places(SOURCES, STORED, ROWS)  # pyright: ignore[reportArgumentType]
     return manual(local, layout, (STORED,), outs)(chosen_BSK)
-
-
-def _swap(x: Array, layout: Layout) -> Array:
-    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`;
-    its own inverse.
-    """
-    axes = layout.mesh_axes("experts")
-    if axes:
-        return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-    return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -363,10 +385,10 @@ def _exchange(layout: Layout, rows: Array) -> Array:
     """
 
     def local(rows: Array) -> Array:
-        return _swap(rows[0, 0], layout)[None, None]
+        return swap(rows[0, 0], layout)[None, None]
 
     if layout.mesh_axes("experts"):
-        return manual(local, layout, (_ROWS,), _ROWS)(rows)
+        return manual(local, layout, (ROWS,), ROWS)(rows)
     return rows
 
 
@@ -374,19 +396,6 @@ _exchange.defvjp(
     lambda layout, rows: (_exchange(layout, rows), None),
     lambda layout, _, drows: (_exchange(layout, drows),),
 )
-
-
-def _each(
-    local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: Axes
-) -> Callable[..., Array]:
-    """Run `local(arrays, places)` on each device's part; neither it nor its backward sends
-    anything.
-    """
-
-    def backward(arrays: PyTree, places: Array, cotangent: Array) -> tuple[PyTree, None]:
-        return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0], None
-
-    return manual_vjp(local, backward, layout, in_axes, out_axes)
 
 
 def _copies(x_BSD: Array, sources: Array) -> Array:
@@ -416,7 +425,7 @@ def _grouped_product(
     one row linear [E, F, D], which takes hidden rows in the order of the experts and scatters their
     sums. No result of an empty row is read.
     """
-    axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
+    axes, x_axes, y_axes = (_DOWN, _HIDDEN, ROWS) if sums else (_UP, ROWS, _HIDDEN)
     views = [form_of(weight) for weight in weights]
     arrays = tuple(stored_array(weight) for weight in weights)
 
@@ -469,7 +478,7 @@ def _grouped_product(
             tuple(x.astype(weight.dtype) for x, weight in zip(stored, weights, strict=True)),
         )
 
-    in_axes = x_axes, _ROWS, (axes,) * len(weights)
+    in_axes = x_axes, ROWS, (axes,) * len(weights)
     return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(
         x, counts, arrays
     )
@@ -479,7 +488,7 @@ def _counts_used(counts: Array, layout: Layout) -> Array:
     """Inside `manual`: return the counts [buffers, E] of the rows as used, where the sequence is
     gathered.
     """
-    return gather(counts, _ROWS, _USED, layout).reshape(
+    return gather(counts, ROWS, _USED, layout).reshape(
         -1,
         counts.shape[-1],
     )
@@ -489,7 +498,7 @@ def _rows_to(counts_ME: Array, x: Array, layout: Layout) -> Array:
     """Inside `manual`: gather a device's rows [1, 1, R, D] and put them in the order of the
     experts.
     """
-    x_RD = gather(x, _ROWS, _USED, layout).reshape(
+    x_RD = gather(x, ROWS, _USED, layout).reshape(
         -1,
         x.shape[-1],
     )
@@ -505,5 +514,5 @@ def _rows_from(counts_ME: Array, y_RD: Array, layout: Layout) -> Array:
         y_RD = y_RD[inverse(order)]
     parts = layout.size("residual_seq") // layout.size("seq")
     return reduce(
-        y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, _ROWS, layout
+        y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, ROWS, layout
     )

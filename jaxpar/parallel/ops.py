@@ -130,11 +130,17 @@ class Ops:
         down_EFD: Weight,
         experts_per_token: int,
         text_BS: Array | None = None,
+        router: experts.RouterName = "token_choice",
     ) -> tuple[Array, RouterSums]:
         """See `jaxpar.parallel.expert_mlp`."""
         weights = router_DE, gate_EDF, up_EDF, down_EFD
         return experts.expert_mlp(
-            x_BSD, *weights, self.plan, experts_per_token=experts_per_token, text_BS=text_BS
+            x_BSD,
+            *weights,
+            self.plan,
+            experts_per_token=experts_per_token,
+            text_BS=text_BS,
+            router=router,
         )
 
     def linear_cross_entropy(

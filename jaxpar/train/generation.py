@@ -280,12 +280,17 @@ def require_causal(config: ModelConfig) -> None:
       config: the sizes of the model.
 
     Raises:
-      UserError: a word of `model.masks` looks ahead.
+      UserError: a word of `model.masks` looks ahead, or experts choose their tokens.
     """
     for word in words_that_look_ahead(config):
         raise UserError(
             f"model.masks={word} lets tokens see those after them, which are not there yet while a "
             "text is written: an encoder does not generate, take a model whose masks are causal"
+        )
+    if config.experts and config.router == "expert_choice":
+        raise UserError(
+            "model.router=expert_choice: an expert chooses among all tokens of a text, of which "
+            "the later ones are not there yet while it is written, so the model does not generate"
         )
 
 

@@ -437,7 +437,7 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
 
 
 def mask_notes(experiment: Experiment) -> list[str]:
-    """Say where the loss asks for what a mask shows.
+    """Say where the loss asks for what a mask or a router shows.
 
     Args:
       experiment: the experiment.
@@ -447,12 +447,19 @@ def mask_notes(experiment: Experiment) -> list[str]:
     """
     if not experiment.model.has_blocks:
         return []
-    ahead = words_that_look_ahead(experiment.config.model)
-    return [
+    model = experiment.config.model
+    notes = [
         f"model.masks={word} lets tokens see those after them, one of which is the answer that the "
         "loss asks for: it falls without the model learning to write text"
-        for word in ahead[:1]
+        for word in words_that_look_ahead(model)[:1]
     ]
+    if model.experts and model.router == "expert_choice":
+        notes.append(
+            "model.router=expert_choice: whether an expert takes a token depends on those after "
+            "it, so the loss of a causal model knows something of its answers, and the model "
+            "cannot generate"
+        )
+    return notes
 
 
 def offload_asked(plan: Plan) -> str:

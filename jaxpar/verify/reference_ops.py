@@ -191,6 +191,7 @@ class ReferenceOps:
         down_EFD: Weight,
         experts_per_token: int,
         text_BS: Array | None = None,
+        router: str = "token_choice",
     ) -> tuple[Array, RouterSums]:
         """Run every expert on every token, with weight zero where it is not chosen; padding is in
         no sum.
@@ -204,6 +205,8 @@ class ReferenceOps:
           experts_per_token: how many experts a token is sent to. Where they are several, their
             weights are scaled to a sum of 1.
           text_BS: True where a token is text; None = everywhere.
+          router: `token_choice`, or `expert_choice`, where each expert takes the tokens of each
+            sequence whose probabilities of it are largest, and these are the weights.
 
         Returns:
           The output [B, S, D] in the compute dtype, and the router's sums of the batch in float32.
@@ -213,6 +216,8 @@ class ReferenceOps:
             x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
         )
         probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
+        if text_BS is None:
+            text_BS = jnp.ones(x_BSD.shape[:2], bool)
         largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, experts_per_token)
         choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
         total_BS1 = jnp.sum(largest_BSK, axis=-1, keepdims=True)
@@ -221,6 +226,8 @@ class ReferenceOps:
         else:
             weights_BSK = largest_BSK / total_BS1
         weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
+        if router == "expert_choice":
+            weights_BSE = _weights_by_experts(probabilities_BSE, text_BS, experts_per_token)
         x_BSD = x_BSD.astype(self.plan.dtype)
         gate, up, down = (
             weight_array(weight, range(1, 2)).astype(self.plan.dtype)
@@ -231,18 +238,17 @@ class ReferenceOps:
         y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(
             self.plan.dtype
         )
-        if text_BS is None:
-            text_BS = jnp.ones(x_BSD.shape[:2], bool)
         sizes_B = jnp.sum(text_BS, axis=1)
         mean_BS = text_BS / jnp.maximum(sizes_B, 1)[:, None]
         shares_BE = jnp.einsum("BS,BSKE->BE", mean_BS, choices_BSKE) / experts_per_token
         balances_B = E * jnp.sum(
             shares_BE * jnp.einsum("BS,BSE->BE", mean_BS, probabilities_BSE), axis=-1
         )
+        balance = jnp.sum(sizes_B * balances_B)
+        if router == "expert_choice":  # every expert has as many tokens as any other
+            balance = jnp.sum(text_BS, dtype=jnp.float32)
         z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
-        return y_BSD, RouterSums(
-            jnp.sum(sizes_B * balances_B), jnp.sum(jnp.where(text_BS, z_BS, 0))
-        )
+        return y_BSD, RouterSums(balance, jnp.sum(jnp.where(text_BS, z_BS, 0)))
 
     def linear_cross_entropy(
         self,
@@ -329,6 +335,16 @@ class ReferenceOps:
 def _cross_entropy(logits_BSV: Array, weights_BSV: Array) -> Array:
     """The cross-entropy [B, S] of scores against weights, which need not add up to one."""
     return -jnp.sum(weights_BSV * jax.nn.log_softmax(logits_BSV, axis=-1), axis=-1)
+
+
+def _weights_by_experts(probabilities_BSE: Array, text_BS: Array, experts_per_token: int) -> Array:
+    """The probabilities of the tokens that each expert takes of each sequence, and 0 elsewhere."""
+    _, S, E = probabilities_BSE.shape
+    taken = min(S, math.ceil(S * experts_per_token / E))
+    scores_BSE = jnp.where(text_BS[..., None], probabilities_BSE, -1)
+    best_BEC = jax.lax.top_k(scores_BSE.swapaxes(1, 2), taken)[1]
+    chosen_BSE = jnp.sum(jax.nn.one_hot(best_BEC, S), axis=2).swapaxes(1, 2)
+    return probabilities_BSE * chosen_BSE * text_BS[..., None]
 
 
 def _places_in_document(segments_BS: Array) -> Array:

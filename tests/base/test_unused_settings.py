@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.init_std": (0.1, {"train.init": "runs/a"}, {"train.init": ""}),
     "model.experts_per_token": (1, {}, {"model.experts": 4}),
     "model.shared_experts": (1, {}, {"model.experts": 4}),
+    "model.router": ("expert_choice", {}, {"model.experts": 4}),
     "train.balance_loss": (0.1, {}, {"model.experts": 4}),
     "train.router_z_loss": (0.1, {}, {"model.experts": 4}),
     "rules.experts": (("expert", "tensor"), {}, {"model.experts": 4}),

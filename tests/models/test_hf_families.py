@@ -283,6 +283,8 @@ def test_gpt2_has_no_free_head_dim():
         hf_config(dataclasses.replace(MIXTRAL, experts_per_token=1))
     with pytest.raises(UserError, match=r"a mixtral checkpoint cannot say model.shared_experts=2"):
         hf_config(dataclasses.replace(MIXTRAL, shared_experts=2))
+    with pytest.raises(UserError, match=r"a mixtral checkpoint cannot say model.router=expert_ch"):
+        hf_config(dataclasses.replace(MIXTRAL, router="expert_choice"))
     with pytest.raises(
         UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"
     ):

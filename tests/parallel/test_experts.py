@@ -22,6 +22,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
+from jaxpar.parallel.expert_choice import choose_tokens
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -67,11 +68,11 @@ def given() -> tuple[jax.Array, ...]:
     )
 
 
-def values_and_gradients(ops: Any, plan: Plan) -> Any:
+def values_and_gradients(ops: Any, plan: Plan, *how: Any) -> Any:
     """The answer, the router's sums, and the gradients of a loss that has all of them."""
 
     def loss(args: Any) -> Any:
-        y, sums = ops(plan).expert_mlp(*args, K)
+        y, sums = ops(plan).expert_mlp(*args, K, *how)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (
             y,
             sums,
@@ -131,6 +132,47 @@ COVERED = ("expert=2", "experts over context")  # by others together
 def test_every_layout_gives_the_plain_answer(layout):
     rules, mesh = LAYOUTS[layout]
     assert_close(values_and_gradients(Ops, plan_on(rules, **mesh)), expected())
+
+
+BY_EXPERTS = {
+    "one device": True,
+    "expert x fsdp x tensor": True,
+    "expert x context": False,
+    "context x tensor": False,
+    "expert x tensor, residual stream whole": False,
+    "mlp whole": False,
+    "experts over data x context": False,
+}
+"""Layouts, and whether the quick tier has each."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (not quick))
+        for name, quick in BY_EXPERTS.items()
+    ],
+)
+def test_experts_that_choose_give_the_plain_answer_on_every_layout(layout):
+    """Nine of 24 tokens each, none of them padding, of which some rows have more than others."""
+    rules, mesh = LAYOUTS[layout]
+    lengths = jnp.array([S, 7, S, 12, 0, S, 20, S])
+    how = (jnp.arange(S) < lengths[:, None], "expert_choice")
+    wanted = values_and_gradients(ReferenceOps, plan_on(), *how)
+    assert_close(values_and_gradients(Ops, plan_on(rules, **mesh), *how), wanted)
+
+
+def test_each_expert_takes_as_many_tokens_of_each_sequence():
+    x, router, *_ = given()
+    text = jnp.ones((B, S), bool)
+    plan = plan_on(expert=2, tensor=2)
+    choice = jax.jit(lambda x, router: choose_tokens(x, router, text, plan, K))(x, router)
+    np.testing.assert_array_equal(jnp.sum(choice.chosen_BSE, axis=1), np.full((B, E), S * K // E))
+    assert len(np.unique(jnp.sum(choice.chosen_BSE, axis=2))) > 2
+    scores = jax.nn.softmax(jnp.matmul(x, router, precision="highest"), axis=-1)
+    lowest_taken = jnp.min(jnp.where(choice.chosen_BSE, scores, 1), axis=1)
+    highest_left = jnp.max(jnp.where(choice.chosen_BSE, 0, scores), axis=1)
+    assert (lowest_taken >= highest_left).all()
 
 
 def test_bfloat16_is_as_far_off_as_in_plain_form():

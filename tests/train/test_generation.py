@@ -214,6 +214,9 @@ def test_what_cannot_be_continued_is_refused(model, params, plan_of: Callable[..
     encoder = Model(replace(model.config, masks=("causal", "local(4)")))
     with pytest.raises(UserError, match=r"model.masks=local\(4\) lets tokens see those after"):
         Generator(encoder, params, plan_of())
+    experts = Model(replace(model.config, family="llama", experts=4, router="expert_choice"))
+    with pytest.raises(UserError, match=r"model.router=expert_choice: an expert chooses among all"):
+        Generator(experts, params, plan_of())
     for values, message in (
         ({"top_k": 5}, "no effect"),
         ({"temperature": 1.0, "top_p": 0.0}, "0 < top_p"),
