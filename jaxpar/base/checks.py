@@ -52,6 +52,7 @@ def check(config: Config, training: bool = True) -> Config:
     require_local_data(config.data)
     messages = [*_of_model(config.model), *_of_step(config)]
     if training:
+        messages += _of_pruning(config)
         messages += [rule.message for rule in training_rules(config) if rule.broken]
     if messages:
         raise UserError(messages[0])
@@ -131,6 +132,32 @@ def _of_model(model: ModelConfig) -> Iterator[str]:
     chosen = model.experts_per_token
     if model.experts != 0 and not 1 <= chosen <= model.experts:
         yield f"model.experts_per_token={chosen} is not in 1..model.experts={model.experts}"
+
+
+def _of_pruning(config: Config) -> Iterator[str]:
+    """What cannot be pruned, a message each."""
+    yield from config.pruning.contradictions(config.train.steps)
+    method = config.pruning.method
+    if method == "none":
+        return
+    if config.model.sparsity.form:
+        yield (
+            f"pruning.method={method} with model.sparsity.form={config.model.sparsity.form}: both "
+            "choose which entries count: use one of them"
+        )
+    if config.model.lora.rank > 0:
+        yield (
+            f"pruning.method={method} with model.lora.rank={config.model.lora.rank}: what would be "
+            "pruned is frozen beside LoRA: use one of them"
+        )
+    streamed = [
+        name for name in ("optimizer", "parameters") if getattr(config.memory, name) == "offload"
+    ]
+    if streamed:
+        yield (
+            f"pruning.method={method} with memory.{streamed[0]}=offload: the choice looks at all "
+            f"layers at once, and they pass the device one by one: try memory.{streamed[0]}=device"
+        )
 
 
 def _of_step(config: Config) -> Iterator[str]:

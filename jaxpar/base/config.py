@@ -16,6 +16,7 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.optimizer_config import OptimizerConfig
 from jaxpar.base.plan import Context, Overlap, Pipeline
+from jaxpar.base.pruning_config import Pruning
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range
 from jaxpar.base.registry import SINKS, SOURCES, OneOf
 from jaxpar.base.sharding import ShardingRules, fit_rules
@@ -381,6 +382,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    pruning: Pruning = field(default_factory=Pruning)
     mesh: MeshSpec = field(default_factory=MeshSpec)
     rules: ShardingRules = field(default_factory=ShardingRules)
     overlap: Overlap = field(default_factory=Overlap)

@@ -81,6 +81,8 @@ _WORDS = {
     "model.lora.targets": "target_modules lora_targets lora_target_modules",
     "model.sparsity.form": "sparsity nm_sparsity sparse_24 sparsity_pattern mask_structure",
     "model.sparsity.decay": "srste_decay sr_ste_lambda srste",
+    "pruning.method": "prune pruner pruning_method sparse_training",
+    "pruning.sparsity": "target_sparsity final_sparsity prune_ratio sparsity_ratio",
     "precision.compute": "dtype precision bf16 fp16 mixed_precision compute_dtype amp half",
     "precision.params": "weight_dtype param_dtype params_dtype",
     "precision.gradients": "grad_dtype main_grads_dtype",

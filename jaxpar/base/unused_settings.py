@@ -14,6 +14,7 @@ from jaxpar.base.config import RESOLVED, Config, parse, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
 from jaxpar.base.optimizer_config import OptimizerName
+from jaxpar.base.pruning_config import Pruning
 from jaxpar.base.registry import SOURCES
 from jaxpar.base.sharding import LogicalAxis, named_axes
 from jaxpar.base.toml import find_toml, flatten, presets
@@ -166,6 +167,16 @@ EFFECTS = (
         "train.schedule is constant: add --train.schedule cosine, or wsd",
     ),
     *map(_of_optimizer, get_args(OptimizerName)),
+    Effect(
+        tuple(f"pruning.{name}" for name in vars(Pruning()) if name != "method"),
+        lambda c: c.pruning.method != "none",
+        "pruning.method is none: add --pruning.method magnitude",
+    ),
+    Effect(
+        ("pruning.regrow",),
+        lambda c: c.pruning.method != "magnitude",
+        "pruning.method=magnitude lets nothing grow: add --pruning.method rigl",
+    ),
     Effect(
         ("optimizer.sgd.nesterov",),
         lambda c: c.optimizer.sgd.momentum > 0,

@@ -21,6 +21,7 @@ from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.models import Params
 from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import Optimizer
+from jaxpar.train.pruning import with_pruning
 from jaxpar.train.sparse_decay import with_sparse_decay
 
 GIVEN = "given"
@@ -42,7 +43,7 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
         parameters in host memory, which takes one of the config's.
     """
     if given is None:
-        return with_sparse_decay(config_optimizer(config), config.model)
+        return _with_sparsity(config_optimizer(config), config)
     if isinstance(given, Optimizer):
         return given
     if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
@@ -52,7 +53,12 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
         )
     transformation = cast(optax.GradientTransformation, given)
     own = Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
-    return with_sparse_decay(own, config.model)
+    return _with_sparsity(own, config)
+
+
+def _with_sparsity(optimizer: Optimizer, config: Config) -> Optimizer:
+    """The optimizer, with what sparse and pruned matrices ask of a step."""
+    return with_pruning(with_sparse_decay(optimizer, config.model), config)
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:

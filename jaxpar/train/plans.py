@@ -19,6 +19,7 @@ from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.registry import SOURCES
 from jaxpar.base.runtime import start
+from jaxpar.base.sparsity_config import MATRICES
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks, words_that_look_ahead
 from jaxpar.models.sparsity import require_whole_groups
@@ -135,6 +136,7 @@ def _assemble(
     mesh = make_mesh(config.mesh, devices)
     experiment = Experiment(config, model, _plan_on(mesh, config, model), optimizer, corpus)
     require_runnable(experiment.optimizer, experiment.plan)
+    require_pruned(experiment)
     check_parameters(experiment)
     check_batch(experiment)
     if config.data.pack and isinstance(model, Model):
@@ -220,6 +222,29 @@ def check_parameters(experiment: Experiment) -> None:
     for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
         further_split(stored, used, plan)
     plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
+
+
+def require_pruned(experiment: Experiment) -> None:
+    """Refuse a pruning of matrices that the model has not.
+
+    Args:
+      experiment: the experiment.
+
+    Raises:
+      UserError: a target is no parameter of a block.
+    """
+    pruning = experiment.config.pruning
+    if pruning.method == "none":
+        return
+    there = set(experiment.model.axes.get("blocks", ()))
+    wanted = pruning.targets or MATRICES
+    missing = [name for name in wanted if name not in there]
+    if (pruning.targets and missing) or len(missing) == len(wanted):
+        raise UserError(
+            f"pruning.method={pruning.method}: the blocks of {experiment.config.model.family} have "
+            f"no matrix {missing[0]!r}: pruning.targets are some of "
+            f"{', '.join(name for name in MATRICES if name in there) or 'none'}"
+        )
 
 
 def check_own_model(config: Config) -> None:

@@ -403,7 +403,9 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         saved = replace(
             there,
-            config=replace(there.config, train=run.train, optimizer=run.optimizer),
+            config=replace(
+                there.config, train=run.train, optimizer=run.optimizer, pruning=run.pruning
+            ),
             plan=replace(plan, params=run.precision.params, moments=run.precision.moments),
             own_optimizer=None,
         )

@@ -47,6 +47,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.sparsity.block": ((2, 2), {}, {"model.sparsity.form": "2:4"}),
     "model.sparsity.pattern": ("cyclic", {}, {"model.sparsity.form": "2:4"}),
     "model.sparsity.decay": (0.1, {}, {"model.sparsity.form": "2:4"}),
+    **{
+        f"pruning.{key}": (value, {}, {"pruning.method": "rigl"})
+        for key, value in {
+            "sparsity": 0.5,
+            "distribution": "erdos_renyi",
+            "targets": ["q"],
+            "begin": 1,
+            "end": 9,
+            "every": 2,
+            "regrow": 0.1,
+        }.items()
+    },
     "train.seed": (1, {"train.init": "runs/a"}, {"model.dropout": 0.1}),
     "model.init_std": (0.1, {"train.init": "runs/a"}, {"train.init": ""}),
     "model.experts_per_token": (1, {}, {"model.experts": 4}),

@@ -80,7 +80,9 @@ def _experiment(case: Case, alone: bool) -> Experiment:
         warmup_steps=0,
         schedule="constant",
     )
-    config = replace(config, train=train, precision=PrecisionConfig())
+    # what is pruned is chosen in both steps
+    pruning = replace(config.pruning, begin=0, end=2, every=1)
+    config = replace(config, train=train, pruning=pruning, precision=PrecisionConfig())
     devices = case.devices
     if alone:
         memory = replace(config.memory, optimizer="device", parameters="device")
