@@ -145,6 +145,10 @@ class ConvertArgs:
     """Checkpoint to export; 0 = the best one, or the newest when none was evaluated."""
     adapter: bool = False
     """Export LoRA alone, in the form of PEFT; otherwise it is merged into the weights."""
+    compressed: bool = False
+    """Export sparse matrices as values and indices, in a file of our own; otherwise with their
+    zeros.
+    """
 
 
 _OF_AN_EXPORT = (
@@ -266,7 +270,7 @@ def show_command(words: list[str]) -> int:
 
 def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D]
-    [--adapter]
+    [--adapter | --compressed]
     """
     names = positional(convert_command.__doc__, ConvertArgs(Config()), words, 2)
     source = Path(names[0])
@@ -299,6 +303,8 @@ def _export(source: Path, target: Path, words: list[str]) -> None:
         )
     if args.adapter and args.dtype != ConvertArgs.dtype:
         raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
+    if args.adapter and args.compressed:
+        raise UserError("--compressed has no effect with --adapter, which is dense: give one")
     step = restore.export_run(
         args.config,
         source,
@@ -306,8 +312,11 @@ def _export(source: Path, target: Path, words: list[str]) -> None:
         args.step,
         args.dtype,
         args.adapter,
+        args.compressed,
     )
     what = "the adapter, float32" if args.adapter else args.dtype
+    if args.compressed:
+        what = f"compressed, {args.dtype}"
     console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
 
 
@@ -322,9 +331,9 @@ def _import(source: Path, target: Path, words: list[str]) -> None:
 
     base = restore.config_of(source, target)
     args = parse_words(convert_command.__doc__, ConvertArgs(base), words)
-    if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
+    if args.dtype != ConvertArgs.dtype or args.step or args.adapter or args.compressed:
         why = f"{source} is no run folder, so this is an import"
-        raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
+        raise UserError(f"--dtype, --step, --adapter and --compressed have no effect: {why}")
     if args.config.model.lora.rank and not base.model.lora.rank:  # LoRA has a rate of its own
         base = restore.config_of(source, target, lora=True)
         args = parse_words(convert_command.__doc__, ConvertArgs(base), words)

@@ -29,6 +29,7 @@ from jaxpar.base.sparsity_config import Sparsity
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import AnyModel, Model, Params, in_parts, peft
+from jaxpar.models.compressed import export_compressed
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
 from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
@@ -561,12 +562,13 @@ def export_run(
     step: int,
     dtype: Literal["float32", "bfloat16"],
     adapter: bool = False,
+    compressed: bool = False,
 ) -> int:
     """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was
     exported.
 
     LoRA's matrices are merged into the others, or as an `adapter` they are all that is written, in
-    PEFT's form.
+    PEFT's form. Sparse matrices are written with their zeros, or `compressed`.
     """
     if adapter and not config.model.lora.rank:
         raise UserError(
@@ -579,6 +581,8 @@ def export_run(
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)
         peft.export_adapter(params, model, target, str(base))
+    elif compressed:
+        export_compressed(params, model, target, dtype)
     else:
         export_hf(
             params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos)

@@ -836,7 +836,8 @@ def test_a_flag_that_can_have_no_effect_or_is_out_of_its_range(words, message, r
 def test_an_export_s_flags_on_an_import(refused, checkpoint, tmp_path):
     line = refused("convert", checkpoint, tmp_path / "run", *ONE_DEVICE, "--dtype", "bfloat16")
     assert (
-        "--dtype, --step and --adapter have no effect" in line and not (tmp_path / "run").exists()
+        "--dtype, --step, --adapter and --compressed have no effect" in line
+        and not (tmp_path / "run").exists()
     )
 
 

@@ -4,6 +4,7 @@ that are refused, export, and runs that go on from each other.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from jaxpar.base.plan import Plan
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Block, Model
+from jaxpar.models.compressed import Compressed, compress, expand, export_compressed
+from jaxpar.models.hf_export import export_hf
 from jaxpar.models.sparsity import read_stacked
 from jaxpar.models.views import base_model, fold_views
 from jaxpar.train.given_optimizer import as_optimizer
@@ -168,6 +171,43 @@ def test_flops_are_those_of_the_entries_that_multiply() -> None:
     fixed = {"model__sparsity__pattern": "cyclic", "model__sparsity__block": [2, 2]}
     saved = dense.flops_per_token(16) - Model(config_of(**fixed).model).flops_per_token(16)
     assert saved == pytest.approx(6 * matrices / 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_compressed_matrix_is_its_values_and_their_places(dim: int) -> None:
+    matrix = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+    form = NOfM(2, 4)
+    rows_first = np.moveaxis(matrix, dim, 0)
+    sparse = np.moveaxis(np.asarray(form.read(jnp.asarray(rows_first))), 0, dim)
+    found = compress(matrix, form, dim)
+    assert found.values.shape[dim] == matrix.shape[dim] // 2 and found.indices.max() <= 3
+    np.testing.assert_array_equal(expand(found, form, dim), sparse)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_compressed_folder_is_the_dense_one(family: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"model__family": family, "model__sparsity__targets": ["up", "down"]}
+    if family == "mixtral":
+        changes |= {"model__family": "llama", "model__experts": 4}
+    model = Model(config_of(**changes).model)
+    params = jax.tree.map(jnp.asarray, random_params(model))
+    export_hf(params, model, tmp_path / "dense")
+    export_compressed(params, model, tmp_path / "small")
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    small = load_file(tmp_path / "small" / "compressed.safetensors")
+    told = json.loads((tmp_path / "small" / "config.json").read_text())["sparsity"]
+    form = NOfM(told["n"], told["m"])
+    for name, dim in told["summed_dims"].items():
+        parts = Compressed(small.pop(f"{name}.values"), small.pop(f"{name}.indices"))
+        small[name] = expand(parts, form, dim)
+    assert small.keys() == dense.keys()
+    assert len(told["summed_dims"]) == (4 if family == "gpt2" else 2 * 4 * 2)
+    for name, array in dense.items():
+        np.testing.assert_array_equal(small[name], array)
+    with pytest.raises(UserError, match="only single entries of a form such as 2:4"):
+        export_compressed(params, base_model(model), tmp_path / "none")
 
 
 @pytest.mark.slow
