@@ -28,13 +28,12 @@ class Linear(NamedTuple):
     bias: nnx.Param | None = None
     pair: LoraPair | None = None
     form: WeightForm | None = None
+    name: str = ""
 
     @property
-    def view(self) -> Weight:
+    def view(self) -> WeightView:
         """What an op is given to multiply by."""
-        if self.form is None:
-            return self.weight[...]
-        return WeightView(self.weight[...], self.form)
+        return WeightView(self.weight[...], self.form, self.name)
 
     @property
     def axes(self) -> tuple[LogicalAxis | None, ...]:
@@ -67,7 +66,7 @@ def column_linears(
       An array [B, S, *out] for each matrix.
     """
     pairs = [linear.pair for linear in linears if linear.pair is not None]
-    weights = [linear.view for linear in linears]
+    weights: list[Weight] = [linear.view for linear in linears]
     narrow: list[Weight] = [pair.a[...] for pair in pairs]
     outputs: list[Axes] = [linear.axes[1:] for linear in linears]
     rank: Axes = ("rank",)

@@ -319,7 +319,7 @@ class Block(nnx.Module):
         """A matrix of the block as it multiplies, by its name."""
         bias = getattr(self, f"{name}_bias", None)
         form = weight_form(self.config, name)
-        return Linear(getattr(self, name), bias, self.lora.beside(name), form)
+        return Linear(getattr(self, name), bias, self.lora.beside(name), form, name)
 
     def attention(
         self,

@@ -38,6 +38,7 @@ COMMANDS = {
         "validation loss of a run or a Hugging Face folder, or tasks of lm-eval", "trained"
     ),
     "convert": Command("to and from Hugging Face safetensors"),
+    "prune": Command("a trained model, pruned at once from some text, as a new run", "prune"),
     "tokenize": Command("text to a .bin file of token ids"),
     "configs": Command("list the config presets"),
     "meshes": Command("list the mesh presets"),

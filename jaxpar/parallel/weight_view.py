@@ -28,11 +28,13 @@ class WeightView:
 
     Attributes:
       stored: the array, of any dims.
-      form: what is made of it.
+      form: what is made of it; None = it multiplies as it is stored.
+      name: what the model calls it, for ops that look at what each matrix multiplies.
     """
 
     stored: Array
-    form: WeightForm
+    form: WeightForm | None
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -538,11 +538,38 @@ def import_run(config: Config, source: Path, target: Path) -> None:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
     experiment = make_experiment(config)
-    model = experiment.model
+    require_new_run(target, config)
+    keep_import(experiment, load_params(source, experiment), source, target)
+
+
+def require_new_run(target: Path, config: Config) -> None:
+    """Refuse a run folder that has checkpoints, or is that of another experiment.
+
+    Args:
+      target: the folder.
+      config: the config of the run that it is to be.
+
+    Raises:
+      UserError: it is no new run.
+    """
     if finished_steps(target):
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
     compare_run(target, config)
-    state = init_state(model, config, experiment.plan, load_params(source, experiment))
+
+
+def keep_import(experiment: Experiment, params: Params, source: Path, target: Path) -> None:
+    """Write a run folder whose checkpoint at step 0 holds parameters, with the tokenizer of the
+    folder that they come from.
+
+    Args:
+      experiment: that of the new run.
+      params: with the model's order of layers.
+      source: the folder that they come from.
+      target: the run folder.
+    """
+    model = experiment.model
+    config = experiment.config
+    state = init_state(model, config, experiment.plan, params)
     keep_config(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if jax.process_index() == 0:

@@ -33,6 +33,8 @@ def weight_array(weight: Weight, summed: range) -> Array:
         return weight
     stored = weight.stored
     form = weight.form
+    if form is None:
+        return stored
     if not isinstance(form, NOfM | CyclicBlocks):
         raise UserError(
             f"the reference knows no weights of form {form.name}: a form of one's own has none"
