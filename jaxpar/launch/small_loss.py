@@ -64,6 +64,7 @@ def loss_after(
 
     Raises:
       UserError: the small form is refused, or its loss is not finite.
+      KeyboardInterrupt: the run was interrupted; it goes on where it was.
     """
     small = small_form(config, steps)
     place = folder / digest_of(small)
@@ -73,7 +74,8 @@ def loss_after(
         say(f"training {steps} steps of the small form, in {place}")
         log = folder / f"{place.name}.log"
         with open(log, "a", encoding="utf-8") as opened, contextlib.redirect_stdout(opened):
-            run(small, place)
+            if run(small, place).interrupted:
+                raise KeyboardInterrupt  # which run has turned into an end in good order
         rows = read_metrics(place)
     losses = _losses(rows, steps)
     if not losses or not math.isfinite(losses[-1]):

@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.base.activation_names import Keep
 from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
-from jaxpar.base.errors import UserError, reading, suggest
+from jaxpar.base.errors import UTF8, UserError, reading, suggest
 from jaxpar.base.toml import flatten, read_tables
 from jaxpar.base.unused_settings import idle_keys
 
@@ -99,7 +99,7 @@ def read_settings(file: str) -> dict[str, Setting]:
     Raises:
       UserError: the file cannot be read or is no TOML, or a name stands for no table.
     """
-    with reading(file), open(file, encoding="utf-8") as opened:
+    with reading(file), open(file, encoding=UTF8) as opened:
         text = opened.read()
     found = dict[str, Setting]()
     for name, table in read_tables(text, file).items():

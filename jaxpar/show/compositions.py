@@ -179,12 +179,14 @@ def _square(axes: Axes, x: int, y: int, color: object, text: str) -> None:
 
 def _draw_plane(axes: Axes, study: Study) -> None:
     """Every point by its seconds a token and its memory."""
-    usable = 0
+    usable = 0.0
+    highest = 0.0
     for point in study.points:
         figures = point.figures
         if figures is None:
             continue
-        usable = figures.usable
+        usable = figures.usable / 2**30
+        highest = max(highest, figures.memory / 2**30)
         is_named = point in (study.base, study.best, *study.alone)
         color = _BASE if point == study.base else _POINT
         if point == study.best:
@@ -196,11 +198,12 @@ def _draw_plane(axes: Axes, study: Study) -> None:
         if is_named:
             place = {"xytext": (5, 4), "textcoords": "offset points"}
             axes.annotate(point.name.replace(" + ", "\n+ "), (x, y), fontsize=7, **place)
-    if usable:
-        axes.axhline(usable / 2**30, color=_BASE, linestyle="--", linewidth=1)
+    near = usable < 2 * highest  # further away it would press all points together
+    if near:
+        axes.axhline(usable, color=_BASE, linestyle="--", linewidth=1)
     axes.set(
         xlabel="microseconds a token, all devices together",
-        ylabel="GiB of a device (dashed: what it has)",
+        ylabel=f"GiB of a device ({'dashed: ' if near else ''}of {usable:.1f})",
         title="all points; red: the best found; a cross does not fit",
     )
     axes.margins(x=0.15)

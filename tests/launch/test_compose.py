@@ -21,6 +21,7 @@ from jaxpar.plan.points import Figures, rehearse_point
 from jaxpar.plan.settings import SETTINGS
 from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.targets import Target
+from jaxpar.train.loop import Result
 
 FIGURES = Figures(0.5, 2000.0, 0.1, 0.0, 0.4, 2**30, 2**34, True, 3.0)
 WITH = {name: SETTINGS[name] for name in ("bigbird", "bf16-moments")}
@@ -137,6 +138,15 @@ def test_the_loss_of_the_small_form_falls_and_is_remembered(
     assert 1.0 < first < 3.3, "the entropy of the text's single bytes is 3.09 nats"
     monkeypatch.setattr(small_loss, "run", None)
     assert small_loss.loss_after(base, 30, tmp_path) == first
+
+
+def test_an_interrupted_training_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Result(3, 2.0, None, 3.1, interrupted=True)
+    monkeypatch.setattr(small_loss, "run", lambda *_: stopped)
+    with pytest.raises(KeyboardInterrupt):
+        small_loss.loss_after(load_config("gpt2_124m"), 30, tmp_path)
 
 
 def test_words_of_the_command_are_settings() -> None:
