@@ -1,4 +1,4 @@
-"""GPT-2, LLaMA (Mistral and Mixtral too), Qwen and Gemma in Flax NNX: `jaxpar.models`."""
+"""GPT-2, LLaMA (Mistral and Mixtral too), Qwen, Gemma and BERT in Flax NNX: `jaxpar.models`."""
 
 if __name__ != "jaxpar.models":
     raise ImportError(
@@ -7,10 +7,11 @@ if __name__ != "jaxpar.models":
     )
 
 from jaxpar.models.families import FAMILIES
+from jaxpar.models.head import Head
 from jaxpar.models.model import Batch, Model
 from jaxpar.models.own_model import AnyModel, OwnModel, in_parts, nnx_model
-from jaxpar.models.parts import BlockPart, EmbedPart, HeadPart, Params
-from jaxpar.models.transformer import Block, Embed, Head
+from jaxpar.models.parts import BlockPart, EmbedPart, HeadOutput, HeadPart, Params
+from jaxpar.models.transformer import Block, Embed
 
 __all__ = [
     "FAMILIES",
@@ -21,6 +22,7 @@ __all__ = [
     "Embed",
     "EmbedPart",
     "Head",
+    "HeadOutput",
     "HeadPart",
     "Model",
     "OwnModel",

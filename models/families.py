@@ -16,28 +16,40 @@ class Family:
     """A family of models; `ModelConfig` has the sizes of one model.
 
     Attributes:
-      norm: the norm that is used before attention, before the MLP and before the head.
+      norm: the norm that is used before attention, before the MLP and before the head;
+        `layer_scale` is `layer` without a bias.
       positions: `learned` adds a row of a table to the embedding; `rotary` turns q and k (RoPE).
-      biases: the linears of a block that add a bias.
+      biases: the linears of a block that add a bias, and of a head: `transform` and `vocab`.
       gated: the MLP is a gated linear unit (arXiv:2002.05202).
-      activation: of the MLP; gelu is by tanh.
+      activation: of the MLP; gelu is by tanh, gelu_exact by erf.
       experts: the MLP may be split into experts.
       grouped: several query heads may share a kv head (arXiv:2305.13245).
       qk_norm: queries and keys are normed over head_dim before the rotation.
       post_norms: what attention and the MLP add to the residual stream is normed too.
       scaled_embedding: token embeddings are multiplied by sqrt(embed).
+      norm_after: the residual stream is normed after attention and the MLP are added to it, in
+        place of what they are given (the transformer of arXiv:1706.03762).
+      token_types: tokens have types, with an embedding of their own (`model.token_types`).
+      embedding_norm: the sum of the embeddings is normed.
+      final_norm: the output of the last block is normed.
+      transforms: the head has a linear, the activation and a norm before the vocabulary matrix.
     """
 
-    norm: Literal["layer", "rms"]
+    norm: Literal["layer", "layer_scale", "rms"]
     positions: Literal["learned", "rotary"]
     biases: tuple[str, ...] = ()
     gated: bool = True
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_exact"] = "silu"
     experts: bool = False
     grouped: bool = True
     qk_norm: bool = False
     post_norms: bool = False
     scaled_embedding: bool = False
+    norm_after: bool = False
+    token_types: bool = False
+    embedding_norm: bool = False
+    final_norm: bool = True
+    transforms: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -68,6 +80,20 @@ FAMILIES: dict[str, Family] = {
         post_norms=True,
         scaled_embedding=True,
     ),
+    # Devlin et al. 2019, arXiv:1810.04805; its masks are ["full"].
+    "bert": Family(
+        norm="layer",
+        positions="learned",
+        biases=("q", "k", "v", "out", "up", "down", "transform", "vocab"),
+        gated=False,
+        activation="gelu_exact",
+        grouped=False,
+        norm_after=True,
+        token_types=True,
+        embedding_norm=True,
+        final_norm=False,
+        transforms=True,
+    ),
 }
 
 
@@ -81,8 +107,8 @@ def family_of(config: ModelConfig) -> Family:
       The family of `config.family`.
 
     Raises:
-      UserError: there is no such family, it has no experts, grouped kv heads or RoPE and the config
-        asks for them, or heads that RoPE turns have an odd size.
+      UserError: there is no such family, it has no experts, grouped kv heads, types of tokens or
+        RoPE and the config asks for them, or heads that RoPE turns have an odd size.
     """
     name = config.family
     standard = ModelConfig()
@@ -100,6 +126,13 @@ def family_of(config: ModelConfig) -> Family:
     if not family.grouped and config.kv_heads not in (0, config.heads):
         raise UserError(
             f"{name} has no grouped kv heads, found model.kv_heads={config.kv_heads}: set it to 0"
+        )
+    if family.token_types != (config.token_types > 0):
+        fix = "BERT has 2" if family.token_types else "set it to 0"
+        kinds = "types" if family.token_types else "no types"
+        raise UserError(
+            f"the tokens of {name} have {kinds}, found model.token_types={config.token_types}: "
+            f"{fix}"
         )
     rotary = [field for field in vars(config) if "rope" in field or field == "query_scale"]
     rope = [field for field in rotary if getattr(config, field) != getattr(standard, field)]

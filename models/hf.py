@@ -243,20 +243,24 @@ def _match(
     for name, source in sources.items():
         if name.endswith(family.ignored):
             continue
-        if (bare := name.removeprefix(family.prefix)) in found:
+        bare = name.removeprefix(family.prefix)
+        for old, new in family.renamed:
+            if bare.endswith(old):
+                bare = bare.removesuffix(old) + new
+        if bare in found:
             raise UserError(
                 f"{origin} holds {bare} twice, with and without {family.prefix!r} before it: "
                 "remove one"
             )
         found[bare] = source
     if model.config.tied_head:
-        tied_head = found.pop("lm_head.weight", None)
+        tied_head = found.pop(family.head, None)
     else:
         tied_head = None
     pairs = pair_up(wanted, found, origin)
     if tied_head is not None:
         embedding = next(name for name, tensor in wanted.items() if "embed.tokens" in tensor.params)
-        _check_tied(tied_head, found[embedding], origin)
+        _check_tied(tied_head, found[embedding], family.head, origin)
     return pairs
 
 
@@ -306,7 +310,7 @@ def _first(names: list[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _check_tied(head: Source, table: Source, origin: str) -> None:
+def _check_tied(head: Source, table: Source, name: str, origin: str) -> None:
     """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two
     different ones.
     """
@@ -316,7 +320,7 @@ def _check_tied(head: Source, table: Source, origin: str) -> None:
     if head.shape != table.shape or not all(
         np.array_equal(head.read(cut), table.read(cut)) for cut in pieces
     ):
-        why = "lm_head.weight is not the embedding, but the model ties them"
+        why = f"{name} is not the embedding, but the model ties them"
         raise UserError(f"{origin}: {why}: set model.tied_head = false")
 
 

@@ -1,7 +1,8 @@
 """How a family looks at Hugging Face: one table each for its config.json and for the tensors of its
 checkpoint.
 
-Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
+Shapes: V vocab, P positions, T token types, D embed, d embed after a head's transform, H heads,
+K kv heads, h head_dim, F mlp, E experts.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class HfFamily(NamedTuple):
       query_scalar: the absent value of the number whose inverse root is the query's scale; 0 =
         there is none.
       norm_offset: what is added to the scale of a norm of the file.
+      whole: the word of `model.masks` for layers without a window.
+      head: the name of the vocabulary matrix of the head, which a tied model may have or not.
+      renamed: (old, new) ends of names, of which old checkpoints have the first.
       tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges
         them: "Hh D" is a [heads * head_dim, embed] matrix. Several parameters lie side by side
         along the last dim. A tensor whose name has {layer} or {expert} holds one layer or expert of
@@ -75,6 +79,9 @@ class HfFamily(NamedTuple):
     local_theta: float | None = None
     query_scalar: int = 0
     norm_offset: float = 0.0
+    whole: str = "causal"
+    head: str = "lm_head.weight"
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 _GPT2 = HfFamily(  # its matrices are [in, out]
@@ -267,6 +274,75 @@ _GEMMA3 = _GEMMA2._replace(
     tensors=_GEMMA2.tensors | _QK_NORMS,
 )
 
+_BERT_TABLE = "bert.embeddings."
+_BERT_LAYER = "bert.encoder.layer.{layer}."
+_PREDICTIONS = "cls.predictions."
+_BERT = HfFamily(  # its matrices are [out, in]
+    family="bert",
+    architecture="BertForMaskedLM",
+    rope_theta=None,
+    prefix="bert.",
+    whole="full",
+    head=_PREDICTIONS + "decoder.weight",
+    # Beside the position ids, the head for pairs of sentences and what it reads; and the bias of
+    # the vocabulary under its second name.
+    ignored=(
+        ".position_ids",
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+        "cls.seq_relationship.weight",
+        "cls.seq_relationship.bias",
+        _PREDICTIONS + "decoder.bias",
+    ),
+    renamed=((".LayerNorm.gamma", ".LayerNorm.weight"), (".LayerNorm.beta", ".LayerNorm.bias")),
+    sizes={
+        "vocab_size": ("vocab_size", REQUIRED),
+        "layers": ("num_hidden_layers", REQUIRED),
+        "embed": ("hidden_size", REQUIRED),
+        "heads": ("num_attention_heads", REQUIRED),
+        "mlp": ("intermediate_size", REQUIRED),
+        "max_seq_len": ("max_position_embeddings", 512),
+        "token_types": ("type_vocab_size", 2),
+        "norm_eps": ("layer_norm_eps", 1e-12),
+        "tied_head": ("tie_word_embeddings", True),
+    },
+    fixed={
+        "hidden_act": ("gelu",),
+        "position_embedding_type": ("absolute", None),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+    },
+    tensors={
+        _BERT_TABLE + "word_embeddings.weight": ("V D", "embed.tokens"),
+        _BERT_TABLE + "position_embeddings.weight": ("P D", "embed.positions"),
+        _BERT_TABLE + "token_type_embeddings.weight": ("T D", "embed.types"),
+        _BERT_TABLE + "LayerNorm.weight": ("D", "embed.norm.scale"),
+        _BERT_TABLE + "LayerNorm.bias": ("D", "embed.norm.bias"),
+        _BERT_LAYER + "attention.self.query.weight": ("Hh D", "blocks.q"),
+        _BERT_LAYER + "attention.self.query.bias": ("Hh", "blocks.q_bias"),
+        _BERT_LAYER + "attention.self.key.weight": ("Hh D", "blocks.k"),
+        _BERT_LAYER + "attention.self.key.bias": ("Hh", "blocks.k_bias"),
+        _BERT_LAYER + "attention.self.value.weight": ("Hh D", "blocks.v"),
+        _BERT_LAYER + "attention.self.value.bias": ("Hh", "blocks.v_bias"),
+        _BERT_LAYER + "attention.output.dense.weight": ("D Hh", "blocks.out"),
+        _BERT_LAYER + "attention.output.dense.bias": ("D", "blocks.out_bias"),
+        _BERT_LAYER + "attention.output.LayerNorm.weight": ("D", "blocks.attention_norm.scale"),
+        _BERT_LAYER + "attention.output.LayerNorm.bias": ("D", "blocks.attention_norm.bias"),
+        _BERT_LAYER + "intermediate.dense.weight": ("F D", "blocks.up"),
+        _BERT_LAYER + "intermediate.dense.bias": ("F", "blocks.up_bias"),
+        _BERT_LAYER + "output.dense.weight": ("D F", "blocks.down"),
+        _BERT_LAYER + "output.dense.bias": ("D", "blocks.down_bias"),
+        _BERT_LAYER + "output.LayerNorm.weight": ("D", "blocks.mlp_norm.scale"),
+        _BERT_LAYER + "output.LayerNorm.bias": ("D", "blocks.mlp_norm.bias"),
+        _PREDICTIONS + "transform.dense.weight": ("d D", "head.transform.dense"),
+        _PREDICTIONS + "transform.dense.bias": ("D", "head.transform.bias"),
+        _PREDICTIONS + "transform.LayerNorm.weight": ("D", "head.transform.norm.scale"),
+        _PREDICTIONS + "transform.LayerNorm.bias": ("D", "head.transform.norm.bias"),
+        _PREDICTIONS + "bias": ("V", "head.bias"),
+        _PREDICTIONS + "decoder.weight": ("V D", "head.table"),
+    },
+)
+
 HF_FAMILIES = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
@@ -276,6 +352,7 @@ HF_FAMILIES = {
     "qwen3": _QWEN3,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "bert": _BERT,
 }
 
 # Our fields -> the keys of the llama3 context extension.
@@ -383,6 +460,8 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
         config = dataclasses.replace(
             config, masks=tuple(_masks(hf, family.local, config.layers, file))
         )
+    else:
+        config = dataclasses.replace(config, masks=(family.whole,))
     _require_several_experts(config, str(file))
     if family.query_scalar:
         scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))
@@ -427,7 +506,7 @@ def hf_config(config: ModelConfig) -> Json:
             f"model.heads={config.heads} "
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
-    windows = {word for word in config.masks if word != "causal"}
+    windows = {word for word in config.masks if word != family.whole}
     turns = len(set(config.masks)) > 1
     sayable = (
         family.local

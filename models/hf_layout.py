@@ -1,6 +1,7 @@
 """How the parameters of a model lie in the tensors of a Hugging Face checkpoint.
 
-Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts, r rank.
+Shapes: V vocab, P positions, T token types, D embed, d embed after a head's transform, H heads,
+K kv heads, h head_dim, F mlp, E experts, r rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ _LETTERS: dict[LogicalAxis | None, str] = {
 }
 _UNKNOWN = "?"  # a dim of a part of one's own, which no tensor of a family has
 # the dim of a parameter that has no logical axis
-_NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}
+_NEVER_SPLIT = {
+    "embed.positions": "P",
+    "embed.types": "T",
+    "blocks.router": "E",
+    "head.transform.dense": "d",
+}
 
 
 class Tensor(NamedTuple):
@@ -99,7 +105,9 @@ def dim_sizes(model: Model) -> dict[str, int]:
     return {
         "V": config.vocab_size,
         "P": config.max_seq_len,
+        "T": config.token_types,
         "D": config.embed,
+        "d": config.embed,
         "H": config.heads,
         "K": config.kv_head_count,
         "h": config.head_size,

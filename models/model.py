@@ -20,11 +20,20 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
+from jaxpar.models.head import Head
 from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
-from jaxpar.models.parts import Maker, Params, Parts, init_part, part_name, split_parts
+from jaxpar.models.parts import (
+    HeadOutput,
+    Maker,
+    Params,
+    Parts,
+    init_part,
+    part_name,
+    split_parts,
+)
 from jaxpar.models.sparsity import require_sparse
-from jaxpar.models.transformer import Block, Embed, Head
+from jaxpar.models.transformer import Block, Embed
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
@@ -246,6 +255,7 @@ class Model:
         positions_BS: Int[Array, "B S"],
         plan: Plan,
         key: jax.Array | None = None,
+        types_BS: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Turn tokens into the residual stream.
 
@@ -255,13 +265,27 @@ class Model:
           positions_BS: their places in their documents.
           plan: says how it runs on several devices.
           key: the dropout key; None = no dropout.
+          types_BS: the types of the tokens; None = they have none, or all are of type 0.
 
         Returns:
           The residual stream, in its layout and the compute dtype.
+
+        Raises:
+          UserError: types are given, and the embedding takes none.
         """
+        split = self._split["embed"]
+        if types_BS is not None and "types_BS" not in split.takes:
+            raise UserError(
+                f"the batch has token_types, and {split.name} takes no `types_BS`: leave them out"
+            )
         with jax.named_scope("embed"):
-            return self._split["embed"](
-                params["embed"], tokens_BS, positions_BS=positions_BS, ops=self.ops(plan), key=key
+            return split(
+                params["embed"],
+                tokens_BS,
+                positions_BS=positions_BS,
+                ops=self.ops(plan),
+                key=key,
+                types_BS=types_BS,
             )
 
     def block(
@@ -327,22 +351,25 @@ class Model:
             )
         return y_BSD, routed
 
-    def head(
-        self, params: Params, x_BSD: Float[Array, "B S D"]
-    ) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
+    def head(self, params: Params, x_BSD: Float[Array, "B S D"], plan: Plan) -> HeadOutput:
         """Run what follows the last block, up to the scores.
 
         Args:
           params: the parameters; its blocks are not read.
           x_BSD: the residual stream after the last block.
+          plan: says how it runs on several devices.
 
         Returns:
-          The final norm's output, and the vocabulary matrix that multiplies it.
+          What is scored, the vocabulary matrix that multiplies it, and its bias.
         """
         with jax.named_scope("head"):
-            return self._split["head"](
-                params["head"], x_BSD, embedding_VD=params["embed"].get("tokens")
+            found = self._split["head"](
+                params["head"],
+                x_BSD,
+                embedding_VD=params["embed"].get("tokens"),
+                ops=self.ops(plan),
             )
+        return HeadOutput(*found)
 
     def hidden_states(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
@@ -366,7 +393,8 @@ class Model:
         positions_BS = batch["positions"]
         segments_BS = batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
-        x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
+        types_BS = batch.get("token_types")
+        x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key, types_BS)
         text_BS = batch.get("text")
         return self.blocks(
             params["blocks"], x_BSD, positions_BS, segments_BS, plan, blocks_key, text_BS
@@ -483,7 +511,8 @@ class Model:
         Args:
           params: the parameters, in the layout of the plan.
           batch: int32 arrays [B, S]: `tokens`, `labels` (one below zero does not count), and for
-            packed documents `positions` and `segments`.
+            packed documents `positions` and `segments`; and `token_types`, where the model has
+            any.
           plan: says how it runs on several devices.
           key: the dropout key; None = no dropout.
           weights: the weights of the terms that are added to the likelihood.
@@ -531,17 +560,18 @@ class Model:
         Returns:
           The sums over the labels that count.
         """
-        x_BSD, head_VD = self.head(params, x_BSD)
+        head = self.head(params, x_BSD, plan)
+        sizes = self.config
         with jax.named_scope("loss"):
-            sizes = self.config
             return self.ops(plan).linear_cross_entropy(
-                x_BSD,
-                head_VD,
+                head.x_BSD,
+                head.table_VD,
                 labels_BS,
                 sizes.vocab_size,
                 weights.z_loss,
                 sizes.logit_softcap,
                 label_smoothing=weights.label_smoothing,
+                **head.biases,
             )
 
     def logits(
@@ -565,9 +595,11 @@ class Model:
         """
         order = plan.context.strategy, plan.overlap.cuts_sequence
         x_BSD, _ = self.hidden_states(params, in_order(batch, plan, *order), plan)
-        x_BSD, head_VD = self.head(params, x_BSD)
+        head = self.head(params, x_BSD, plan)
         sizes = self.config
-        scores_BSV = self.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
+        scores_BSV = self.ops(plan).logits(
+            head.x_BSD, head.table_VD, sizes.vocab_size, sizes.logit_softcap, **head.biases
+        )
         return in_natural_order(scores_BSV[..., : sizes.vocab_size], plan, *order)
 
     def parameter_count(self) -> int:
@@ -595,7 +627,8 @@ class Model:
         """
         config = self.config
         multiplying = self._count("blocks") + self._count("head") - self._idle_experts()
-        if not any("vocab" in axes for axes, _ in self._leaves("head")):  # it is tied
+        tables = [axes for axes, _ in self._leaves("head") if "vocab" in axes and len(axes) > 1]
+        if not tables:  # the head is tied
             multiplying += config.vocab_size * config.embed
         multiplying -= self._left_out()
         if config.lora.rank:

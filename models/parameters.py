@@ -1,19 +1,32 @@
-"""A parameter of a model: its declaration in Flax's own metadata, and the names of its dims."""
+"""A parameter of a model: its declaration in Flax's own metadata, and the names of its dims. And
+the functions between them.
+
+Shapes: V vocab, D embed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 
 zeros = nnx.initializers.zeros
 ones = nnx.initializers.ones
 normal = nnx.initializers.normal
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+}
+"""The functions of `Family.activation`."""
 
 
 def param(
@@ -112,3 +125,24 @@ def require_float32(dtype: DTypeLike, name: str) -> None:
             "precision.params=bfloat16 keeps it in 16 bits, and the compute dtype is "
             "precision.compute"
         )
+
+
+def vocab_rows(config: ModelConfig) -> int:
+    """The stored size of the vocabulary, with the padding that rounds it up."""
+    return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
+    """Make a vocabulary table [V, D]: the input embedding or the output head.
+
+    The vocabulary is rounded up so that a mesh axis can divide it. Rows past the vocabulary are
+    never read.
+
+    Args:
+      config: the sizes of the model.
+      rngs: the random numbers.
+
+    Returns:
+      The table, with logical axes ("vocab", "embed").
+    """
+    return param(rngs, normal(config.init_std), vocab=vocab_rows(config), embed=config.embed)

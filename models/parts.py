@@ -29,6 +29,27 @@ Maker = Callable[[ModelConfig, nnx.Rngs], nnx.Module]
 """Makes a part of a model: a class of `nnx.Module`, or any other callable that returns one."""
 
 
+class HeadOutput(NamedTuple):
+    """What a head makes: scores are `x @ table.T + bias`.
+
+    Attributes:
+      x_BSD: the stream that is scored.
+      table_VD: the vocabulary matrix.
+      bias_V: what is added to the scores; None = nothing is.
+    """
+
+    x_BSD: Float[Array, "B S D"]
+    table_VD: Float[Array, "V D"]
+    bias_V: Float[Array, " V"] | None = None
+
+    @property
+    def biases(self) -> dict[str, Array]:
+        """The bias as ops take it, by name; without one there is none, so that ops of one's own
+        need not know it.
+        """
+        return {} if self.bias_V is None else {"bias_V": self.bias_V}
+
+
 class EmbedPart(Protocol):
     """What turns tokens into the residual stream.
 
@@ -42,6 +63,7 @@ class EmbedPart(Protocol):
         positions_BS: Int[Array, "B S"],
         ops: Ops,
         key: Array | None,
+        types_BS: Int[Array, "B S"] | None,
     ) -> Float[Array, "B S D"]: ...
 
 
@@ -94,21 +116,26 @@ class BlockPart(Protocol):
 
 
 class HeadPart(Protocol):
-    """What follows the last block: the stream that multiplies a vocabulary matrix, and that matrix.
+    """What follows the last block: the stream that multiplies a vocabulary matrix, and that matrix;
+    and perhaps, third, a bias of the vocabulary.
 
-    `embedding_VD` is the embedding's parameter `tokens`, for a head that is tied to it; None where
-    the embedding has none of that name.
+    It is called as a block is. `embedding_VD` is the embedding's parameter `tokens`, for a head
+    that is tied to it; None where the embedding has none of that name.
     """
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"] | None
-    ) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]: ...
+        self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"] | None, ops: Ops
+    ) -> (
+        HeadOutput
+        | tuple[Float[Array, "B S D"], Float[Array, "V D"]]
+        | tuple[Float[Array, "B S D"], Float[Array, "V D"], Float[Array, " V"] | None]
+    ): ...
 
 
 _GIVEN: dict[str, frozenset[str]] = {
-    "embed": frozenset({"positions_BS", "ops", "key"}),
+    "embed": frozenset({"positions_BS", "ops", "key", "types_BS"}),
     "blocks": frozenset({"positions_BS", "segments_BS", "ops", "key", "kind", "text_BS"}),
-    "head": frozenset({"embedding_VD"}),
+    "head": frozenset({"embedding_VD", "ops"}),
 }
 """The arguments that each part is given by name, after the first."""
 

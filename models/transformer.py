@@ -1,5 +1,5 @@
 """The transformer that all families share, written with logical axes only: norms, rotary
-positions, a vocabulary table; and of these an embedding, a block and a head.
+positions; and of these an embedding and a block. Norms and the head have rooms of their own.
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
 """
@@ -20,49 +20,13 @@ from jaxpar.models.families import Family, family_of
 from jaxpar.models.linears import Linear, column_linears, row_linear
 from jaxpar.models.lora import lora_pairs
 from jaxpar.models.masks import has_window, layer_masks
-from jaxpar.models.parameters import normal, ones, param, zeros
+from jaxpar.models.norms import NORMS, RMSNorm
+from jaxpar.models.parameters import ACTIVATIONS, normal, param, vocab_table, zeros
 from jaxpar.models.sparsity import weight_form
 from jaxpar.parallel import dropout
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops, ops_without_plan
 from jaxpar.parallel.remat import named
-
-
-class LayerNorm(nnx.Module):
-    """Layer normalisation with scale and bias, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.eps = config.norm_eps
-        self.scale = param(rngs, ones, embed=config.embed)
-        self.bias = param(rngs, zeros, embed=config.embed)
-
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x = x_BSD.astype(jnp.float32)
-        x -= jnp.mean(x, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        x *= jax.lax.rsqrt(variance + self.eps)
-        return (x * self.scale[...] + self.bias[...]).astype(x_BSD.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with scale, in float32 (Zhang & Sennrich 2019,
-    arXiv:1910.07467).
-
-    It is over `embed`, or over the last dim that is given: `head_dim=64`.
-    """
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, **dim: int):
-        self.eps = config.norm_eps
-        self.scale = param(rngs, ones, **(dim or {"embed": config.embed}))
-
-    def __call__(self, x_BSD: Float[Array, "B S *D"]) -> Float[Array, "B S *D"]:
-        x = x_BSD.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        x *= jax.lax.rsqrt(variance + self.eps)
-        return (x * self.scale[...]).astype(x_BSD.dtype)
-
-
-_NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
 def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " h/2"]:
@@ -146,25 +110,10 @@ def count_positions(x_BS: Array) -> Int[Array, "B S"]:
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
 
 
-def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-    """Make a vocabulary table [V, D]: the input embedding or the output head.
-
-    The vocabulary is rounded up so that a mesh axis can divide it. Rows past the vocabulary are
-    never read.
-
-    Args:
-      config: the sizes of the model.
-      rngs: the random numbers.
-
-    Returns:
-      The table, with logical axes ("vocab", "embed").
-    """
-    rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
-    return param(rngs, normal(config.init_std), vocab=rows, embed=config.embed)
-
-
 class Embed(nnx.Module):
-    """Token embedding, with a learned position embedding added where the family has one."""
+    """Token embedding, to which a learned embedding of the position and of the token's type are
+    added where the family has them, and a norm of the sum.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         family = family_of(config)
@@ -176,6 +125,12 @@ class Embed(nnx.Module):
             self.positions = param(rngs, init, _positions=config.max_seq_len, embed=config.embed)
         else:
             self.positions = None
+        if config.token_types:
+            init = normal(config.init_std)
+            self.types = param(rngs, init, _types=config.token_types, embed=config.embed)
+        else:
+            self.types = None
+        self.norm = NORMS[family.norm](config, rngs) if family.embedding_norm else None
 
     def __call__(
         self,
@@ -183,6 +138,7 @@ class Embed(nnx.Module):
         positions_BS: Int[Array, "B S"] | None = None,
         ops: Ops | None = None,
         key: jax.Array | None = None,
+        types_BS: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Return the residual stream.
 
@@ -191,6 +147,10 @@ class Embed(nnx.Module):
           positions_BS: the place of each token in its document; None = 0, 1, 2 and so on.
           ops: the ops of a plan; None = plain mathematics in float32.
           key: the key of dropout; None = no dropout.
+          types_BS: the types of the tokens; None = all are of type 0.
+
+        Raises:
+          UserError: types are given, and the model has none.
         """
         ops = ops or ops_without_plan()
         x_BSD = ops.lookup(self.tokens[...], tokens_BS, "vocab")
@@ -202,12 +162,23 @@ class Embed(nnx.Module):
             else:
                 places_BS = positions_BS
             x_BSD += ops.lookup(self.positions[...], places_BS, None)
+        if self.types is not None:
+            if types_BS is None:
+                types_BS = jnp.zeros_like(tokens_BS)
+            x_BSD += ops.lookup(self.types[...], types_BS, None)
+        elif types_BS is not None:
+            raise UserError(
+                "the batch has token_types, and the model has no types of tokens: leave them out, "
+                "or set model.token_types"
+            )
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
         return dropout(x_BSD, self.dropout, key)
 
 
 class Block(nnx.Module):
-    """Pre-norm attention, followed by a pre-norm MLP or experts; where the family has post-norms,
-    what they add is normed too."""
+    """Attention, followed by an MLP or experts. A norm is before each, or after what each adds is
+    added; where the family has post-norms, what they add is normed too."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         family = family_of(config)
@@ -225,7 +196,7 @@ class Block(nnx.Module):
         init = normal(config.init_std)
         # GPT-2 report, section 2.3
         init_residual = normal(config.init_std / math.sqrt(2 * config.layers))
-        norm = _NORMS[family.norm]
+        norm = NORMS[family.norm]
         bias = partial(_bias, family, rngs)
         self.attention_norm = norm(config, rngs)
         self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
@@ -293,13 +264,21 @@ class Block(nnx.Module):
             weights_key, attention_key, mlp_key = jax.random.split(key, 3)
         rate = self.config.dropout
         with jax.named_scope("attention"):
-            normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
+            if self.family.norm_after:
+                normed_BSD = x_BSD
+            else:
+                normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
             out_BSD = self.attention(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
             if self.family.post_norms:
                 out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
             x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
+            if self.family.norm_after:
+                x_BSD = named(self.attention_norm(x_BSD), "mlp_norm")
         with jax.named_scope("mlp"):
-            normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
+            if self.family.norm_after:
+                normed_BSD = x_BSD
+            else:
+                normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
             routed = None
             if self.config.experts:
                 y_BSD, routed = self.experts(normed_BSD, text_BS, ops)
@@ -311,6 +290,8 @@ class Block(nnx.Module):
             if self.family.post_norms:
                 y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
             x_BSD = x_BSD + dropout(y_BSD, rate, mlp_key)
+            if self.family.norm_after:
+                x_BSD = self.mlp_norm(named(x_BSD, "mlp_out"))
         if routed is None:
             return x_BSD
         return (x_BSD, routed)
@@ -387,10 +368,7 @@ class Block(nnx.Module):
         Returns:
           What is added, in the layout of the stream.
         """
-        if self.family.activation == "silu":
-            activation = jax.nn.silu
-        else:
-            activation = jax.nn.gelu
+        activation = ACTIVATIONS[self.family.activation]
         up = self.linear(f"{prefix}up")
         if self.family.gated:
             gate = self.linear(f"{prefix}gate")
@@ -438,33 +416,3 @@ def _bias(
     if name in family.biases:
         return param(rngs, zeros, **dims)
     return None
-
-
-class Head(nnx.Module):
-    """A final norm and the vocabulary matrix, which is the embedding's own if the head is tied,
-    otherwise another.
-    """
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.norm = _NORMS[family_of(config).norm](config, rngs)
-        if config.tied_head:
-            self.table = None
-        else:
-            self.table = vocab_table(config, rngs)
-
-    def __call__(
-        self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"] | None = None
-    ) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
-        """Return the normed stream and the vocabulary matrix that multiplies it.
-
-        Raises:
-          UserError: the head is tied, and the embedding has no parameter `tokens`.
-        """
-        if self.table is not None:
-            return self.norm(x_BSD), self.table[...]
-        if embedding_VD is None:
-            raise UserError(
-                "model.tied_head=true: the head takes the embedding's parameter `tokens`, and "
-                "there is none of that name: set it to false"
-            )
-        return self.norm(x_BSD), embedding_VD

@@ -50,7 +50,7 @@ class ModelConfig:
     """
 
     family: str = "gpt2"
-    """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2 or gemma3."""
+    """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2, gemma3 or bert."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 256
     vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
     """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is
@@ -65,6 +65,8 @@ class ModelConfig:
     """Size of a head; 0 = embed / heads."""
     mlp: Annotated[int, Range(1, 2**24)] = 512
     """Hidden size of the MLP, or of one expert."""
+    token_types: Annotated[int, Range(0, 65_536)] = 0
+    """Types of tokens, such as BERT's two for the sentences of a pair; 0 = tokens have no types."""
     experts: Annotated[int, Range(0, 65_536)] = 0
     """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every
     token.

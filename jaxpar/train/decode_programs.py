@@ -180,11 +180,13 @@ def _scores(
     plan: Plan,
 ) -> Float[Array, "B S V"]:
     """Return the float32 scores of the vocabulary, whole on every device of their rows."""
-    x_BSD, head_VD = model.head(params, x_BSD)
+    head = model.head(params, x_BSD, plan)
     if "head_DV" in params:
-        head_VD = params["head_DV"].T
+        head = head._replace(table_VD=params["head_DV"].T)
     sizes = model.config
-    scores_BSV = model.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
+    scores_BSV = model.ops(plan).logits(
+        head.x_BSD, head.table_VD, sizes.vocab_size, sizes.logit_softcap, **head.biases
+    )
     return plan.constrain(scores_BSV[..., : sizes.vocab_size], ("batch", None, None))
 
 

@@ -339,7 +339,7 @@ def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = Fal
     if platform_of(plan) == "cpu":
         x_BSD = jnp.zeros((1, 1, model.config.embed), plan.dtype)
         found["head_DV"] = jax.jit(
-            lambda params: model.head(params, x_BSD)[1].T,
+            lambda params: model.head(params, x_BSD, plan).table_VD.T,
             out_shardings=plan.sharding(("embed", "vocab")),
         )({name: found[name] for name in ("embed", "head")})
     return found

@@ -39,8 +39,19 @@ class _Functions:
         return tree
 
     def embed(
-        self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None
+        self,
+        params: Params,
+        tokens_BS: Array,
+        positions_BS: Array,
+        plan: Plan,
+        key: Any = None,
+        types_BS: Array | None = None,
     ) -> Array:
+        if types_BS is not None:
+            raise UserError(
+                "the batch has token_types, and the embedding is called with tokens and "
+                "positions: leave them out"
+            )
         return self._embed(params, tokens_BS, positions_BS)
 
     def layer(

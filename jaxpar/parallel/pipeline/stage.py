@@ -53,7 +53,13 @@ class PipelinedModel(Protocol):
     def config(self) -> Any: ...
     def trained(self, tree: PyTree) -> PyTree: ...
     def embed(
-        self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None
+        self,
+        params: Params,
+        tokens_BS: Array,
+        positions_BS: Array,
+        plan: Plan,
+        key: Any = None,
+        types_BS: Array | None = None,
     ) -> Array: ...
     def layer(
         self,

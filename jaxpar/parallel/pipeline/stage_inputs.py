@@ -100,12 +100,14 @@ class StageInputs(NamedTuple):
     def embed(self, ends: Params, i: ArrayLike) -> Array:
         """Return the embedding [B, S, D] of microbatch `i`, with these parameters."""
         row = self.row(i)
+        types = {"types_BS": row["token_types"]} if "token_types" in row else {}
         x_BSD = self.task.model.embed(
             ends,
             row["tokens"],
             row["positions"],
             self.task.plan,
             self.keys(i).embed,
+            **types,
         )
         return self.task.plan.constrain(x_BSD, STORED)
 
