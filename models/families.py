@@ -127,12 +127,10 @@ def family_of(config: ModelConfig) -> Family:
         raise UserError(
             f"{name} has no grouped kv heads, found model.kv_heads={config.kv_heads}: set it to 0"
         )
-    if family.token_types != (config.token_types > 0):
-        fix = "BERT has 2" if family.token_types else "set it to 0"
-        kinds = "types" if family.token_types else "no types"
+    if config.token_types and not family.token_types:
         raise UserError(
-            f"the tokens of {name} have {kinds}, found model.token_types={config.token_types}: "
-            f"{fix}"
+            f"the tokens of {name} have no types, found model.token_types={config.token_types}: "
+            "set it to 0"
         )
     rotary = [field for field in vars(config) if "rope" in field or field == "query_scale"]
     rope = [field for field in rotary if getattr(config, field) != getattr(standard, field)]

@@ -304,9 +304,9 @@ _BERT = HfFamily(  # its matrices are [out, in]
         "max_seq_len": ("max_position_embeddings", 512),
         "token_types": ("type_vocab_size", 2),
         "norm_eps": ("layer_norm_eps", 1e-12),
-        "tied_head": ("tie_word_embeddings", True),
     },
     fixed={
+        "tie_word_embeddings": (True,),
         "hidden_act": ("gelu",),
         "position_embedding_type": ("absolute", None),
         "is_decoder": (False,),
@@ -339,7 +339,6 @@ _BERT = HfFamily(  # its matrices are [out, in]
         _PREDICTIONS + "transform.LayerNorm.weight": ("D", "head.transform.norm.scale"),
         _PREDICTIONS + "transform.LayerNorm.bias": ("D", "head.transform.norm.bias"),
         _PREDICTIONS + "bias": ("V", "head.bias"),
-        _PREDICTIONS + "decoder.weight": ("V D", "head.table"),
     },
 )
 
@@ -534,6 +533,8 @@ def hf_config(config: ModelConfig) -> Json:
         and config.rope_factor != 1,
         "shared_experts": config.shared_experts,
         "router": config.router != "token_choice",
+        "token_types": "token_types" in family.sizes and not config.token_types,
+        "tied_head": "tied_head" not in family.sizes and not config.tied_head,
         "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
         "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
     }

@@ -198,7 +198,8 @@ class Block(nnx.Module):
         init_residual = normal(config.init_std / math.sqrt(2 * config.layers))
         norm = NORMS[family.norm]
         bias = partial(_bias, family, rngs)
-        self.attention_norm = norm(config, rngs)
+        if not family.norm_after:
+            self.attention_norm = norm(config, rngs)
         self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
         self.k = param(rngs, init, embed=D, **kv, head_dim=h)
         self.v = param(rngs, init, embed=D, **kv, head_dim=h)
@@ -210,7 +211,10 @@ class Block(nnx.Module):
         if family.qk_norm:
             self.q_norm = RMSNorm(config, rngs, head_dim=h)
             self.k_norm = RMSNorm(config, rngs, head_dim=h)
-        self.mlp_norm = norm(config, rngs)
+        if family.norm_after:
+            self.attention_norm = norm(config, rngs)
+        else:
+            self.mlp_norm = norm(config, rngs)
         if family.post_norms:
             self.attention_post_norm = norm(config, rngs)
             self.mlp_post_norm = norm(config, rngs)
@@ -229,6 +233,8 @@ class Block(nnx.Module):
             self.shared_gate = param(rngs, init, embed=D, mlp=wide)
             self.shared_up = param(rngs, init, embed=D, mlp=wide)
             self.shared_down = param(rngs, init_residual, mlp=wide, embed=D)
+        if family.norm_after:
+            self.mlp_norm = norm(config, rngs)
         matrices = {
             "q": self.q,
             "k": self.k,

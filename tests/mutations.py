@@ -202,7 +202,7 @@ MUTATIONS = [
              "one = partial(attend, softcap=softcap)", "one = partial(attend, softcap=0.0)",
              "tests/train/test_generation.py -k new_token"),
     Mutation("decode_logit_softcap", "the soft cap of the vocabulary's scores is lost in generation",
-             "jaxpar/train/decode_programs.py", "sizes.vocab_size, sizes.logit_softcap)", "sizes.vocab_size)",
+             "jaxpar/train/decode_programs.py", "sizes.vocab_size, sizes.logit_softcap,", "sizes.vocab_size, 0.0,",
              "tests/train/test_generation.py -k scores_are"),
     Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/plan.py",
              "return len(dims) > 1 and", "return len(axes) > 1 and", "tests/train/test_optimizer.py"),

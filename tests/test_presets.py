@@ -30,6 +30,7 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "gemma2_9b": 9_241_705_984,
     "gemma3_1b": 999_885_952,
+    "bert_base": 109_514_298,
 }
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -49,6 +50,11 @@ def parameters(model: ModelConfig) -> int:
         biases = (H + 2 * K) * h + D + F + D
         block = matrices + 2 * D * F + biases + 4 * D  # two LayerNorms, scale and bias
         outside = model.max_seq_len * D + 2 * D
+    elif model.family == "bert":
+        biases = (H + 2 * K) * h + D + F + D
+        block = matrices + 2 * D * F + biases + 4 * D
+        head = D * D + D + 2 * D + V  # a linear, a norm and a bias of the vocabulary
+        outside = (model.max_seq_len + model.token_types) * D + 2 * D + head
     else:
         E = model.experts
         family = model.family
@@ -71,7 +77,7 @@ def data_parallel(config: Config) -> int:
 
 
 def test_the_published_sizes_are_all_there():
-    assert set(CONFIGS) == {*PUBLISHED, "tiny", "tiny_moe", "shakespeare_char_cpu"}
+    assert set(CONFIGS) == {*PUBLISHED, "tiny", "tiny_moe", "tiny_bert", "shakespeare_char_cpu"}
 
 
 @every_config

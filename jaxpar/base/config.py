@@ -183,6 +183,17 @@ class DataConfig:
     """The date that a chat template writes as today's, such as 2026-01-31; empty = that of the
     run's first start.
     """
+    objective: Literal["next", "masked"] = "next"
+    """What a model is asked for: next = the token that follows each; masked = those that were
+    corrupted, of which it sees both sides (BERT, arXiv:1810.04805). See docs/encoders.md."""
+    mask_rate: Annotated[float, Range(1e-3, 1.0)] = 0.15
+    """The share of the tokens that the objective `masked` corrupts: 80 % of these are hidden, 10 %
+    replaced, and 10 % stay."""
+    mask_whole_words: bool = False
+    """Corrupt all tokens of a word or none."""
+    mask_token: Annotated[int, Range(-1, 2**24)] = -1
+    """The id that hides a token; -1 = the tokenizer's own ([MASK], <mask>), or else the first past
+    its vocabulary."""
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
     bos: Bos = "auto"

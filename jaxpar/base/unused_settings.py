@@ -126,6 +126,11 @@ EFFECTS = (
         _read_by("loss_on"),
     ),
     Effect(
+        ("data.mask_rate", "data.mask_whole_words", "data.mask_token"),
+        lambda c: c.data.objective == "masked",
+        "data.objective is next, which corrupts nothing: add --data.objective masked",
+    ),
+    Effect(
         ("data.stride",),
         _is_read("stride"),
         _read_by("stride"),

@@ -5,10 +5,10 @@ Shapes: B rows of this process, S sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import grain.experimental
@@ -18,6 +18,7 @@ from jaxpar.base.checks import require_local_data
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.registry import SOURCES
+from jaxpar.data.masking import Masking, corrupt, make_masking
 from jaxpar.data.parts import Part
 from jaxpar.data.skipped import Skipped
 from jaxpar.data.sources import Source
@@ -85,13 +86,14 @@ must find again (None = not known), and a `sample` of ids for their frequencies.
 
 
 class Corpus(NamedTuple):
-    """The data of a run; `val` is None if nothing is held out, and `tokenizer` if a .bin file came
-    without one.
+    """The data of a run; `val` is None if nothing is held out, `tokenizer` if a .bin file came
+    without one, and `masking` if no token is corrupted.
     """
 
     train: Stream
     val: Part | None
     tokenizer: Tokenizer | None
+    masking: Masking | None = None
 
 
 def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
@@ -100,13 +102,18 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
 
     Raises:
       UserError: the source is missing, empty, broken or too short for one window, lacks the
-        document offsets that `data.pack` needs, or has more tokens in its vocabulary than the
-        model.
+        document offsets that `data.pack` needs, has more tokens in its vocabulary than the
+        model, or cannot be corrupted as `data.objective` asks.
     """
     require_local_data(data)
     shares = [_share(entry) for entry in data.mixture] or [(data.path, 1.0)]
     paths = [path for path, _ in shares] + [data.val_path] * bool(data.val_path)
     source: Source = SOURCES[data.source]
+    if data.objective == "masked" and "loss_on" in source.reads:
+        raise UserError(
+            f"data.objective=masked, and data.source={data.source} says which tokens count by who "
+            "wrote them: take data.source=text or another of documents"
+        )
     if "path" not in source.reads:
         paths[0] = ""
     elif not all(paths):
@@ -129,16 +136,20 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             f"model.vocab_size={vocab_size}: "
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
+    masking = make_masking(data, vocab_size, tokenizer)
     for part in parts:
         part.require_enough(data, "training", "add text")
     if val is not None:
         fix = "raise data.val_fraction, or give data.val_path"
         val.require_enough(data, "validation", fix)
     if not data.mixture:
-        return Corpus(parts[0], val, tokenizer)
+        return Corpus(parts[0], val, tokenizer, masking)
     total = sum(weight for _, weight in shares)
     return Corpus(
-        Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer
+        Mixture(tuple(parts), tuple(weight / total for _, weight in shares)),
+        val,
+        tokenizer,
+        masking,
     )
 
 
@@ -186,7 +197,12 @@ def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
 
 
 def train_batches(
-    stream: Stream, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
+    stream: Stream,
+    data: DataConfig,
+    batch: int,
+    rows: Sequence[int],
+    vocab_size: int,
+    masking: Masking | None = None,
 ) -> grain.DatasetIterator[HostBatch]:
     """Return an endless iterator of this process's rows of the global batches; a new order in every
     epoch.
@@ -196,8 +212,12 @@ def train_batches(
     that would have followed, no matter what had been read ahead. `batch` is the number of rows of
     the global batch, and `rows` are those to read (see `sharding.local_rows`). There must be at
     least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from
-    `next`.
+    `next`. `masking` is that of the corpus.
+
+    Raises:
+      UserError: the objective corrupts tokens, and no masking is given.
     """
+    _require_masking(data, masking)
     parts, weights = (
         (stream.parts, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1.0,))
     )
@@ -209,9 +229,13 @@ def train_batches(
             mixed = grain.IterDataset.mix(made, weights)
         else:
             mixed = made[0]
-        batches = mixed.batch(batch, drop_remainder=True).map(
-            lambda found: {k: v[local] for k, v in found.items()}
-        )
+
+        def own_rows(number: int, found: HostBatch) -> HostBatch:
+            kept = {name: array[local] for name, array in found.items()}
+            return _corrupted(kept, number * batch + local, data, masking, _TRAINING)
+
+        whole = mixed.batch(batch, drop_remainder=True)
+        batches = _numbered(whole, own_rows, masking)
         ahead = grain.experimental.ThreadPrefetchIterDataset(
             batches, prefetch_buffer_size=data.prefetch
         )
@@ -219,7 +243,7 @@ def train_batches(
 
     stride = data.stride or data.seq_len
 
-    def fetch(windows: tuple[np.ndarray, np.ndarray]) -> HostBatch:
+    def fetch(number: int, windows: tuple[np.ndarray, np.ndarray]) -> HostBatch:
         part_B, window_B = (array[local] for array in windows)
         there = [(windowed[p], window_B[part_B == p] * stride) for p in np.unique(part_B)]
         found = [
@@ -227,7 +251,8 @@ def train_batches(
             for part, starts in there
         ]
         back_B = np.argsort(np.argsort(part_B, kind="stable"), kind="stable")
-        return {name: np.concatenate([one[name] for one in found])[back_B] for name in found[0]}
+        read = {name: np.concatenate([one[name] for one in found])[back_B] for name in found[0]}
+        return _corrupted(read, number * batch + local, data, masking, _TRAINING)
 
     # Indices are shuffled and batched before anything is read, so other processes' rows cost this
     # one nothing.
@@ -242,11 +267,48 @@ def train_batches(
     else:
         mixed = orders[0]
     ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=data.prefetch)
-    return iter(mixed.batch(batch, drop_remainder=True).map(fetch).to_iter_dataset(ahead))
+    whole = mixed.batch(batch, drop_remainder=True)
+    return iter(_numbered(whole, fetch, masking).to_iter_dataset(ahead))
+
+
+_TRAINING = 0
+_VALIDATION = 1
+"""What rows are read for, which are corrupted otherwise."""
+
+
+def _require_masking(data: DataConfig, masking: Masking | None) -> None:
+    """Refuse to give the tokens that follow to a model that is asked for corrupted ones."""
+    if data.objective == "masked" and masking is None:
+        raise UserError(
+            "data.objective=masked, and nothing says how to corrupt tokens: give the `masking` of "
+            "the corpus (load_corpus)"
+        )
+
+
+def _numbered(dataset: Any, read: Callable[[int, Any], HostBatch], masking: Masking | None) -> Any:
+    """Map batches, by their numbers where these matter: others keep no count in their state."""
+    if masking is None:
+        return dataset.map(lambda found: read(0, found))
+    return dataset.map_with_index(read)
+
+
+def _corrupted(
+    batch: HostBatch, numbers_B: np.ndarray, data: DataConfig, masking: Masking | None, what: int
+) -> HostBatch:
+    """Corrupt rows of these numbers, if the objective does."""
+    if masking is None:
+        return batch
+    return corrupt(batch, numbers_B, (data.seed, what), masking)
 
 
 def val_batches(
-    stream: Part, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
+    stream: Part,
+    data: DataConfig,
+    batch: int,
+    rows: Sequence[int],
+    vocab_size: int,
+    limit: int = 0,
+    masking: Masking | None = None,
 ) -> Iterator[HostBatch]:
     """Yield this process's rows of the validation batches: windows side by side, each once, in
     order.
@@ -256,28 +318,33 @@ def val_batches(
     documents and examples, it is the first.
 
     The last batch is filled up with rows whose labels are all -1, so that a mean over counted
-    labels is exact. Tokens after the last whole window are not used. For the other arguments see
-    `train_batches`.
+    labels is exact. Tokens after the last whole window are not used, and a row is corrupted in the
+    same way each time. For the other arguments see `train_batches`.
     """
+    _require_masking(data, masking)
+    local = np.asarray(rows)
     if not isinstance(stream, Tokens):
         found = islice(
             stream.rows(replace(data, prefetch=0), data.seed, endless=False), limit * batch or None
         )
+        first = 0
         while group := list(islice(found, batch)):
             nothing = {
                 name: np.full_like(array, -1 if name == "labels" else 0)
                 for name, array in group[0].items()
             }
             group += [nothing] * (batch - len(group))
-            yield {name: np.stack([group[row][name] for row in rows]) for name in nothing}
+            kept = {name: np.stack([group[row][name] for row in rows]) for name in nothing}
+            yield _corrupted(kept, first + local, data, masking, _VALIDATION)
+            first += batch
         return
     windows = window_count(stream, data.seq_len, data.seq_len)
     count = min(limit * batch or windows, windows)
     for first in range(0, count, batch):
-        place_B = first + np.asarray(rows)
+        place_B = first + local
         window_B = np.minimum(place_B, count - 1) * windows // count
         rows_read = read_windows(
             stream, window_B * data.seq_len, data.seq_len, data.pack, vocab_size
         )
         rows_read["labels"][place_B >= count] = -1
-        yield rows_read
+        yield _corrupted(rows_read, window_B, data, masking, _VALIDATION)

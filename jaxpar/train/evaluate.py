@@ -19,6 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, machine_memory, run_together
 from jaxpar.data.corpus import Part, val_batches
+from jaxpar.data.masking import Masking
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
@@ -35,7 +36,8 @@ class Evaluation(NamedTuple):
     Hugging Face folder.
 
     `bits_per_byte` is the loss of all tokens in bits over the bytes of their text, which can be
-    compared between tokenizers; it is None where the tokens have none.
+    compared between tokenizers; it is None where the tokens have none, and where the loss is that
+    of corrupted tokens (`data.objective`), for which their neighbours were seen.
     """
 
     step: int
@@ -52,14 +54,16 @@ def evaluate(
     plan: Plan,
     limit: int,
     tick: Callable[[int], None] = lambda done: None,
+    masking: Masking | None = None,
 ) -> float:
     """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all.
 
-    `tick` is called with the number of batches that are done, after each.
+    `tick` is called with the number of batches that are done, after each. `masking` is that of the
+    corpus.
     """
     rows = batch_rows(config.train.batch, plan)
     read = val_batches(
-        stream, config.data, config.train.batch, rows, config.model.vocab_size, limit
+        stream, config.data, config.train.batch, rows, config.model.vocab_size, limit, masking
     )
     batches = Batches(read, empty_batch(config, plan))
     sums = list[Any]()
@@ -130,8 +134,10 @@ def evaluate_folder(
     else:
         params = load_params(folder, experiment, step)
     eval_step = compile_eval_step(experiment.model, config, plan)
-    loss = evaluate(eval_step, params, corpus.val, config, plan, config.train.final_eval_batches)
-    if corpus.tokenizer is None:
+    limit = config.train.final_eval_batches
+    masking = corpus.masking
+    loss = evaluate(eval_step, params, corpus.val, config, plan, limit, masking=masking)
+    if corpus.tokenizer is None or masking is not None:
         bits = None
     else:
         bits = bits_per_byte(loss, corpus.val, corpus.tokenizer, config, say)

@@ -134,6 +134,7 @@ class Evaluations:
             experiment.plan,
             limit,
             progress.tick,
+            corpus.masking,
         )
         self._running.program = STEP
         prefix = FINAL if final else ""

@@ -176,7 +176,9 @@ def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:
     config = run.experiment.config
     batch = config.train.batch
     rows = batch_rows(batch, run.experiment.plan)
-    return train_batches(run.corpus.train, config.data, batch, rows, config.model.vocab_size)
+    corpus = run.corpus
+    size = config.model.vocab_size
+    return train_batches(corpus.train, config.data, batch, rows, size, corpus.masking)
 
 
 def _require_as_much(run: OpenRun, before: int | None) -> None:

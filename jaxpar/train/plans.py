@@ -470,7 +470,7 @@ def mask_notes(experiment: Experiment) -> list[str]:
     Returns:
       A line, or none.
     """
-    if not experiment.model.has_blocks:
+    if not experiment.model.has_blocks or experiment.config.data.objective == "masked":
         return []
     model = experiment.config.model
     notes = [

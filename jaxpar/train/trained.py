@@ -65,7 +65,8 @@ def open_trained(
 
     Raises:
       UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer
-        has more tokens than the model, or the mesh does not fit.
+        has more tokens than the model, the run's objective is not the next token, or the mesh does
+        not fit.
     """
     folder = Path(folder)
     try:
@@ -75,6 +76,11 @@ def open_trained(
     if step and not is_run(folder):
         raise UserError(
             f"--step has no effect: {folder} is no run folder, so it has one checkpoint"
+        )
+    if config.data.objective == "masked":
+        raise UserError(
+            f"{folder} was trained with data.objective=masked, to say what corrupted tokens were "
+            "and not what follows: it does not generate, `jaxpar eval` gives its loss"
         )
     data = replace(
         config.data,

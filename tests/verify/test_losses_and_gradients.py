@@ -40,19 +40,15 @@ def test_parameters_stand_in_the_order_of_the_forward_pass(family: str, tied: bo
     names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.shapes())}
     assert len(order) == len(set(order))
     assert set(order) == names
-    places = [
-        order.index(name)
-        for name in (
-            "embed.tokens",
-            "blocks.attention_norm.scale",
-            "blocks.q",
-            "blocks.out",
-            "blocks.mlp_norm.scale",
-            "blocks.up",
-            "blocks.down",
-            "head.norm.scale",
-        )
-    ]
+    attention = ["blocks.q", "blocks.out"]
+    mlp = ["blocks.up", "blocks.down"]
+    norms = ["blocks.attention_norm.scale"], ["blocks.mlp_norm.scale"]
+    if FAMILIES[family].norm_after:
+        blocks = [*attention, *norms[0], *mlp, *norms[1]]
+    else:
+        blocks = [*norms[0], *attention, *norms[1], *mlp]
+    last = "head.norm.scale" if FAMILIES[family].final_norm else "head.transform.dense"
+    places = [order.index(name) for name in ("embed.tokens", *blocks, last)]
     assert places == sorted(places)
 
 

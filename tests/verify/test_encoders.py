@@ -1,0 +1,30 @@
+"""`verify` for encoders, on every parallelism: their masks look ahead, and their ends are others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxpar.base.config import Config, override
+from jaxpar.verify.of_config import checks as verify
+
+BERT = {"model.family": "bert", "model.masks": ("full",), "model.token_types": 2}
+PIPED = {"pipeline.schedule": "1f1b", "pipeline.microbatches": 4}
+COMMON = {"model.heads": 8, "model.vocab_size": 250, "train.batch": 48}
+MESHES: dict[str, dict[str, Any]] = {
+    "data": {"mesh.data": 4, "train.accumulation": 3},
+    "fsdp-tensor": {"mesh.fsdp": 2, "mesh.tensor": 4, "precision.compute": "bfloat16"},
+    "ring": {"mesh.data": 2, "mesh.context": 2, "mesh.tensor": 2},
+    "ulysses": {"mesh.fsdp": 2, "mesh.context": 2, "context.strategy": "ulysses"},
+    "packed": {"mesh.context": 2, "mesh.tensor": 2, "data.pack": True, "memory.policy": "dots"},
+    "stage": {"mesh.stage": 2, "mesh.tensor": 2, "memory.policy": "full"} | PIPED,
+    "stage-context": {"mesh.stage": 2, "mesh.context": 2} | PIPED,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_encoder_gives_the_gradients_of_one_device(mesh: str) -> None:
+    found = verify.verify(override(Config(), COMMON | BERT | MESHES[mesh]))
+    assert found.equal, str(found)
