@@ -86,14 +86,13 @@ must find again (None = not known), and a `sample` of ids for their frequencies.
 
 
 class Corpus(NamedTuple):
-    """The data of a run; `val` is None if nothing is held out, `tokenizer` if a .bin file came
-    without one, and `masking` if no token is corrupted.
+    """The data of a run; `val` is None if nothing is held out, and `tokenizer` if a .bin file came
+    without one.
     """
 
     train: Stream
     val: Part | None
     tokenizer: Tokenizer | None
-    masking: Masking | None = None
 
 
 def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
@@ -136,20 +135,17 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             f"model.vocab_size={vocab_size}: "
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
-    masking = make_masking(data, vocab_size, tokenizer)
+    make_masking(data, vocab_size, tokenizer)  # refused before anything is read
     for part in parts:
         part.require_enough(data, "training", "add text")
     if val is not None:
         fix = "raise data.val_fraction, or give data.val_path"
         val.require_enough(data, "validation", fix)
     if not data.mixture:
-        return Corpus(parts[0], val, tokenizer, masking)
+        return Corpus(parts[0], val, tokenizer)
     total = sum(weight for _, weight in shares)
     return Corpus(
-        Mixture(tuple(parts), tuple(weight / total for _, weight in shares)),
-        val,
-        tokenizer,
-        masking,
+        Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer
     )
 
 
@@ -212,7 +208,7 @@ def train_batches(
     that would have followed, no matter what had been read ahead. `batch` is the number of rows of
     the global batch, and `rows` are those to read (see `sharding.local_rows`). There must be at
     least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from
-    `next`. `masking` is that of the corpus.
+    `next`. `masking` is what `make_masking` makes of the config.
 
     Raises:
       UserError: the objective corrupts tokens, and no masking is given.
@@ -280,8 +276,8 @@ def _require_masking(data: DataConfig, masking: Masking | None) -> None:
     """Refuse to give the tokens that follow to a model that is asked for corrupted ones."""
     if data.objective == "masked" and masking is None:
         raise UserError(
-            "data.objective=masked, and nothing says how to corrupt tokens: give the `masking` of "
-            "the corpus (load_corpus)"
+            "data.objective=masked, and nothing says how to corrupt tokens: give what "
+            "jaxpar.data.masking.make_masking makes of this config"
         )
 
 

@@ -19,7 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, machine_memory, run_together
 from jaxpar.data.corpus import Part, val_batches
-from jaxpar.data.masking import Masking
+from jaxpar.data.masking import Masking, make_masking
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
@@ -58,8 +58,8 @@ def evaluate(
 ) -> float:
     """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all.
 
-    `tick` is called with the number of batches that are done, after each. `masking` is that of the
-    corpus.
+    `tick` is called with the number of batches that are done, after each. `masking` is what
+    `make_masking` makes of the config.
     """
     rows = batch_rows(config.train.batch, plan)
     read = val_batches(
@@ -135,7 +135,7 @@ def evaluate_folder(
         params = load_params(folder, experiment, step)
     eval_step = compile_eval_step(experiment.model, config, plan)
     limit = config.train.final_eval_batches
-    masking = corpus.masking
+    masking = make_masking(data, config.model.vocab_size, corpus.tokenizer)
     loss = evaluate(eval_step, params, corpus.val, config, plan, limit, masking=masking)
     if corpus.tokenizer is None or masking is not None:
         bits = None

@@ -14,6 +14,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.console import duration_text
 from jaxpar.base.runtime import run_together, told_by_first
+from jaxpar.data.masking import make_masking
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.failures import EVALUATION, STEP, Running
@@ -134,7 +135,9 @@ class Evaluations:
             experiment.plan,
             limit,
             progress.tick,
-            corpus.masking,
+            make_masking(
+                experiment.config.data, experiment.config.model.vocab_size, corpus.tokenizer
+            ),
         )
         self._running.program = STEP
         prefix = FINAL if final else ""

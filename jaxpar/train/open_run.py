@@ -20,6 +20,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import machine_memory, run_together, told_by_first
 from jaxpar.base.sharding import local_bytes
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
+from jaxpar.data.masking import make_masking
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import other_optimizer_note
@@ -178,7 +179,8 @@ def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:
     rows = batch_rows(batch, run.experiment.plan)
     corpus = run.corpus
     size = config.model.vocab_size
-    return train_batches(corpus.train, config.data, batch, rows, size, corpus.masking)
+    masking = make_masking(config.data, size, corpus.tokenizer)
+    return train_batches(corpus.train, config.data, batch, rows, size, masking)
 
 
 def _require_as_much(run: OpenRun, before: int | None) -> None:

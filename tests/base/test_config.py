@@ -140,6 +140,7 @@ def changed(key: str, value: Any) -> Config:
         "memory.parameters": "offload",
         "memory.may": ["optimizer"],
         "data.loss_on": "all",
+        "data.objective": "masked",
         "data.bos": True,
         "overlap.domino": "on",
         "context.strategy": "ulysses",

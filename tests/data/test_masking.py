@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.corpus import load_corpus, train_batches, val_batches
+from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
 from jaxpar.data.masking import Masking, corrupt, make_masking
 from jaxpar.data.tokenizer import BytesTokenizer
 
@@ -36,6 +36,10 @@ def masking_of(**changes: Any) -> Masking:
     made = make_masking(replace(MASKED, **changes), 300, BytesTokenizer())
     assert made is not None
     return made
+
+
+def masking_for(data: DataConfig, corpus: Corpus) -> Masking | None:
+    return make_masking(data, 300, corpus.tokenizer)
 
 
 def rows(count: int, length: int = 256) -> dict[str, np.ndarray]:
@@ -125,7 +129,7 @@ def test_a_run_goes_on_with_the_same_corruption(data: DataConfig) -> None:
     corpus = load_corpus(data, 300)
 
     def batches(rows: Any = range(4)) -> Any:
-        return train_batches(corpus.train, data, 4, rows, 300, corpus.masking)
+        return train_batches(corpus.train, data, 4, rows, 300, masking_for(data, corpus))
 
     first = batches()
     read = [next(first) for _ in range(60)]  # more than an epoch of 50 batches
@@ -148,13 +152,13 @@ def test_documents_go_on_with_the_same_corruption(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": lines}).to_parquet(str(tmp_path / "a.parquet"))
     data = replace(MASKED, source="parquet", path=str(tmp_path / "a.parquet"), pack=True)
     corpus = load_corpus(data, 300)
-    first = train_batches(corpus.train, data, 4, range(4), 300, corpus.masking)
+    first = train_batches(corpus.train, data, 4, range(4), 300, masking_for(data, corpus))
     read = []
     for _ in range(5):
         read.append(next(first))
         if len(read) == 2:
             state = json.loads(json.dumps(first.get_state()))
-    resumed = train_batches(corpus.train, data, 4, range(4), 300, corpus.masking)
+    resumed = train_batches(corpus.train, data, 4, range(4), 300, masking_for(data, corpus))
     resumed.set_state(state)
     for batch in read[2:]:
         found = next(resumed)
@@ -169,7 +173,9 @@ def test_validation_is_corrupted_the_same_each_time_whatever_the_batch(data: Dat
     assert corpus.val is not None
     by = {}
     for size in (4, 6):
-        found = val_batches(corpus.val, data, size, range(size), 300, masking=corpus.masking)
+        found = val_batches(
+            corpus.val, data, size, range(size), 300, masking=masking_for(data, corpus)
+        )
         labels = np.concatenate([batch["labels"] for batch in found])
         by[size] = labels[(labels >= 0).any(axis=1)]
     np.testing.assert_array_equal(by[4], by[6])
@@ -193,8 +199,8 @@ def test_what_cannot_be_corrupted_is_refused(
 
 def test_tokens_that_follow_are_never_given_for_corrupted_ones(data: DataConfig) -> None:
     corpus = load_corpus(data, 300)
-    with pytest.raises(UserError, match="give the `masking` of the corpus"):
+    with pytest.raises(UserError, match="make_masking makes of this config"):
         train_batches(corpus.train, data, 4, range(4), 300)
     assert corpus.val is not None
-    with pytest.raises(UserError, match="give the `masking` of the corpus"):
+    with pytest.raises(UserError, match="make_masking makes of this config"):
         next(val_batches(corpus.val, data, 4, range(4), 300))
