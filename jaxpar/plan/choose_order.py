@@ -89,8 +89,8 @@ def choose_order(
     best = tried[0]
     if best.profile:
         write_whole(file, best.profile)
-        options = {reads_profile: str(file)}
-        tried[0] = replace(best, experiment=_with_options(best.experiment, options))
+        written: Options = {reads_profile: str(file)}
+        tried[0] = replace(best, experiment=_with_options(best.experiment, written))
     return tried
 
 
