@@ -19,7 +19,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.runtime import versions, write_whole
 from jaxpar.launch.small_loss import loss_after
-from jaxpar.plan.compositions import Study, compose, point_line
+from jaxpar.plan.compositions import Gain, Study, compose, point_line
 from jaxpar.plan.points import Figures, Point, rehearse_point
 from jaxpar.plan.settings import Setting
 from jaxpar.rehearse.targets import Target
@@ -87,7 +87,7 @@ def _write_study(
 
     _write_points(study.points, folder / "results.csv")
     gains = [(gain.pair.name, *gain[1:], gain.verdict) for gain in study.gains()]
-    fields = ("pair", *type(study.gains()[0])._fields[1:], "verdict") if gains else ("pair",)
+    fields = (*Gain._fields, "verdict")
     _write_csv([fields, *gains], folder / "pairs.csv")
     whole = {
         "command": command,
@@ -149,7 +149,7 @@ def _trial(name: str, config: Config | UserError, target: Target, folder: Path, 
 
 def _write_points(points: Sequence[Point], file: Path) -> None:
     fields = tuple(Figures.__dataclass_fields__)
-    rows = [("settings", *fields, "loss", "why_not")]
+    rows: list[tuple[Any, ...]] = [("settings", *fields, "loss", "why_not")]
     for point in points:
         known = {} if point.figures is None else asdict(point.figures)
         row = (point.name, *(known.get(field) for field in fields), point.loss, point.why_not)

@@ -43,8 +43,8 @@ class Gain(NamedTuple):
     pair: Point
     speed: float | None = None
     speed_of_parts: float | None = None
-    memory: int | None = None
-    memory_of_parts: int | None = None
+    memory: float | None = None
+    memory_of_parts: float | None = None
     exposed: float | None = None
     exposed_of_parts: float | None = None
     loss: float | None = None

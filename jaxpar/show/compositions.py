@@ -10,6 +10,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.typing import ColorType
 from rich.table import Table
 
 from jaxpar.base.console import bytes_text
@@ -170,10 +172,11 @@ def _shares(study: Study) -> dict[tuple[str, ...], float]:
     }
 
 
-def _square(axes: Axes, x: int, y: int, color: object, text: str) -> None:
+def _square(axes: Axes, x: int, y: int, color: ColorType, text: str) -> None:
     """One square with its text."""
-    edge = {"edgecolor": "white", "linewidth": 2}
-    axes.add_patch(matplotlib.patches.Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, **edge))
+    corner = (x - 0.5, y - 0.5)
+    square = Rectangle(corner, 1, 1, facecolor=color, edgecolor="white", linewidth=2)
+    axes.add_patch(square)
     axes.text(x, y, text, ha="center", va="center", fontsize=8)
 
 
@@ -196,8 +199,13 @@ def _draw_plane(axes: Axes, study: Study) -> None:
         marker = "o" if figures.fits else "x"
         axes.plot(x, y, marker, color=color, markersize=8 if is_named else 4, alpha=0.8)
         if is_named:
-            place = {"xytext": (5, 4), "textcoords": "offset points"}
-            axes.annotate(point.name.replace(" + ", "\n+ "), (x, y), fontsize=7, **place)
+            axes.annotate(
+                point.name.replace(" + ", "\n+ "),
+                (x, y),
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
     near = usable < 2 * highest  # further away it would press all points together
     if near:
         axes.axhline(usable, color=_BASE, linestyle="--", linewidth=1)
