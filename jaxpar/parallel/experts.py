@@ -26,7 +26,7 @@ Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen of a token, X d
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,9 @@ def expert_mlp(
     """
     require_layout(layout, "expert_mlp")
     layout.sharding(STORED, x_BSD.shape, "x")
-    _require_experts(x_BSD.shape[2], router_DE, gate_EDF, up_EDF, down_EFD, experts_per_token)
+    _require_experts(
+        x_BSD.shape[2], router_DE, gate_EDF, up_EDF, down_EFD, experts_per_token, router
+    )
     _require_text(text_BS, x_BSD.shape[:2])
     for weight, axes in ((gate_EDF, _UP), (up_EDF, _UP), (down_EFD, _DOWN)):
         require_units(form_of(weight), weight.shape, axes, layout, 1, outer=1, what="experts")
@@ -215,9 +217,10 @@ def _require_experts(
     up_EDF: Weight,
     down_EFD: Weight,
     experts_per_token: int,
+    router: object,
 ) -> None:
-    """Refuse weights that do not fit together or the input, and more experts of a token than there
-    are.
+    """Refuse weights that do not fit together or the input, more experts of a token than there
+    are, and a router that there is not.
     """
     experts = router_DE.shape[-1]
     hidden = gate_EDF.shape[-1]
@@ -233,6 +236,9 @@ def _require_experts(
                 f"expert_mlp: {name} has shape {weight.shape}, and the others and x ask for {shape}"
             )
     require_whole("expert_mlp", "experts_per_token", experts_per_token, least=1, most=experts)
+    known = get_args(RouterName)
+    if router not in known:
+        raise UserError(f"expert_mlp has no router {short(router)}: try one of {', '.join(known)}")
 
 
 def _require_text(text_BS: Any, shape: tuple[int, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -427,6 +427,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ids by or": (
         lambda: attend(masks.Causal() | masks.Segments(IDS, IDS)),
         "has its Segments once, joined by &",
+    ),
+    "a router": (
+        lambda: parallel.expert_mlp(
+            X, *EXPERTS, layout(data=8), experts_per_token=1, router=cast(Any, "top_k")
+        ),
+        "has no router 'top_k': try one of token_choice, expert_choice",
     ),
     "a strategy": (
         lambda: attend(masks.Causal(), "rnig"),

@@ -106,6 +106,20 @@ def test_each_token_is_the_most_likely_after_those_before(
     assert many.generate(PROMPTS, 12, stop=[stop]) == cut
 
 
+@pytest.mark.slow
+def test_a_token_goes_to_the_shared_experts_while_a_text_is_written(
+    plan_of: Callable[..., Plan],
+) -> None:
+    model = Model(replace(CONFIG, layers=2, masks=("causal",), experts=4, shared_experts=2))
+    params = jax.jit(model.init)(jax.random.key(1))
+    plan = plan_of()
+    scores = jax.jit(lambda ids_S: model.logits(params, {"tokens": ids_S[None]}, plan)[0])
+    for one in (plan, plan_of(data=2, tensor=2)):
+        (new,) = Generator(model, params, one).generate([[3, 1, 4]], 8)
+        best = np.argmax(scores(jnp.pad(jnp.asarray([3, 1, 4, *new]), (0, 5))), axis=-1)
+        assert new == best[2:10].tolist()
+
+
 def test_scores_are_those_of_the_whole_model(model, params, plan_of: Callable[..., Plan]) -> None:
     plan = plan_of()
     counted = [2, 9, 1]
