@@ -151,6 +151,7 @@ def changed(key: str, value: Any) -> Config:
         "pipeline.stash": "stage",
         "pipeline.layers": [1, 2],
         "model.rope_scaling": "linear",
+        "model.router": "expert_choice",
         "metrics.sinks": ["wandb"],
     }
     # a rule that nobody wrote is a tuple of a type of its own
