@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import ColorType
 from rich.table import Table
 
@@ -235,19 +236,20 @@ def sweep_points_figure(points: Sequence[Point], title: str) -> Figure:
     places = range(len(known))
     names = [name.replace(" ", "\n") for name, _ in known]
     rows = [figures for _, figures in known]
-    bars = steps.barh(places, [1e3 * row.step for row in rows], color=_POINT, label="step")
-    steps.barh(places, [1e3 * row.exposed for row in rows], color=_BEST, label="of it exposed")
-    steps.bar_label(bars, [f" {1e3 * row.step:,.0f}" for row in rows])
-    steps.set(xlabel="milliseconds", yticks=places, yticklabels=names)
+    milliseconds = [1e3 * row.step for row in rows]
+    bars = steps.barh(places, milliseconds, height=0.6, color=_POINT)
+    steps.barh(places, [1e3 * row.exposed for row in rows], height=0.6, color=_BEST)
+    steps.bar_label(bars, [f" {step:,.4g}" for step in milliseconds])
+    steps.set(xlabel="milliseconds a step (red: exposed)", yticks=places, yticklabels=names)
     sizes = [row.memory / 2**30 for row in rows]
-    bars = memory.barh(places, sizes, color=[_POINT if row.fits else _BEST for row in rows])
-    memory.bar_label(bars, [f" {size:.2f}" for size in sizes])
+    colors = [_POINT if row.fits else _BEST for row in rows]
+    bars = memory.barh(places, sizes, height=0.6, color=colors)
+    memory.bar_label(bars, [f" {bytes_text(row.memory)}" for row in rows])
     memory.set(xlabel="GiB of a device (red: does not fit)", yticks=[])
     for axes in (steps, memory):
         axes.invert_yaxis()
-        axes.margins(x=0.15)
+        axes.margins(x=0.2)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.spines[["top", "right"]].set_visible(False)
-    if known:
-        steps.legend(frameon=False, loc="lower right", fontsize=8)
     figure.suptitle(title)
     return figure
