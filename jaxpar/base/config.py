@@ -282,9 +282,9 @@ class MemoryConfig:
     """What to do with single activations whatever the policy says: save, offload (to host memory)
     or recompute.
     """
-    optimizer: Literal["device", "offload"] = "device"
+    optimizer: Literal["device", "offload", "host"] = "device"
     """offload: the optimizer's state lies in host memory, and passes the device layer by layer in
-    the update.
+    the update. host: it lies there too, and the host computes the update.
     """
     parameters: Literal["device", "offload"] = "device"
     """offload: the layers' parameters lie in host memory, and pass the device layer by layer,

@@ -140,6 +140,10 @@ class Hardware:
     """Bytes/s to the host's memory (PCIe), which offloading uses."""
     host_link_latency: float = 0.0
     """Seconds before a copy to or from the host moves its first byte."""
+    host_memory_bandwidth: float = 0.0
+    """Bytes/s of the host's memory, an equal share for each device of a machine."""
+    host_flops: float = 0.0
+    """Float32 FLOP/s of the host's processors, likewise."""
     launch_overhead: float = 0.0
     """Seconds between the kernels of one stream; 0 where a program runs without launches, as on
     TPUs.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
@@ -320,3 +321,31 @@ def compiler_message(message: str) -> str:
         if not line.endswith(":"):
             break
     return " ".join(words)[:300]
+
+
+# Computing in host memory.
+
+_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+MIXES_ENTRIES = frozenset((*_CUMULATIVE, "dot_general", "gather", "rev", "scatter", "sort"))
+"""Primitives whose results may have the shape of their operands, and of which an entry depends on
+other entries than that one of the operands."""
+
+
+def compute_in_host_memory(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function whose arguments lie in host memory, and have its host compute it there.
+
+    On CPU, where host memory is the device's own, it is computed as any other function.
+
+    Args:
+      function: a function of pytrees of arrays, which holds no other traced arrays.
+      arguments: its arguments, traced, all in host memory.
+
+    Returns:
+      What it returns, in host memory.
+    """
+    from jax.experimental.compute_on import compute_on2
+
+    results = jax.eval_shape(function, *arguments)
+    there = jax.tree.map(lambda _: jax.memory.Space.Host, results)
+    on_the_host = compute_on2(function, compute_type="device_host", out_memory_spaces=there)
+    return on_the_host(*arguments)

@@ -198,8 +198,8 @@ class Plan(Layout):
     """What becomes of single named activations, in place of what `remat` says."""
     parameters: Literal["device", "offload"] = "device"
     """`offload` keeps the parameters of the stacked layers in host memory."""
-    optimizer: Literal["device", "offload"] = "device"
-    """`offload` keeps the moments of matrices in host memory."""
+    optimizer: Literal["device", "offload", "host"] = "device"
+    """`offload` keeps the moments of matrices in host memory, `host` also updates there."""
     params: Literal["float32", "bfloat16"] = "float32"
     """The dtype of matrices as they are stored."""
     gradients: Literal["float32", "bfloat16"] = "float32"
@@ -226,8 +226,8 @@ class Plan(Layout):
 
     @property
     def streams(self) -> bool:
-        """Whether the update takes the layers one by one."""
-        return "offload" in (self.parameters, self.optimizer)
+        """Whether the update takes the layers one by one, from host memory through the device."""
+        return self.optimizer != "host" and "offload" in (self.parameters, self.optimizer)
 
     def action(self, name: str) -> Action:
         """What becomes of an activation, given its name in `activation_names.NAMES`."""

@@ -77,10 +77,15 @@ def _has_tokenizer(config: Config) -> bool:
 
 def _offloads(config: Config) -> bool:
     memory = config.memory
-    return bool(memory.budget) or "offload" in (
-        memory.optimizer,
-        memory.parameters,
-        *vars(memory.keep).values(),
+    in_host_memory = memory.optimizer != "device"
+    return (
+        bool(memory.budget)
+        or in_host_memory
+        or "offload"
+        in (
+            memory.parameters,
+            *vars(memory.keep).values(),
+        )
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from jaxpar.base.errors import UserError, short
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
+from jaxpar.hlo.host_compute import host_work, is_host_call
 from jaxpar.hlo.kinds import kind_of, shape_text
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
@@ -296,9 +297,14 @@ class _Reader:
         cycles = _CYCLES.search(instruction.tail)
         work = work_of(module, computation, instruction)
         bytes_ = traffic(module, computation, instruction)
+        link_bytes = 0
         if instruction.target and not work.flops:
             work, bytes_ = kernel_work(computation, instruction, bytes_, self.kernel_cost)
-        if collective:
+        if is_host_call(instruction):
+            kind = "host_compute"
+            flops, bytes_, link_bytes = host_work(module, computation, instruction)
+            work = work._replace(flops=flops)
+        elif collective:
             kind = "collective"
         else:
             kind = kind_of(module, computation, instruction, work)
@@ -310,6 +316,7 @@ class _Reader:
             origin,
             flops=work.flops,
             bytes=copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
+            link_bytes=link_bytes,
             cycles=int(cycles[1]) if cycles and 0 < int(cycles[1]) < 2**60 else None,
             dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype,
             shape=shape_text(shape),

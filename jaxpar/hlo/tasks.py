@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-TaskKind = Literal["matmul", "fusion", "kernel", "collective", "copy", "host_copy", "control"]
+TaskKind = Literal[
+    "matmul", "fusion", "kernel", "collective", "copy", "host_copy", "host_compute", "control"
+]
 Phase = Literal["forward", "recomputed", "backward", "update", "other"]
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]
 Groups = tuple[tuple[int, ...], ...]
@@ -109,7 +111,11 @@ class Task:
     """
     bytes: int = 0
     """The bytes moved to and from device memory (HBM); operands the compiler put on the chip (VMEM)
-    do not count.
+    do not count. Of a computation of the host, those of its own memory.
+    """
+    link_bytes: int = 0
+    """The bytes that cross the host link for a computation of the host; for a copy they are
+    `bytes`.
     """
     cycles: int | None = None
     """The compiler's own estimate, in clock cycles; None where it made none."""

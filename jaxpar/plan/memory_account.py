@@ -65,7 +65,7 @@ def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
         what = "what a block and the loss work with"
     else:
         what = "what the update works with"
-    return [
+    parts = [
         MemoryPart("parameters", plan.params, *state.parameters),
         MemoryPart("optimizer", f"moments, {plan.moments_text}", *state.optimizer),
         MemoryPart("gradients", "", *state.gradients),
@@ -73,6 +73,9 @@ def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
         *kept,
         MemoryPart("work", f"{what}, a guess", max(work, state.update - held)),
     ]
+    if state.host_update:
+        parts.append(MemoryPart("host update", "what the host works with", 0, state.host_update))
+    return parts
 
 
 def work_bytes(experiment: Experiment) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -37,7 +37,7 @@ from jaxpar.rehearse.timeline import Timeline, simulate
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import with_config
 from jaxpar.train.state_memory import StateBytes, state_bytes
-from jaxpar.train.step import in_host, make_train_step
+from jaxpar.train.step import make_train_step
 
 # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
 _AWAY = 1.1
@@ -73,20 +73,17 @@ class Outer(NamedTuple):
         Returns:
           The changed config.
         """
+        optimizer = config.memory.optimizer  # "host" stays what it is
+        if self.optimizer and optimizer == "device":
+            optimizer = "offload"
         memory = replace(
             config.memory,
-            optimizer=_where(self.optimizer),
-            parameters=_where(self.parameters),
+            optimizer=optimizer,
+            parameters="offload" if self.parameters else "device",
             loss_mib=self.loss_mib or config.memory.loss_mib,
         )
         train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
         return replace(config, memory=memory, train=train)
-
-
-def _where(away: bool) -> Literal["device", "offload"]:
-    if away:
-        return "offload"
-    return "device"
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,7 +407,7 @@ def compiled_bytes(
     plan = experiment.plan
     arguments = (experiment.state, experiment.batch)
     batch_in_host = jax.tree.map(lambda _: False, experiment.batch)
-    host = (in_host(experiment.state), batch_in_host)
+    host = (experiment.in_host, batch_in_host)
     step = make_train_step(model, experiment.config, plan, experiment.optimizer)
     _, lowered = lower_for(step, arguments, host, platform)
     try:
@@ -466,7 +463,7 @@ def _outers(experiment: Experiment, platform: str, say: Say) -> list[Outer]:
     host = experiment.optimizer.by_layer and _may_offload(
         experiment.devices[0], platform, memory.offload_anyway, say
     )
-    optimizer = {memory.optimizer == "offload"}
+    optimizer = {memory.optimizer != "device"}
     if host and "optimizer" in memory.may and config.optimizer.settings.has_moments:
         optimizer.add(True)
     parameters = {memory.parameters == "offload"}

@@ -368,7 +368,9 @@ def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | Non
     computed = [row for row in timeline.tasks if row.task.kind not in MOVING]
     whole = sum(row.seconds for row in computed)
     known = sum(row.seconds for row in computed if row.task.cycles is not None)
-    done = sum(row.task.flops * row.count for row in timeline.tasks)
+    done = sum(
+        row.task.flops * row.count for row in timeline.tasks if row.task.kind != "host_compute"
+    )
     possible = peak * seconds if peak else 0.0
     found: Time = {
         "step": seconds,

@@ -20,7 +20,9 @@ COMPUTE = "compute"
 DMA = "dma"
 SIDE = "side"
 HOST = "host"
-"""The lanes of every device; `side` is for asynchronous work that is not a copy. The network model
+HOST_COMPUTE = "host compute"
+"""The lanes of every device; `side` is for asynchronous work that is not a copy, `host` for the
+link to the host, `host compute` for what the host computes for this device. The network model
 names the lanes of the links: `ici:x`, `nvlink`, `dcn`."""
 
 _FIELD_OF_DTYPE = {
@@ -95,6 +97,8 @@ def _cost(
             hardware.host_link_bandwidth or math.inf
         )
         return Cost(seconds, (*compute, HOST))
+    if task.kind == "host_compute":
+        return _host_compute(task, hardware, compute, notes)
     lanes = compute or ((DMA,) if task.kind == "copy" else (SIDE,))
     if task.cycles is not None and hardware.clock_hz:
         return Cost(task.cycles / hardware.clock_hz, lanes)
@@ -105,6 +109,25 @@ def _cost(
     else:
         launch = hardware.launch_overhead
     return Cost(_roofline(task, hardware, notes) + launch, lanes, launch)
+
+
+def _host_compute(
+    task: Task, hardware: Hardware, compute: tuple[str, ...], notes: Counter[str]
+) -> Cost:
+    """Find the cost of what the host computes: one pass over its arrays, and the host link for
+    those that lie on the device.
+    """
+    link = hardware.host_link_bandwidth or math.inf
+    memory = hardware.host_memory_bandwidth
+    if not memory:
+        notes["no figure for the host's memory: it is taken to be as fast as the host link"] += 1
+        memory = link
+    seconds = max(task.bytes / memory, task.flops / (hardware.host_flops or math.inf))
+    lanes = (*compute, HOST_COMPUTE)
+    if task.link_bytes:
+        seconds += hardware.host_link_latency + task.link_bytes / link
+        lanes = (*lanes, HOST)
+    return Cost(seconds, lanes)
 
 
 def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> float:

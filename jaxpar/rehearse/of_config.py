@@ -29,7 +29,7 @@ from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, plan_notes, with_config
 from jaxpar.train.state_memory import state_bytes
-from jaxpar.train.step import in_host, make_train_step
+from jaxpar.train.step import make_train_step
 
 
 class CompiledStep(NamedTuple):
@@ -192,7 +192,6 @@ def compile_step(
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
-    host = in_host(experiment.state)
     compiled = compile_for(
         make_train_step(experiment.model, config, plan, experiment.optimizer),
         (experiment.state, experiment.batch),
@@ -200,7 +199,7 @@ def compile_step(
         target,
         program,
         advice(experiment, target.platform),
-        host=(host, jax.tree.map(lambda _: False, experiment.batch)),
+        host=(experiment.in_host, jax.tree.map(lambda _: False, experiment.batch)),
     )
     notes = plan_notes(experiment)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)

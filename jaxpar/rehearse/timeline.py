@@ -29,7 +29,9 @@ from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, price
 from jaxpar.rehearse.link_costs import collective_time
 from jaxpar.rehearse.targets import Target, places
 
-MOVING = ("collective", "host_copy")
+WAITS_FOR_HOST = ("host_copy", "host_compute")
+"""The kinds of task for which compute waits for the host."""
+MOVING = ("collective", *WAITS_FOR_HOST)
 """The kinds of task that are no work of compute."""
 _TIE = 1e-12
 """Ends within so many seconds of each other count as one, and compute comes first: rounding must
@@ -99,8 +101,10 @@ class Timeline:
 
     @property
     def host_stall(self) -> float:
-        """The seconds in which compute stood still for copies from and to the host."""
-        return sum(row.exposed for row in self.tasks if row.task.kind == "host_copy")
+        """The seconds in which compute stood still for copies from and to the host, and for what
+        the host computed.
+        """
+        return sum(row.exposed for row in self.tasks if row.task.kind in WAITS_FOR_HOST)
 
 
 def simulate(

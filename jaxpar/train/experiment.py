@@ -17,7 +17,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import AnyModel
 from jaxpar.train.given_optimizer import GIVEN, AnyOptimizer, as_optimizer, fingerprint_of
 from jaxpar.train.optimizer import Optimizer
-from jaxpar.train.step import TrainState, batch_shapes, state_shapes
+from jaxpar.train.step import TrainState, batch_shapes, in_host, state_shapes
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have
     from jaxpar.data.corpus import Corpus
@@ -61,6 +61,11 @@ class Experiment:
     def state(self) -> TrainState[jax.ShapeDtypeStruct]:
         """The training state as ShapeDtypeStructs with shardings."""
         return state_shapes(self.model, self.config, self.plan, optimizer=self.optimizer)
+
+    @cached_property
+    def in_host(self) -> TrainState[bool]:
+        """Of each array of the training state whether it lies in host memory."""
+        return in_host(self.state, self.model, self.plan, self.optimizer)
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -216,7 +216,7 @@ def in_host_memory_of(
       axes: their logical axes.
       plan: the plan.
     """
-    away = plan.optimizer == "offload"
+    away = plan.optimizer != "device"
     return map_state(
         optimizer.make(axes),
         lambda leaf, param, matrix: away and matrix and leaf.size == param.size,

@@ -496,6 +496,9 @@ def offload_asked(plan: Plan) -> str:
     Returns:
       `memory.keep.block_input = offload, memory.optimizer = offload`, or an empty text.
     """
-    names = [f"keep.{name}" for name in plan.offloads]
-    names += [name for name in ("optimizer", "parameters") if getattr(plan, name) == "offload"]
-    return ", ".join(f"memory.{name} = offload" for name in names)
+    asked = [f"memory.keep.{name} = offload" for name in plan.offloads]
+    if plan.optimizer != "device":
+        asked.append(f"memory.optimizer = {plan.optimizer}")
+    if plan.parameters == "offload":
+        asked.append("memory.parameters = offload")
+    return ", ".join(asked)

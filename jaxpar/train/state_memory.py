@@ -11,10 +11,9 @@ import jax
 from jaxpar.base.plan import Plan, gradient_dtype
 from jaxpar.base.sharding import Axes, KeyPath, local_bytes, state_axes
 from jaxpar.models import AnyModel
-from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.per_matrix import hidden_matrices
-from jaxpar.train.step import Shape, TrainState
+from jaxpar.train.step import Shape
 
 
 class BytesByMemory(NamedTuple):
@@ -30,6 +29,7 @@ class StateBytes(NamedTuple):
     Attributes:
       parameters, optimizer, gradients, batch: the bytes of each, by memory.
       update: the bytes that the optimizer's step works with on the device.
+      host_update: those that it works with in host memory, where the host computes it.
       streamed: the bytes that go to host memory or come from there in a step, without activations.
     """
 
@@ -38,6 +38,7 @@ class StateBytes(NamedTuple):
     gradients: BytesByMemory
     batch: BytesByMemory
     update: int
+    host_update: int
     streamed: int
 
     @property
@@ -57,8 +58,9 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
     plan = experiment.plan
     parts = experiment.config.train.accumulation
     state = experiment.state
-    parameters = _by_memory(state.params, platform)
-    moments = _by_memory(state.opt_state, platform)
+    away = experiment.in_host
+    parameters = _by_memory(state.params, away.params, platform)
+    moments = _by_memory(state.opt_state, away.opt_state, platform)
     adds_up = parts > 1 or plan.size("stage") > 1
     trained = model.trained(state.params)
     own = _gradient_bytes(trained, model, plan, sums=False)
@@ -67,34 +69,43 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
     else:
         gradients = own
     gradients += own if parts > 1 and plan.size("stage") == 1 else 0
-    updated = _by_memory(trained, platform).host
-    in_host = 0 if adds_up else updated  # gradients of layers in host memory are made there
-    # Parameters are fetched for every forward and backward pass, and those that are trained fetched
-    # and sent back for the update. Gradients that are made in host memory are sent there, and
-    # fetched for their norm and for the update.
-    streamed = (
-        2 * parts * parameters.host + (2 + (0 if adds_up else 3)) * updated + 2 * moments.host
-    )
+    updated = _by_memory(trained, model.trained(away.params), platform)
+    in_host = 0 if adds_up else updated.host  # gradients of layers in host memory are made there
+    on_device = max(gradients - in_host, 0)
+    # Parameters are fetched for every forward and backward pass. Gradients that are made in host
+    # memory are sent there, and fetched for their norm.
+    streamed = 2 * parts * parameters.host + 2 * in_host
+    host_update = 0
+    if plan.optimizer == "host":
+        # Other gradients go down for the update, and so do parameters, which come up again into
+        # their own place. A host computes new arrays of what lies in its memory beside the old.
+        streamed += on_device + 2 * updated.device
+        if platform != "cpu":
+            host_update = on_device + updated.device + updated.host + moments.host
+    else:
+        # For the update all that is in host memory is fetched, and sent back but for gradients.
+        streamed += 2 * updated.host + in_host + 2 * moments.host
     return StateBytes(
         parameters,
         moments,
-        BytesByMemory(max(gradients - in_host, 0), in_host),
+        BytesByMemory(on_device, in_host),
         BytesByMemory(local_bytes(experiment.batch)),
-        _update_bytes(state, model, plan)
+        _update_bytes(experiment)
         + _whole_matrix_bytes(experiment)
         + _gathered_bytes(trained, model, plan),
+        host_update,
         streamed,
     )
 
 
-def _by_memory(tree: Any, platform: str) -> BytesByMemory:
-    """Count the bytes of a pytree of ShapeDtypeStructs, whose shardings say in which memory each
-    array lies.
+def _by_memory(tree: Any, away: Any, platform: str) -> BytesByMemory:
+    """Count the bytes of a pytree of ShapeDtypeStructs, of each of which `away` tells whether it
+    lies in host memory.
     """
     whole = local_bytes(tree)
-    host = local_bytes(
-        [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST]
-    )
+    flags = jax.tree.leaves(away)
+    leaves = jax.tree.leaves(tree)
+    host = local_bytes([leaf for leaf, flag in zip(leaves, flags, strict=True) if flag])
     if platform == "cpu":
         return BytesByMemory(whole)
     return BytesByMemory(whole - host, host)
@@ -105,12 +116,15 @@ def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
     return math.prod(plan.sharding(state_axes(axes), shape).shard_shape(shape))
 
 
-def _update_bytes(state: TrainState[Shape], model: AnyModel, plan: Plan) -> int:
+def _update_bytes(experiment: Experiment) -> int:
     """Return the bytes that the update needs besides the state: the float32 state of one layer and
     that of the tables.
 
-    A state that stays on the device is updated in place and needs none.
+    A state that stays on the device, or that the host updates, needs none there.
     """
+    state = experiment.state
+    model = experiment.model
+    plan = experiment.plan
     if not plan.streams:
         return 0
 
@@ -120,10 +134,11 @@ def _update_bytes(state: TrainState[Shape], model: AnyModel, plan: Plan) -> int:
     rows = jax.tree_util.tree_leaves_with_path(state.opt_state)
     layers = sum(bytes_of(leaf) for path, leaf in rows if _in_blocks(path))
     # All offloaded tables fetch their state and a parameter at once.
+    flags = jax.tree.leaves(experiment.in_host.opt_state)
     tables = sum(
         bytes_of(leaf)
-        for path, leaf in rows
-        if leaf.sharding.memory_kind == HOST and not _in_blocks(path)
+        for (path, leaf), away in zip(rows, flags, strict=True)
+        if away and not _in_blocks(path)
     )
     if plan.optimizer == "offload":
         for part, leaves in model.trained(state.params).items():

@@ -47,6 +47,7 @@ from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.given_optimizer import AnyOptimizer, as_optimizer, require_update
+from jaxpar.train.host_update import require_host_update
 from jaxpar.train.optimizer import (
     Optimizer,
     in_host_memory_of,
@@ -101,7 +102,7 @@ def state_shapes(
       optimizer: in place of the config's.
 
     Raises:
-      UserError: see `require_runnable` and `require_update`.
+      UserError: see `require_runnable`, `require_update` and `require_host_update`.
     """
     if order is None:
         order = stored_order(plan, config.model.layers)
@@ -113,6 +114,8 @@ def state_shapes(
     trained = model.trained(shapes)
     if chosen.learning_rate is None:  # it is no optimizer of a config
         require_update(chosen, trained, axes)
+    if plan.optimizer == "host":
+        require_host_update(chosen, trained, axes, plan)
     arrays = chosen.state_arrays(trained, axes)
     opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=_is_state_array)
     opt_state = jax.eval_shape(
@@ -169,9 +172,26 @@ def param_shardings(shapes: Params, model: AnyModel, plan: Plan) -> Params:
     )
 
 
-def in_host(state: TrainState[Shape]) -> TrainState[bool]:
-    """Tell whether each array of a state, as `state_shapes` returns it, is in host memory."""
-    return jax.tree.map(lambda leaf: leaf.sharding.memory_kind == HOST, state)
+def in_host(
+    state: TrainState[Shape], model: AnyModel, plan: Plan, optimizer: Optimizer
+) -> TrainState[bool]:
+    """Tell whether each array of a state is in host memory.
+
+    The plan says it: the shardings of an absent GPU forget in which memory an array lies.
+
+    Args:
+      state: the state, as `state_shapes` returns it.
+      model: the model.
+      plan: its plan.
+      optimizer: the optimizer.
+    """
+    trained = model.trained(state.params)
+    axes = model.trained(model.axes)
+    return TrainState(
+        False,
+        _params_in_host(state.params, plan),
+        in_host_memory_of(optimizer, state.opt_state, trained, axes, plan),
+    )
 
 
 def _params_in_host(params: Params, plan: Plan) -> Params:
@@ -417,7 +437,8 @@ def step_shapes(
 def make_train_step(
     model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
 ) -> Wrapped:
-    """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
+    """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state, unless
+    the host updates it and parameters lie in host memory, too.
 
     Metrics are scalars: `loss` (nats a token, of the labels alone), `objective` (what is
     differentiated, where labels are smoothed), `grad_norm` (before clipping),
@@ -482,11 +503,15 @@ def make_train_step(
             state.step + done, model.merge(state.params, new.params), new.opt_state
         ), metrics
 
+    # A host computes new arrays beside the old, and XLA would copy each into the place of one that
+    # was donated: over the link on GPUs, all in vain. On the device only tables are there twice.
+    all_on_host = plan.optimizer == "host" and plan.parameters == "offload"
+    donated = () if all_on_host else (0,)
     return jax.jit(
         step,
         in_shardings=(shardings, plan.sharding(TOKENS)),
         out_shardings=(shardings, replicated_sharding(plan)),
-        donate_argnums=0,
+        donate_argnums=donated,
         compiler_options=step_options(plan.mesh, config.compiler.options),
     )
 

@@ -26,15 +26,15 @@ from jaxpar.base.sharding import PyTree, is_axes, path_name, state_axes
 from jaxpar.models import Params
 from jaxpar.parallel.collectives import (
     first_order_token,
-    gather,
-    manual,
     order_token_after,
     ready_after,
 )
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.train.optimizer import Optimizer, in_host_memory_of, pack_moments, require_runnable
+from jaxpar.train.host_update import update_on_host
+from jaxpar.train.optimizer import Optimizer, in_host_memory_of, require_runnable
 from jaxpar.train.state_layout import param_trees, with_param_trees
+from jaxpar.train.updated_part import Scale, UpdatedPart, gather_params, update_arrays
 
 
 class Updated(NamedTuple):
@@ -52,21 +52,6 @@ class Updated(NamedTuple):
     params: Params
     opt_state: optax.OptState
     norm: Float[Array, ""]
-    overflows: Int[Array, ""]
-
-
-class _Scale(NamedTuple):
-    """The factor of a step's gradients, and whether the step is to be made."""
-
-    factor: Array
-    finite: Array
-
-
-class _UpdatedPart(NamedTuple):
-    """Some parts of a model, or one of their layers, after a step."""
-
-    params: Params
-    opt_state: optax.OptState
     overflows: Int[Array, ""]
 
 
@@ -124,7 +109,7 @@ def update(
         clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
     else:
         clip = 1.0
-    scale = _Scale(
+    scale = Scale(
         clip / sums.tokens,
         jnp.isfinite(norm) & jnp.isfinite(sums.nll),
     )
@@ -135,7 +120,9 @@ def update(
     scalars = opt_state
     overflows = jnp.int32(0)
     for names in groups:
-        if set(names) <= set(streamed):
+        if plan.optimizer == "host":
+            run = update_on_host
+        elif set(names) <= set(streamed):
             run = _update_by_layer
         else:
             run = _update_part
@@ -190,92 +177,52 @@ def _update_part(
     params: Params,
     opt_state: optax.OptState,
     grads: Params,
-    scale: _Scale,
+    scale: Scale,
     axes: Params,
     optimizer: Optimizer,
     plan: Plan,
-) -> _UpdatedPart:
+) -> UpdatedPart:
     """Return the new parameters and state of some parts."""
     host = in_host_memory_of(optimizer, opt_state, params, axes, plan)
-    params = jax.tree.map(on_device, params)
-    before = jax.tree.map(on_device, opt_state)
-    factor, finite = scale
-    grads = jax.tree.map(
-        lambda g: on_device(g).astype(jnp.float32) * factor,
-        grads,
-    )
     # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each
     # device updates its piece.
     split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
-    stored = params
+    stored = jax.tree.map(on_device, params)
     if split_further:
         stored = jax.tree.map(
             lambda x, names: plan.constrain(x, state_axes(names)),
             stored,
             axes,
         )
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
-    float32 = before
-    if plan.moments != "float32":
-        float32 = jax.tree.map(
-            lambda x: x.astype(jnp.float32) if x.dtype == plan.moments else x, before
-        )
-    updates, state = optimizer.make(axes).update(grads, float32, exact)
-    asked = jax.tree.map(
-        lambda x, more, old: (x + more).astype(old.dtype),
-        exact,
-        updates,
+    done = update_arrays(
         stored,
+        jax.tree.map(on_device, opt_state),
+        jax.tree.map(on_device, grads),
+        scale,
+        axes,
+        optimizer,
+        plan,
     )
-    new = jax.tree.map(
-        lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old),
-        asked,
-        stored,
-    )
-    overflows = _overflows(asked, finite)
-    state = pack_moments(optimizer, state, params, axes, plan.moments)
-    if not optimizer.stays_finite:
-        overflows += _overflows(state, finite)
-    state = jax.tree.map(
-        lambda x, old: _kept(x, old, finite, optimizer.stays_finite),
-        state,
-        before,
-    )
+    new = done.params
     if split_further:
-        new = _gather_params(new, axes, plan)
+        new = gather_params(new, axes, plan)
     state = jax.tree.map(
         lambda x, away: on_host(x) if away else x,
-        state,
+        done.opt_state,
         host,
     )
-    return _UpdatedPart(new, state, overflows)
-
-
-def _kept(x: Array, old: Array, finite: Array, stays_finite: bool) -> Array:
-    """The new entries of an array of the state, or the old ones where the step is not made, or
-    where the new are not finite and may be so.
-    """
-    if not stays_finite and jnp.issubdtype(x.dtype, jnp.floating):
-        finite = finite & (jnp.isfinite(x) | ~jnp.isfinite(old))
-    return jnp.where(finite, x, old)
-
-
-def _overflows(tree: PyTree, finite: Array) -> Int[Array, ""]:
-    """Count the entries that are not finite in a step that is."""
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-    counts = (jnp.sum(finite & ~jnp.isfinite(x), dtype=jnp.int32) for x in floats)
-    return sum(counts, start=jnp.int32(0))
+    return UpdatedPart(new, state, sum(done.overflows, start=jnp.int32(0)))
 
 
 def _update_by_layer(
     params: Params,
     opt_state: optax.OptState,
     grads: Params,
-    scale: _Scale,
+    scale: Scale,
     axes: Params,
     optimizer: Optimizer,
     plan: Plan,
-) -> _UpdatedPart:
+) -> UpdatedPart:
     """Do the same a layer at a time, each stage with its own layers."""
     transformation = optimizer.make(axes)
     trees = param_trees(transformation, opt_state)
@@ -288,7 +235,7 @@ def _update_by_layer(
     Arrays = tuple[Params, list[PyTree]]
 
     def local(
-        arrays: Arrays, grads: Params, scalars: optax.OptState, scale: _Scale
+        arrays: Arrays, grads: Params, scalars: optax.OptState, scale: Scale
     ) -> tuple[Arrays, optax.OptState, Array]:
         def body(carry: Any, i: Array) -> tuple[Any, None]:
             kept, _, overflows = carry
@@ -328,7 +275,7 @@ def _update_by_layer(
         )
     scalars = with_param_trees(transformation, opt_state, no_trees)
     (new, new_trees), scalars, overflows = local((params, trees), grads, scalars, scale)
-    return _UpdatedPart(
+    return UpdatedPart(
         new, with_param_trees(transformation, scalars, new_trees), jnp.sum(overflows)
     )
 
@@ -366,10 +313,3 @@ def _squares(grads: Params, total: Array, order_token: Array | None) -> Array:
         return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
 
     return jax.lax.scan(body, ready_after(total, order_token), jnp.arange(len(leaves[0])))[0]
-
-
-def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
-    """Gather updated parameters from the layout of the optimizer's state to their own layout."""
-    stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
-    one = lambda x, state, own: gather(x, state, own, plan)  # noqa: E731
-    return manual(lambda new: jax.tree.map(one, new, stored, axes), plan, (stored,), axes)(updated)

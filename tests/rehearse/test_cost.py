@@ -4,6 +4,7 @@ their own lanes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -147,6 +148,27 @@ def test_collectives_are_priced_by_the_network_and_block_compute_unless_asynchro
 def test_host_copies_take_the_host_link(asynchronous, lanes):
     task = Task("offload", "copy", "host_copy", bytes=5 * 10**9, asynchronous=asynchronous)
     assert cost(task) == Cost(pytest.approx(0.1 + 1e-5), lanes)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_the_host_computes_takes_its_memory_and_its_processors(asynchronous):
+    """And the link, for what lies on the device; without figures it is as fast as the link."""
+    known = replace(GPU, host_memory_bandwidth=1e10, host_flops=1e12)
+    task = Task(
+        "update",
+        "custom-call",
+        "host_compute",
+        flops=1e12,
+        bytes=2 * 10**10,
+        asynchronous=asynchronous,
+    )
+    begin = () if asynchronous else ("compute",)
+    assert cost(task, known) == Cost(pytest.approx(2.0), (*begin, "host compute"))
+    busy = replace(task, flops=3e12, link_bytes=5 * 10**10)
+    link = known.host_link_latency + 5e10 / known.host_link_bandwidth
+    assert cost(busy, known) == Cost(pytest.approx(3.0 + link), (*begin, "host compute", "host"))
+    _, notes = costs(task)
+    assert notes == ("no figure for the host's memory: it is taken to be as fast as the host link",)
 
 
 def test_copies_beside_compute_have_a_lane_of_their_own():

@@ -37,6 +37,7 @@ from jaxpar.train.update import update
 OPTIMIZER = {"memory.optimizer": "offload"}
 PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}
 STATE = OPTIMIZER | PARAMETERS
+HOST = {"memory.optimizer": "host"}
 BLOCK_INPUT = {"memory.policy": "full", "memory.keep.block_input": "offload"}
 ZERO1 = {"rules.embed": (), "rules.state_embed": ("data",)}
 SMALL = {"data.seq_len": 32, "model.vocab_size": 250, "train.steps": 10, "train.warmup_steps": 2}
@@ -77,9 +78,25 @@ PLANS: dict[str, tuple[Config, dict[str, Any]]] = {
         staged(config_of("llama", stage=2), "1f1b", 4, pipeline_stash="blocks"),
         STATE | BLOCK_INPUT,
     ),
+    "updated by the host, fsdp x tensor": (config_of("llama", fsdp=4, tensor=2), HOST),
+    "updated by the host, ZeRO-1": (override(config_of("llama", data=4), ZERO1), HOST),
+    "updated by the host, parameters, ZeRO-1": (
+        override(config_of("gpt2", data=4), ZERO1),
+        HOST | PARAMETERS,
+    ),
+    "updated by the host, stages": (staged(config_of("llama", stage=2, fsdp=2), "1f1b", 2), HOST),
+    "updated by the host, parameters": (
+        config_of("llama", "dots", fsdp=2, tensor=2),
+        HOST | PARAMETERS | BLOCK_INPUT,
+    ),
 }
 FAST = ("parameters and optimizer, fsdp x tensor",)
 IN_CI = (
+    "updated by the host, fsdp x tensor",
+    "updated by the host, ZeRO-1",
+    "updated by the host, parameters, ZeRO-1",
+    "updated by the host, stages",
+    "updated by the host, parameters",
     "optimizer, fsdp x tensor",
     "optimizer, stages",
     "parameters, context, rings, accumulation",
@@ -161,7 +178,7 @@ def test_training_is_the_same_with_state_in_host_memory(name: str) -> None:
     for moments in moments_of(state.opt_state):
         kinds = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, moments)
         wanted = jax.tree.map(
-            lambda matrix: "pinned_host" if matrix and plan.optimizer == "offload" else "device",
+            lambda matrix: "pinned_host" if matrix and plan.optimizer != "device" else "device",
             decay_mask(Model(config.model).axes),
         )
         assert kinds == wanted
@@ -273,6 +290,7 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
             marks=pytest.mark.slow,
             id="streamed",
         ),
+        pytest.param({"optimizer": "host"}, id="by the host"),
     ],
 )
 def test_a_step_that_is_not_finite_changes_nothing(

@@ -39,6 +39,14 @@ def test_an_optimizer_moves_parameters_as_on_one_device(name: str) -> None:
     assert 0 < max(row.error for row in verdict.rows) < updates.UPDATE / 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free"])
+def test_a_host_moves_parameters_as_one_device_does(name: str) -> None:
+    verdict = updates.compare_updates(*case(name, **{"memory.optimizer": "host"}))
+    assert verdict.equal, verdict.difference
+    assert 0 < max(row.error for row in verdict.rows) < updates.UPDATE / 5
+
+
 def test_a_step_that_differs_on_a_mesh_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = updates.update
 

@@ -218,6 +218,7 @@ def _times(report: Rehearsal) -> dict[str, float]:
     kinds = dict(time["by_category"])
     collectives = kinds.pop("collective", 0.0)
     kinds.pop("host_copy", None)
+    kinds.pop("host_compute", None)
     waits = {
         "exposed communication": time["exposed_communication"],
         "waits for the host": time.get("host_stall", 0.0),

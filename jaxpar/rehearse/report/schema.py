@@ -84,7 +84,9 @@ class Time(TypedDict):
     exposed_communication: float
     """The time in which the compute units wait for a collective."""
     host_stall: float
-    """The time in which they wait for a copy to or from the host's memory."""
+    """The time in which they wait for a copy to or from the host's memory, or for what the host
+    computes.
+    """
     copy_stall: float
     """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion
     beside them.
@@ -96,8 +98,8 @@ class Time(TypedDict):
     tokens_per_second: NotRequired[float]
     """The rate of all devices together; absent where the tokens of a step are not known."""
     by_category: dict[str, float]
-    """Busy seconds by kind of task; collectives and host copies count also where they run beside
-    compute.
+    """Busy seconds by kind of task; collectives, host copies and what the host computes count also
+    where they run beside compute.
     """
     estimated_without_cycles: float
     """The share of the compute time, in [0, 1], that is a roofline estimate and not the compiler's

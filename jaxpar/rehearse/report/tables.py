@@ -149,7 +149,7 @@ def _time_table(report: Rehearsal) -> list[RenderableType]:
     parts = {
         kind: value
         for kind, value in time["by_category"].items()
-        if kind not in ("collective", "host_copy")
+        if kind not in ("collective", "host_copy", "host_compute")
     }
     parts |= {name: time[key] for name, key in _WAITS.items() if time[key] >= _NOTHING}
     busy = time["by_category"].get("collective", 0.0)

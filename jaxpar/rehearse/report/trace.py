@@ -16,11 +16,11 @@ from typing import Any
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import write_whole
 from jaxpar.hlo.tasks import Loop, Task
-from jaxpar.rehearse.cost import COMPUTE, DMA, HOST, SIDE
+from jaxpar.rehearse.cost import COMPUTE, DMA, HOST, HOST_COMPUTE, SIDE
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 from jaxpar.rehearse.timeline import Event
 
-_ORDER = {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4}
+_ORDER = {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4, HOST_COMPUTE: 5}
 """Compute comes first, then the links by name (1), then local lanes, then the host."""
 
 

@@ -1,0 +1,71 @@
+"""What the host computes for a device: calls that XLA makes of JAX's `compute_on("device_host")`.
+
+The called computation is not fused in the device's program, as the host's own compiler does that.
+So its arrays count once each, as they would in one pass over them: a lower bound, for that compiler
+may read an operand again for each result. Elementwise arithmetic counts, unlike a device's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxpar.hlo.opcodes import CALLERS, ELEMENTWISE, MOVES
+from jaxpar.hlo.parse import Computation, Instruction, Module, words
+from jaxpar.hlo.work import HOST, result_of, work_of
+
+_TARGET = "HostExecute"
+_ARITHMETIC = ELEMENTWISE - MOVES - words("bitcast broadcast convert pad tuple select")
+
+
+class HostWork(NamedTuple):
+    """The work of one execution for one device.
+
+    Attributes:
+      flops: of matmuls and of elementwise arithmetic.
+      memory_bytes: what it reads and writes in host memory.
+      link_bytes: those of its operands and results that lie in device memory, which cross the host
+        link before it begins and when it is over.
+    """
+
+    flops: float
+    memory_bytes: int
+    link_bytes: int
+
+
+def is_host_call(instruction: Instruction) -> bool:
+    """Return whether the host computes this instruction."""
+    called = instruction.base == "custom-call"
+    return called and instruction.attributes.get("custom_call_target") == _TARGET
+
+
+def host_work(module: Module, computation: Computation, instruction: Instruction) -> HostWork:
+    """Count the work of a call of the host.
+
+    Args:
+      module: the module, in which called computations are found.
+      computation: the computation in which the call stands.
+      instruction: the call, or the start of an asynchronous one.
+
+    Returns:
+      The work of one execution.
+    """
+    operands = [leaf for one in computation.operands(instruction) for leaf in one.shape.leaves()]
+    arrays = [*operands, *result_of(instruction).leaves()]
+    return HostWork(
+        sum(_flops(module, called) for called in module.called(instruction)),
+        sum(leaf.bytes for leaf in arrays),
+        sum(leaf.bytes for leaf in arrays if leaf.space != HOST),
+    )
+
+
+def _flops(module: Module, computation: Computation) -> float:
+    """Count the FLOPs of a computation and of those that it calls; a loop's body counts once."""
+    flops = 0.0
+    for instruction in computation.instructions.values():
+        if instruction.base in CALLERS:
+            flops += sum(_flops(module, inner) for inner in module.called(instruction))
+        elif instruction.opcode in _ARITHMETIC:
+            flops += instruction.shape.elements
+        else:
+            flops += work_of(module, computation, instruction).flops
+    return flops
