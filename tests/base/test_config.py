@@ -152,6 +152,8 @@ def changed(key: str, value: Any) -> Config:
         "pipeline.layers": [1, 2],
         "model.rope_scaling": "linear",
         "model.router": "expert_choice",
+        "model.sparsity.block": [2, 2],
+        "model.sparsity.pattern": "cyclic",
         "metrics.sinks": ["wandb"],
     }
     # a rule that nobody wrote is a tuple of a type of its own
