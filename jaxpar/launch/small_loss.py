@@ -89,7 +89,7 @@ def _losses(rows: Sequence[Mapping[str, float]], step: int) -> list[float]:
 
 
 def small_form(config: Config, steps: int) -> Config:
-    """Make the small form of a config, which trains in about a minute on two cores.
+    """Make the small form of a config, which a CPU trains.
 
     At most 2 layers of 128, heads of 32 in groups as large as the config's, an MLP in the same
     proportion; 8 sequences of 256 bytes of the text of this Python's standard library; a cosine
