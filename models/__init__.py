@@ -1,4 +1,6 @@
-"""GPT-2, LLaMA (Mistral and Mixtral too), Qwen, Gemma and BERT in Flax NNX: `jaxpar.models`."""
+"""GPT-2, LLaMA (Mistral and Mixtral too), Qwen, Gemma, BERT and ModernBERT in Flax NNX:
+`jaxpar.models`.
+"""
 
 if __name__ != "jaxpar.models":
     raise ImportError(

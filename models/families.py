@@ -29,6 +29,8 @@ class Family:
       scaled_embedding: token embeddings are multiplied by sqrt(embed).
       norm_after: the residual stream is normed after attention and the MLP are added to it, in
         place of what they are given (the transformer of arXiv:1706.03762).
+      first_norm: the first block norms what attention is given. If not, the embedding's norm is
+        enough, and the first block's own is not used.
       token_types: tokens have types, with an embedding of their own (`model.token_types`).
       embedding_norm: the sum of the embeddings is normed.
       final_norm: the output of the last block is normed.
@@ -46,6 +48,7 @@ class Family:
     post_norms: bool = False
     scaled_embedding: bool = False
     norm_after: bool = False
+    first_norm: bool = True
     token_types: bool = False
     embedding_norm: bool = False
     final_norm: bool = True
@@ -92,6 +95,17 @@ FAMILIES: dict[str, Family] = {
         token_types=True,
         embedding_norm=True,
         final_norm=False,
+        transforms=True,
+    ),
+    # Warner et al. 2024, arXiv:2412.13663; its masks are ["full", "local(64)", "local(64)"].
+    "modernbert": Family(
+        norm="layer_scale",
+        positions="rotary",
+        biases=("vocab",),
+        activation="gelu_exact",
+        grouped=False,
+        first_norm=False,
+        embedding_norm=True,
         transforms=True,
     ),
 }

@@ -148,6 +148,9 @@ def read_params(
                 _read, source, tensor, part, letters[name], sizes, finish
             )
 
+    for name in HF_FAMILIES[model_type(model.config)].first_lacks if model.has_blocks else ():
+        reads[name].setdefault((0,), _ones)
+
     def load(tree_path: KeyPath, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
         name = path_name(tree_path)
         stacked = len(leaf.shape) - len(letters[name])
@@ -157,6 +160,11 @@ def read_params(
     plan.sharding(model.axes, model.shapes())  # refused before anything is read
     axes = {name: {key: model.axes[name][key] for key in part} for name, part in shapes.items()}
     return jax.tree_util.tree_map_with_path(load, shapes, axes)
+
+
+def _ones(bounds: Bounds) -> np.ndarray:
+    """What a layer has in place of a parameter that it does not use."""
+    return np.ones([stop - start for start, stop in bounds], np.float32)
 
 
 def find_tensors(files: Sequence[Path]) -> dict[str, Source]:

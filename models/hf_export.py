@@ -190,7 +190,7 @@ def hf_tensors(
             if len(parts) == 1
             else np.concatenate(
                 parts,
-                axis=-1,
+                axis=-1 if tensor.along is None else tensor.along,
             ),
         )
 

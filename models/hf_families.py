@@ -17,7 +17,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, read_json, suggest
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.toml import flatten, from_dict
-from jaxpar.models.masks import has_window, read_word, words_that_look_ahead
+from jaxpar.models.masks import has_window, read_word
 
 REQUIRED = object()
 Json = dict[str, Any]  # a config.json: another program wrote it, so its values may be anything
@@ -32,11 +32,24 @@ class Local(NamedTuple):
         None = all have it.
       extra: what is written besides `sliding_window` and `layer_types`, for a model with windows
         and for one without.
+      key: the name of the number, if it is another.
+      both_sides: the number is that of the tokens on both sides, which an encoder sees.
     """
 
     absent: int | None
     where: Callable[[Json, int], bool] | None = None
     extra: tuple[Json, Json] = ({}, {})
+    key: str = "sliding_window"
+    both_sides: bool = False
+
+    def word(self, number: int) -> str:
+        """The word of `model.masks` for a number of the file."""
+        return f"local({number // 2})" if self.both_sides else f"window({number})"
+
+    def number(self, word: str, seq_len: int) -> int:
+        """The number of the file for a word."""
+        reach = read_word(word).reach(seq_len)
+        return reach - 1 if self.both_sides else reach
 
 
 class HfFamily(NamedTuple):
@@ -61,10 +74,13 @@ class HfFamily(NamedTuple):
       whole: the word of `model.masks` for layers without a window.
       head: the name of the vocabulary matrix of the head, which a tied model may have or not.
       renamed: (old, new) ends of names, of which old checkpoints have the first.
+      theta_keys: the names of the bases of RoPE, in layers without and with a window.
+      written: what config.json says besides.
+      first_lacks: the parameters of blocks that the first layer has no tensor of.
       tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges
         them: "Hh D" is a [heads * head_dim, embed] matrix. Several parameters lie side by side
-        along the last dim. A tensor whose name has {layer} or {expert} holds one layer or expert of
-        a stacked parameter.
+        along the last dim, or the one with a star: "*Hh D". A tensor whose name has {layer} or
+        {expert} holds one layer or expert of a stacked parameter.
     """
 
     family: str
@@ -82,6 +98,9 @@ class HfFamily(NamedTuple):
     whole: str = "causal"
     head: str = "lm_head.weight"
     renamed: tuple[tuple[str, str], ...] = ()
+    theta_keys: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
+    written: tuple[tuple[str, object], ...] = ()
+    first_lacks: tuple[str, ...] = ()
 
 
 _GPT2 = HfFamily(  # its matrices are [in, out]
@@ -342,6 +361,61 @@ _BERT = HfFamily(  # its matrices are [out, in]
     },
 )
 
+_MODERN_LAYER = "model.layers.{layer}."
+_MODERNBERT = HfFamily(  # its matrices are [out, in]
+    family="modernbert",
+    architecture="ModernBertForMaskedLM",
+    rope_theta=160_000.0,
+    local_theta=10_000.0,
+    theta_keys=("global_rope_theta", "local_rope_theta"),
+    prefix="model.",
+    whole="full",
+    head="decoder.weight",
+    ignored=(".rotary_emb.inv_freq",),
+    first_lacks=("blocks.attention_norm.scale",),
+    written=(("pad_token_id", None), ("cls_token_id", None), ("sep_token_id", None)),
+    local=Local(
+        absent=128,
+        where=lambda hf, layer: layer % hf.get("global_attn_every_n_layers", 3) > 0,
+        key="local_attention",
+        both_sides=True,
+    ),
+    sizes={
+        "vocab_size": ("vocab_size", REQUIRED),
+        "layers": ("num_hidden_layers", REQUIRED),
+        "embed": ("hidden_size", REQUIRED),
+        "heads": ("num_attention_heads", REQUIRED),
+        "mlp": ("intermediate_size", REQUIRED),
+        "max_seq_len": ("max_position_embeddings", 8192),
+        "norm_eps": ("norm_eps", 1e-5),
+    },
+    fixed={
+        "tie_word_embeddings": (True,),
+        "hidden_activation": ("gelu",),
+        "classifier_activation": ("gelu",),
+        "norm_bias": (False,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "classifier_bias": (False,),
+        "decoder_bias": (True,),
+        "rope_scaling": (None,),
+    },
+    tensors={
+        "model.embeddings.tok_embeddings.weight": ("V D", "embed.tokens"),
+        "model.embeddings.norm.weight": ("D", "embed.norm.scale"),
+        _MODERN_LAYER + "attn_norm.weight": ("D", "blocks.attention_norm.scale"),
+        _MODERN_LAYER + "attn.Wqkv.weight": ("*Hh D", "blocks.q", "blocks.k", "blocks.v"),
+        _MODERN_LAYER + "attn.Wo.weight": ("D Hh", "blocks.out"),
+        _MODERN_LAYER + "mlp_norm.weight": ("D", "blocks.mlp_norm.scale"),
+        _MODERN_LAYER + "mlp.Wi.weight": ("*F D", "blocks.gate", "blocks.up"),
+        _MODERN_LAYER + "mlp.Wo.weight": ("D F", "blocks.down"),
+        "model.final_norm.weight": ("D", "head.norm.scale"),
+        "head.dense.weight": ("d D", "head.transform.dense"),
+        "head.norm.weight": ("D", "head.transform.norm.scale"),
+        "decoder.bias": ("V", "head.bias"),
+    },
+)
+
 HF_FAMILIES = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
@@ -352,6 +426,7 @@ HF_FAMILIES = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "bert": _BERT,
+    "modernbert": _MODERNBERT,
 }
 
 # Our fields -> the keys of the llama3 context extension.
@@ -456,9 +531,7 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     if family.local:  # a word for each layer, of which there are no more than any model has
-        config = dataclasses.replace(
-            config, masks=tuple(_masks(hf, family.local, config.layers, file))
-        )
+        config = dataclasses.replace(config, masks=tuple(_masks(hf, family, config.layers, file)))
     else:
         config = dataclasses.replace(config, masks=(family.whole,))
     _require_several_experts(config, str(file))
@@ -511,7 +584,7 @@ def hf_config(config: ModelConfig) -> Json:
         family.local
         and len(windows) <= 1
         and all(map(has_window, windows))
-        and not words_that_look_ahead(config)
+        and all(read_word(word).looks_ahead == family.local.both_sides for word in windows)
         and (family.local.where or not turns)
     )
     if config.query_scale:
@@ -531,6 +604,7 @@ def hf_config(config: ModelConfig) -> Json:
         and windows
         and not config.rope_local_theta
         and config.rope_factor != 1,
+        "rope_scaling": "rope_scaling" in family.fixed and config.rope_factor != 1,
         "shared_experts": config.shared_experts,
         "router": config.router != "token_choice",
         "token_types": "token_types" in family.sizes and not config.token_types,
@@ -559,25 +633,26 @@ def hf_config(config: ModelConfig) -> Json:
             key: values[field] for field, key in fields.items()
         }
         hf |= {
-            "rope_theta": config.rope_theta,
+            family.theta_keys[0]: config.rope_theta,
             "rope_scaling": scaling if config.rope_factor != 1 else None,
         }
     if family.local_theta:
-        hf["rope_local_base_freq"] = config.rope_local_theta or config.rope_theta
+        hf[family.theta_keys[1]] = config.rope_local_theta or config.rope_theta
     if family.query_scalar:
         hf["query_pre_attn_scalar"] = scalar
     if family.local:
+        local = family.local
         if windows:
-            hf["sliding_window"] = read_word(windows.pop()).reach(config.max_seq_len)
+            hf[local.key] = local.number(windows.pop(), config.max_seq_len)
         else:
-            hf["sliding_window"] = None
-        hf |= family.local.extra[hf["sliding_window"] is None]
+            hf[local.key] = local.absent if local.both_sides else None
+        hf |= local.extra[hf[local.key] is None]
         if family.local.where:
             words = [config.masks[i % config.kinds] for i in range(config.layers)]
             hf["layer_types"] = [
-                _TYPES["causal" if word == "causal" else "window"] for word in words
+                _TYPES["causal" if word == family.whole else "window"] for word in words
             ]
-    return hf
+    return hf | dict(family.written)
 
 
 def _require_several_experts(config: ModelConfig, origin: str) -> None:
@@ -598,16 +673,16 @@ _TYPES = {"causal": "full_attention", "window": "sliding_attention"}
 
 def _masks(
     hf: Json,
-    local: Local,
+    family: HfFamily,
     layers: int,
     file: Path,
 ) -> list[str]:
     """Return the words of the layers, of one period."""
-    window = hf.get("sliding_window", local.absent)
+    local = family.local
+    assert local is not None
+    window = hf.get(local.key, local.absent)
     if window is not None and (type(window) is not int or window < 1):
-        raise UserError(
-            f"{file}: sliding_window={window!r} is no number of tokens: download it again"
-        )
+        raise UserError(f"{file}: {local.key}={window!r} is no number of tokens: download it again")
     if local.where:
         types = hf.get("layer_types")
     else:
@@ -624,7 +699,7 @@ def _masks(
             f"{' and '.join(_TYPES.values())} are supported, one for each of {layers} layers"
         )
     words = [
-        "causal" if window is None or kind == _TYPES["causal"] else f"window({window})"
+        family.whole if window is None or kind == _TYPES["causal"] else local.word(window)
         for kind in types
     ]
     period = next(
@@ -680,11 +755,10 @@ def _rope_fields(hf: Json, family: HfFamily, file: Path) -> Json:
             f"{file}: partial_rotary_factor={rotated!r} is not supported: only 1, the whole "
             "head rotates"
         )
-    fields = {"rope_theta": rope.get("rope_theta", hf.get("rope_theta", family.rope_theta))}
+    whole_key, local_key = family.theta_keys
+    fields = {"rope_theta": rope.get("rope_theta", hf.get(whole_key, family.rope_theta))}
     if family.local_theta:
-        fields["rope_local_theta"] = local.get(
-            "rope_theta", hf.get("rope_local_base_freq", family.local_theta)
-        )
+        fields["rope_local_theta"] = local.get("rope_theta", hf.get(local_key, family.local_theta))
     if kind != "default":
         if kind == "llama3":
             keys = _ROPE

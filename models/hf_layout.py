@@ -73,20 +73,23 @@ def hf_layout(model: Model) -> list[Tensor]:
         group = list(group)
         for layer in range(model.config.layers) if stacked else (None,):
             for name, (dims, *params) in group:
-                *outer, last = (
-                    math.prod(sizes[letter] for letter in merged) for merged in dims.split()
-                )
-                shape = (*outer, last * len(params))
+                if layer == 0 and params[0] in family.first_lacks:
+                    continue
+                along = next((dim for dim, word in enumerate(dims.split()) if word[0] == "*"), -1)
+                merged = tuple(dims.replace("*", "").split())
+                shape = [math.prod(sizes[letter] for letter in letters) for letters in merged]
+                shape[along] *= len(params)
                 for expert in range(model.config.experts) if "{expert}" in name else (None,):
                     index = tuple(number for number in (layer, expert) if number is not None)
                     full = name.format(layer=layer, expert=expert)
                     tensors.append(
                         Tensor(
                             full,
-                            shape,
-                            tuple(dims.split()),
+                            tuple(shape),
+                            merged,
                             tuple(params),
                             index,
+                            along,
                         )
                     )
     return tensors
@@ -152,7 +155,9 @@ def require_mapping(model: Model) -> None:
       UserError: a parameter has a name or dims that no tensor of the checkpoints has.
     """
     rows = HF_FAMILIES[model_type(model.config)].tensors.values()
-    dims_there = {name: dims.replace(" ", "") for dims, *names in rows for name in names}
+    dims_there = {
+        name: dims.replace(" ", "").replace("*", "") for dims, *names in rows for name in names
+    }
     sizes = dim_sizes(model)
     leaves = jax.tree_util.tree_leaves_with_path(base_model(model).shapes())
     shapes = {path_name(path): leaf.shape for path, leaf in leaves}

@@ -20,6 +20,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
+from jaxpar.models.families import family_of
 from jaxpar.models.head import Head
 from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
@@ -145,6 +146,15 @@ class Model:
         if (config, ops) == (self.config, self.ops):
             return self
         return Model(config, *self.parts, ops)
+
+    @property
+    def numbers_layers(self) -> bool:
+        """Whether a block is told the number of its layer: one of ours is where the family's first
+        layer differs, one of anyone else's if it takes `layer`.
+        """
+        if self.parts.blocks is Block:
+            return not family_of(self.config).first_norm
+        return "layer" in self._split["blocks"].takes
 
     def require_documents(self) -> None:
         """Refuse several documents in a row, as `data.pack` has them, where the blocks would mix
@@ -299,6 +309,7 @@ class Model:
         kind: int = 0,
         text_BS: Bool[Array, "B S"] | None = None,
         ops: Any = None,
+        number: Int[Array, ""] | int | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         """Run one block.
 
@@ -312,6 +323,7 @@ class Model:
           kind: the number of the layer modulo `config.kinds`.
           text_BS: which tokens are text; None = all are.
           ops: what the block calls; None = the model's ops of the plan.
+          number: the number of the layer, where `numbers_layers`.
 
         Returns:
           The stream after the block, and its router's sums over the tokens that are text; None
@@ -336,6 +348,7 @@ class Model:
                 key=key,
                 kind=kind,
                 text_BS=text_BS,
+                layer=number,
             )
             y_BSD, routed = found if isinstance(found, tuple) else (found, None)
         if not hasattr(y_BSD, "dtype"):
@@ -435,16 +448,17 @@ class Model:
                 key,
                 len(jax.tree.leaves(layers)[0]),
             )
+        count = len(jax.tree.leaves(layers)[0])
+        numbers = jnp.arange(count) if self.numbers_layers else None
         places = places_of_halves(Places(positions_BS, segments_BS, text_BS), plan)
 
         def body(xs, layer, kind):
-            layer_params, layer_key = layer
-            return self.layer(
-                jax.tree.map(on_device, layer_params), xs, places, plan, layer_key, kind
-            )
+            layer_params, layer_key, number = layer
+            here = jax.tree.map(on_device, layer_params)
+            return self.layer(here, xs, places, plan, layer_key, kind, number)
 
         xs, routed = over_layers(
-            self.config, body, halves(x_BSD, STORED, plan), (layers, layer_keys), plan
+            self.config, body, halves(x_BSD, STORED, plan), (layers, layer_keys, numbers), plan
         )
         return whole_batch(xs, STORED, plan), jax.tree.map(jnp.mean, routed)
 
@@ -456,6 +470,7 @@ class Model:
         plan: Plan,
         key: jax.Array | None,
         kind: int = 0,
+        number: Int[Array, ""] | int | None = None,
     ) -> tuple[tuple[Array, ...], RouterSums | None]:
         """Run one block on the `halves` of a batch in turn.
 
@@ -466,6 +481,7 @@ class Model:
           plan: says how it runs on several devices.
           key: the dropout key; None = no dropout.
           kind: as for `block`.
+          number: as for `block`.
 
         Returns:
           The streams after the block, and the router's sums over both halves.
@@ -484,6 +500,7 @@ class Model:
                 kind,
                 place.text,
                 ops,
+                number,
             )
             for x_BSD, place, ops in zip(
                 xs, places, ops_of_parts(self.ops(plan), plan), strict=True

@@ -91,6 +91,7 @@ class BlockPart(Protocol):
         key: Array | None,
         kind: int,
         text_BS: Bool[Array, "B S"] | None,
+        layer: Int[Array, ""] | int | None,
     ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums | None]:
         """Run the layer.
 
@@ -107,6 +108,7 @@ class BlockPart(Protocol):
           key: the key of dropout; None = no dropout.
           kind: the layer's number modulo `config.kinds`, which says which of the masks is its own.
           text_BS: which tokens are no padding; None = all are. Routers count these.
+          layer: the layer's number, from 0, which is not known while the program is traced.
 
         Returns:
           The residual stream, of the shape and dtype of `x_BSD`; or a pair of that and the router's
@@ -134,7 +136,7 @@ class HeadPart(Protocol):
 
 _GIVEN: dict[str, frozenset[str]] = {
     "embed": frozenset({"positions_BS", "ops", "key", "types_BS"}),
-    "blocks": frozenset({"positions_BS", "segments_BS", "ops", "key", "kind", "text_BS"}),
+    "blocks": frozenset({"positions_BS", "segments_BS", "ops", "key", "kind", "text_BS", "layer"}),
     "head": frozenset({"embedding_VD", "ops"}),
 }
 """The arguments that each part is given by name, after the first."""

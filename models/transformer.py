@@ -254,6 +254,7 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         kind: int = 0,
         text_BS: Bool[Array, "B S"] | None = None,
+        layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums]:
         """Run the layer; see `jaxpar.models.parts.BlockPart` for what it is given and returns.
 
@@ -273,7 +274,10 @@ class Block(nnx.Module):
             if self.family.norm_after:
                 normed_BSD = x_BSD
             else:
-                normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
+                normed_BSD = self.attention_norm(x_BSD)
+                if not self.family.first_norm:
+                    normed_BSD = jnp.where(_number(layer) == 0, x_BSD, normed_BSD)
+                normed_BSD = named(normed_BSD, "attention_norm")
             out_BSD = self.attention(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
             if self.family.post_norms:
                 out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
@@ -410,6 +414,16 @@ class Block(nnx.Module):
             text_BS,
             self.config.router,
         )
+
+
+def _number(layer: Int[Array, ""] | int | None) -> Int[Array, ""] | int:
+    """The number of a layer, which a family asks for whose first layer differs."""
+    if layer is None:
+        raise UserError(
+            "the first layer of this family is another than those after it, and the block was not "
+            "told its number: give it `layer`"
+        )
+    return layer
 
 
 def _bias(

@@ -31,6 +31,7 @@ PUBLISHED = {
     "gemma2_9b": 9_241_705_984,
     "gemma3_1b": 999_885_952,
     "bert_base": 109_514_298,
+    "modernbert_base": 149_655_232 + 768,  # the first layer's norm of attention is not used
 }
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -55,6 +56,9 @@ def parameters(model: ModelConfig) -> int:
         block = matrices + 2 * D * F + biases + 4 * D
         head = D * D + D + 2 * D + V  # a linear, a norm and a bias of the vocabulary
         outside = (model.max_seq_len + model.token_types) * D + 2 * D + head
+    elif model.family == "modernbert":
+        block = matrices + 3 * D * F + 2 * D
+        outside = 2 * D + D * D + D + V  # the norms of both ends, and a head as BERT's
     else:
         E = model.experts
         family = model.family

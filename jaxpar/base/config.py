@@ -50,7 +50,8 @@ class ModelConfig:
     """
 
     family: str = "gpt2"
-    """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2, gemma3 or bert."""
+    """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2, gemma3, bert or
+    modernbert."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 256
     vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
     """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is

@@ -188,6 +188,7 @@ class OneBlock(NamedTuple):
             places,
             plan,
             key,
+            number=0 if self.model.numbers_layers else None,
         )
 
     def shapes(

@@ -169,6 +169,7 @@ def _run(
             None,
             plan,
             kind=i % model.config.kinds,
+            number=i,
         )
     return x_BSD
 

@@ -107,10 +107,14 @@ def prune_once(
     axes = {name: model.axes["blocks"][name][1:] for name in names}
 
     @partial(jax.jit, static_argnames="kind")
-    def run(layer: Params, x_BSD: Array, batch: Batch, kind: int) -> tuple[Array, dict[str, Array]]:
+    def run(
+        layer: Params, x_BSD: Array, batch: Batch, kind: int, number: Array
+    ) -> tuple[Array, dict[str, Array]]:
         squares.clear()
         places = batch["positions"]
-        y_BSD, _ = watched.block(layer, x_BSD, places, batch.get("segments"), plan, kind=kind)
+        y_BSD, _ = watched.block(
+            layer, x_BSD, places, batch.get("segments"), plan, kind=kind, number=number
+        )
         return y_BSD, dict(squares)
 
     @jax.jit
@@ -123,14 +127,14 @@ def prune_once(
     for number in range(model.config.layers):
         kind = number % model.config.kinds
         layer = jax.tree.map(lambda x, i=number: x[i], blocks)
-        seen = [run(layer, x, batch, kind)[1] for x, batch in zip(streams, text, strict=True)]
+        place = jnp.asarray(number)
+        pairs = list(zip(streams, text, strict=True))
+        seen = [run(layer, x, batch, kind, place)[1] for x, batch in pairs]
         total = jax.tree.map(lambda *norms: sum(norms), *seen)
         new = pruned(layer, total)
         for name, matrix in new.items():
             blocks = blocks | {name: _put(blocks[name], matrix, number)}
-        streams = [
-            run(layer | new, x, batch, kind)[0] for x, batch in zip(streams, text, strict=True)
-        ]
+        streams = [run(layer | new, x, batch, kind, place)[0] for x, batch in pairs]
     return params | {"blocks": blocks}
 
 

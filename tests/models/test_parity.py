@@ -119,6 +119,25 @@ def bert(seq_len: int = 32, **changes) -> Case:
     )
 
 
+def modernbert(seq_len: int = 32, **changes) -> Case:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 40,
+        "local_attention": 10,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "cls_token_id": None,
+        "sep_token_id": None,
+    }
+    sizes |= changes
+    return Case("modernbert", seq_len, CUBE, sizes, "AutoModelForMaskedLM", 0, 0.1, 1e-3)
+
+
 GEMMA = {"query_pre_attn_scalar": 20, "sliding_window": 7}
 LOCAL_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
@@ -183,6 +202,7 @@ CASES = {
         **GEMMA,
     ),
     "bert": bert(),
+    "modernbert": modernbert(),
 }
 
 

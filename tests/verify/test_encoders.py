@@ -10,6 +10,12 @@ from jaxpar.base.config import Config, override
 from jaxpar.verify.of_config import checks as verify
 
 BERT = {"model.family": "bert", "model.masks": ("full",), "model.token_types": 2}
+MODERN = {
+    "model.family": "modernbert",
+    "model.masks": ("full", "local(40)", "local(40)"),
+    "model.rope_local_theta": 100.0,
+    "model.layers": 7,
+}
 PIPED = {"pipeline.schedule": "1f1b", "pipeline.microbatches": 4}
 COMMON = {"model.heads": 8, "model.vocab_size": 250, "train.batch": 48}
 MESHES: dict[str, dict[str, Any]] = {
@@ -23,8 +29,16 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
+MODERN_STAGES = {"model.layers": 12, "pipeline.layers": (6, 6)}
+"""Stages begin with the first of three kinds."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_an_encoder_gives_the_gradients_of_one_device(mesh: str) -> None:
-    found = verify.verify(override(Config(), COMMON | BERT | MESHES[mesh]))
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_an_encoder_gives_the_gradients_of_one_device(family: str, mesh: str) -> None:
+    model = BERT
+    if family == "modernbert":
+        model = MODERN | (MODERN_STAGES if "stage" in mesh else {})
+    found = verify.verify(override(Config(), COMMON | model | MESHES[mesh]))
     assert found.equal, str(found)

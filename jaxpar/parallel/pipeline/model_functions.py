@@ -25,6 +25,8 @@ Params = Mapping[str, PyTree]
 class _Functions:
     """Three functions in the form of a `PipelinedModel`."""
 
+    numbers_layers = False
+
     def __init__(
         self,
         functions: Sequence[Callable[..., Array]],
@@ -62,6 +64,7 @@ class _Functions:
         plan: Plan,
         key: Any,
         kind: int,
+        number: Any = None,
     ) -> tuple[tuple[Array, ...], None]:
         (x_BSD,) = xs
         (here,) = places

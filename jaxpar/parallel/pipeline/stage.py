@@ -51,6 +51,8 @@ class PipelinedModel(Protocol):
     def axes(self) -> PyTree: ...
     @property
     def config(self) -> Any: ...
+    @property
+    def numbers_layers(self) -> bool: ...
     def trained(self, tree: PyTree) -> PyTree: ...
     def embed(
         self,
@@ -69,6 +71,7 @@ class PipelinedModel(Protocol):
         plan: Plan,
         key: Any,
         kind: int,
+        number: Any = None,
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
     def score(
         self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights
@@ -158,6 +161,7 @@ class LayerContext(NamedTuple):
     places: Sequence[Places]  # of the halves of a microbatch
     key: Array | None  # the key of its dropout, or None
     there: Array | None  # whether there is a layer at this place; None = at all places
+    number: Array | None  # its number, where the model's blocks are told it
 
 
 @dataclass
@@ -329,6 +333,7 @@ class Stack:
                 self.plan,
                 context.key,
                 kind,
+                context.number,
             )
             if (there := context.there) is None:
                 return ys, routed

@@ -95,7 +95,8 @@ class StageInputs(NamedTuple):
             there = layer >= 0
         else:
             there = None
-        return LayerContext(places, key, there)
+        number = layer if self.task.model.numbers_layers else None
+        return LayerContext(places, key, there, number)
 
     def embed(self, ends: Params, i: ArrayLike) -> Array:
         """Return the embedding [B, S, D] of microbatch `i`, with these parameters."""
