@@ -35,7 +35,13 @@ from jaxpar.models.parts import (
 )
 from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.transformer import Block, Embed
-from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
+from jaxpar.parallel.cross_entropy import (
+    LIKELIHOOD,
+    LossSums,
+    LossWeights,
+    SoftTargets,
+    teacher_targets,
+)
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
@@ -528,8 +534,9 @@ class Model:
         Args:
           params: the parameters, in the layout of the plan.
           batch: int32 arrays [B, S]: `tokens`, `labels` (one below zero does not count), and for
-            packed documents `positions` and `segments`; and `token_types`, where the model has
-            any.
+            packed documents `positions` and `segments`; `token_types`, where the model has any; and
+            of a teacher its most likely entries (`jaxpar.base.batch_arrays`), which count by
+            `weights.alpha`.
           plan: says how it runs on several devices.
           key: the dropout key; None = no dropout.
           weights: the weights of the terms that are added to the likelihood.
@@ -548,7 +555,8 @@ class Model:
             told = batch
         ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
         x_BSD, routed = self.hidden_states(params, ordered, plan, key)
-        sums = self.score(params, x_BSD, ordered["labels"], plan, weights)
+        soft = teacher_targets(ordered, weights.temperature)
+        sums = self.score(params, x_BSD, ordered["labels"], plan, weights, soft)
         if routed is None:
             return sums
         if counts is None:
@@ -564,6 +572,7 @@ class Model:
         labels_BS: Int[Array, "B S"],
         plan: Plan,
         weights: LossWeights,
+        soft: SoftTargets | None = None,
     ) -> LossSums:
         """Compute the summed loss of the last block's output, without the routers' part.
 
@@ -573,6 +582,7 @@ class Model:
           labels_BS: for each token the one that follows; one below zero does not count.
           plan: says how it runs on several devices.
           weights: the weights of the terms that are added to the likelihood.
+          soft: a teacher's weighted entries of the vocabulary; None = there is no teacher.
 
         Returns:
           The sums over the labels that count.
@@ -589,6 +599,9 @@ class Model:
                 sizes.logit_softcap,
                 label_smoothing=weights.label_smoothing,
                 **head.biases,
+                soft=soft,
+                alpha=weights.alpha,
+                temperature=weights.temperature,
             )
 
     def logits(

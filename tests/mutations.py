@@ -132,6 +132,12 @@ MUTATIONS = [
     Mutation("loss_rescale", "a dropped scale: slices of the vocabulary with different maxima are added as they are",
              "jaxpar/parallel/loss_terms.py", "total=seen.total * jnp.exp(below_T)", "total=seen.total",
              "tests/parallel/test_cross_entropy.py"),
+    Mutation("soft_temperature", "a dropped scale: a teacher's gradient shrinks as the temperature rises",
+             "jaxpar/parallel/loss_terms.py", "(alpha * T) * own.weights", "alpha * own.weights",
+             "tests/parallel/test_cross_entropy.py -k soft"),
+    Mutation("answers_row", "a teacher's answers are those of another window", "jaxpar/data/top_k_files.py",
+             "first[part_B] + window_B", "first[part_B] + np.arange(len(window_B))",
+             "tests/train/test_distil.py -k batch"),
     # Pipelines.
     Mutation("ends_sum", "a missing sum of the embedding's and head's gradients over stages",
              "jaxpar/parallel/pipeline/ticks.py",

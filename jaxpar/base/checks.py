@@ -48,7 +48,7 @@ def check(config: Config, training: bool = True) -> Config:
     require_ranges(Config, read)
     require_names(Config, values)
     _require_size(config)
-    require_local(config.train.init)
+    require_local(config.train.init, config.distill.teacher)
     require_local_data(config.data)
     messages = [*_of_model(config.model), *_of_step(config)]
     if training:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError
 from jaxpar.base.meanings import suggest_key
-from jaxpar.base.mesh import MeshAxis, MeshSpec
+from jaxpar.base.mesh import MeshAxis, MeshSpec, Size
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.optimizer_config import OptimizerConfig
 from jaxpar.base.plan import Context, Overlap, Pipeline
@@ -273,6 +273,46 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class TeacherMesh:
+    """How the devices of a training lie where a teacher runs beside on them: as in `[mesh]`, with
+    no stages and no slices. One size may be -1, which takes what is left."""
+
+    data: Size = 1
+    fsdp: Size = -1
+    context: Size = 1
+    expert: Size = 1
+    tensor: Size = 1
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The mesh."""
+        return MeshSpec(**vars(self))
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """A teacher, whose most likely entries of the vocabulary the model learns beside the labels
+    (Hinton et al. 2015, arXiv:1503.02531): see docs/distil.md."""
+
+    teacher: str = ""
+    """A run folder or a Hugging Face folder, which runs beside the training, or a folder that
+    `jaxpar eval RUN --top-k K --out FOLDER` wrote; empty = no teacher."""
+    step: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """The checkpoint of a teacher that runs beside; 0 = the best, or the newest where none was
+    evaluated.
+    """
+    alpha: Annotated[float, Range(0.0, 1.0)] = 0.5
+    """The teacher's share of the loss; the labels have the rest."""
+    temperature: Annotated[float, Range(0.01, 1000.0)] = 1.0
+    """What scores are divided by, the teacher's and the model's, before they are compared. The
+    teacher's part of the loss is multiplied with its square."""
+    top_k: Annotated[int, Range(1, 65_536)] = 32
+    """How many entries of a token are learned; what the others have is left out, and the teacher's
+    distribution is scaled to these."""
+    mesh: TeacherMesh = field(default_factory=TeacherMesh)
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """What the backward pass keeps, where, and what it computes again: see docs/memory.md."""
 
@@ -395,6 +435,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     pruning: Pruning = field(default_factory=Pruning)
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -433,11 +474,12 @@ RESUMABLE = (
     "train.final_eval_batches",
     "train.accumulation",
     "train.allow_nonfinite",
+    "distill.mesh",
     "data.prefetch",
     "data.accept_changed",
     "model.scan_layers",
 )
-_PATHS = ("train.init", "data.tokenizer")
+_PATHS = ("train.init", "data.tokenizer", "distill.teacher")
 """Keys whose value names one file or folder, which may be written in several ways."""
 
 

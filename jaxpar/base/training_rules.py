@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxpar.base.config import Config
 from jaxpar.base.ranges import Range
 
-_TABLES = ("train.", "optimizer.", "checkpoint.", "metrics.")
+_TABLES = ("train.", "distill.", "optimizer.", "checkpoint.", "metrics.")
 _KEYS = frozenset(
     {
         "precision.gradients",
@@ -95,6 +95,19 @@ def training_rules(config: Config) -> list[Rule]:
             f"train.learning_rate={train.learning_rate:g} times "
             f"{decay_key}={optimizer.weight_decay:g} is 1 or "
             "more: a step would take away all of a matrix, try a smaller one",
+        ),
+        Rule(
+            ("distill.teacher", "data.objective"),
+            bool(config.distill.teacher) and config.data.objective != "next",
+            f"data.objective={config.data.objective} with distill.teacher: a teacher predicts the "
+            "next token, try data.objective=next",
+        ),
+        Rule(
+            ("distill.top_k", "model.vocab_size"),
+            bool(config.distill.teacher) and config.distill.top_k > config.model.vocab_size,
+            f"distill.top_k={config.distill.top_k} is more than "
+            f"model.vocab_size={config.model.vocab_size}: try "
+            f"distill.top_k={min(config.model.vocab_size, 32)}",
         ),
         Rule(
             ("train.decay_steps",),

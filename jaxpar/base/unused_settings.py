@@ -246,6 +246,27 @@ EFFECTS = (
         "the model has no experts: add --model.experts 8",
     ),
     Effect(
+        (
+            "distill.step",
+            "distill.alpha",
+            "distill.temperature",
+            "distill.top_k",
+            "distill.mesh.",
+        ),
+        lambda c: bool(c.distill.teacher),
+        "there is no teacher: add --distill.teacher with the folder of a run",
+    ),
+    Effect(
+        ("distill.top_k", "distill.temperature", "distill.step", "distill.mesh."),
+        lambda c: c.distill.alpha > 0,
+        "distill.alpha is 0, so that the teacher has no share in the loss: raise it",
+    ),
+    Effect(
+        ("train.label_smoothing",),
+        lambda c: not (c.distill.teacher and c.distill.alpha == 1),
+        "distill.alpha is 1, so that the labels have no share in the loss: lower it",
+    ),
+    Effect(
         ("model.rope_scaling",),
         lambda c: c.model.rope_factor != 1,
         "model.rope_factor is 1, no scaling: add --model.rope-factor 8",

@@ -27,6 +27,7 @@ from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
 from jaxpar.train.sampling import Sampling
 from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
+from jaxpar.train.write_top_k import write_top_k
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ class EvalArgs:
     """Tasks of lm-eval instead (extra: eval): names and paths of YAML files, with commas
     between.
     """
+    top_k: int = 0
+    """Write the so many most likely entries for every token of the training data instead, for
+    distill.teacher.
+    """
+    out: str = ""
+    """The folder that they are written to."""
     limit: int = 0
     """Examples of a task; 0 = all."""
     num_fewshot: int = -1
@@ -230,8 +237,8 @@ def _speed(trained: Trained) -> str:
 
 
 def eval_command(words: list[str]) -> int:
-    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--json] [--section.key value
-    ...]
+    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--top-k K --out DIR] [--json]
+    [--section.key value ...]
     """
     name, args = config_args(
         eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name))
@@ -241,6 +248,10 @@ def eval_command(words: list[str]) -> int:
         raise UserError(
             f"--batch is at least 1 and --limit at least 0, found {args.batch} and {args.limit}"
         )
+    if bool(args.top_k) != bool(args.out):
+        raise UserError("--top-k K and --out FOLDER go together: give both, or none")
+    if args.tasks and args.top_k:
+        raise UserError("--tasks has no effect beside --top-k: give one of them")
     if args.tasks:
         results = _run_tasks(Path(name), args)
         if args.json:
@@ -257,10 +268,12 @@ def eval_command(words: list[str]) -> int:
             )
             out.print(f"{task}: {values}")
         return 0
-    _require_effect_on_loss(Path(name), args.config)
+    _require_effect_on_loss(Path(name), args.config, bool(args.top_k))
     for flag in ("limit", "num_fewshot", "chat", "template_args", "template_date", "batch"):
         if getattr(args, flag) != getattr(EvalArgs, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
+    if args.top_k:
+        return _write_answers(Path(name), args)
     found = evaluate_folder(
         args.config, Path(name), args.step, (lambda line: None) if args.json else out.print
     )
@@ -276,11 +289,31 @@ def eval_command(words: list[str]) -> int:
     return 0
 
 
-def _require_effect_on_loss(folder: Path, config: Config) -> None:
-    """Refuse a setting that was given and that an evaluation does not read."""
+def _write_answers(folder: Path, args: EvalArgs) -> int:
+    """Write a teacher's answers, and say what was written."""
+    out = console()
+    say = (lambda line: None) if args.json else out.print
+    found = write_top_k(args.config, folder, Path(args.out), args.top_k, args.step, say)
+    if args.json:
+        out.print(json.dumps(found._asdict()))
+        return 0
+    tokens = sum(found.windows) * found.seq_len
+    out.print(
+        f"wrote {args.out}: the {found.k} most likely entries of step {found.step} for "
+        f"{tokens:,} tokens in {sum(found.windows):,} windows"
+    )
+    return 0
+
+
+def _require_effect_on_loss(folder: Path, config: Config, windows: bool) -> None:
+    """Refuse a setting that was given and that an evaluation, or the writing of the training's
+    windows, does not read.
+    """
     before = flatten(read_config(folder))
     after = flatten(config)
-    idle = [key for key, value in after.items() if value != before[key] and only_training(key)]
+    read = ("data.stride",) if windows else ()
+    changed = [key for key, value in after.items() if value != before[key]]
+    idle = [key for key in changed if only_training(key) and key not in read]
     if idle:
         raise UserError(
             f"--{idle[0]} has no effect on an evaluation: only training reads it, leave it out"

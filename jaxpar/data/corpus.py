@@ -192,6 +192,10 @@ def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
     return float(-(frequency * np.log(frequency)).sum())
 
 
+ReadBeside = Callable[[np.ndarray, np.ndarray], HostBatch]
+"""Reads more arrays of a batch, for the numbers [B] of its parts and of their windows."""
+
+
 def train_batches(
     stream: Stream,
     data: DataConfig,
@@ -199,6 +203,7 @@ def train_batches(
     rows: Sequence[int],
     vocab_size: int,
     masking: Masking | None = None,
+    beside: ReadBeside | None = None,
 ) -> grain.DatasetIterator[HostBatch]:
     """Return an endless iterator of this process's rows of the global batches; a new order in every
     epoch.
@@ -208,7 +213,8 @@ def train_batches(
     that would have followed, no matter what had been read ahead. `batch` is the number of rows of
     the global batch, and `rows` are those to read (see `sharding.local_rows`). There must be at
     least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from
-    `next`. `masking` is what `make_masking` makes of the config.
+    `next`. `masking` is what `make_masking` makes of the config. What `beside` reads is in the
+    batch too; only `Tokens` have windows for it.
 
     Raises:
       UserError: the objective corrupts tokens, and no masking is given.
@@ -248,6 +254,8 @@ def train_batches(
         ]
         back_B = np.argsort(np.argsort(part_B, kind="stable"), kind="stable")
         read = {name: np.concatenate([one[name] for one in found])[back_B] for name in found[0]}
+        if beside is not None:
+            read |= beside(part_B, window_B)
         return _corrupted(read, number * batch + local, data, masking, _TRAINING)
 
     # Indices are shuffled and batched before anything is read, so other processes' rows cost this

@@ -10,6 +10,7 @@ host memory and the pipeline.
 from jaxpar.parallel._attention import attention, choose_attention, fit_heads
 from jaxpar.parallel._dropout import dropout
 from jaxpar.parallel._lookup import lookup
+from jaxpar.parallel._top_k import TopK, linear_top_k
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, linear_cross_entropy
 from jaxpar.parallel.experts import RouterSums, expert_mlp
 from jaxpar.parallel.linear import column_linear, logits, rank_linear, row_linear
@@ -23,6 +24,7 @@ __all__ = [
     "Ops",
     "RouterSums",
     "SoftTargets",
+    "TopK",
     "WeightView",
     "attention",
     "choose_attention",
@@ -33,6 +35,7 @@ __all__ = [
     "in_natural_order",
     "in_order",
     "linear_cross_entropy",
+    "linear_top_k",
     "logits",
     "lookup",
     "named",

@@ -44,9 +44,18 @@ from jaxpar.parallel.loss_terms import (
     nothing_seen,
     see,
     sum_loss,
+    teacher_targets,
 )
 
-__all__ = ["LIKELIHOOD", "LossSums", "LossWeights", "SoftTargets", "linear_cross_entropy", "tiling"]
+__all__ = [
+    "LIKELIHOOD",
+    "LossSums",
+    "LossWeights",
+    "SoftTargets",
+    "linear_cross_entropy",
+    "teacher_targets",
+    "tiling",
+]
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _BIAS: tuple[LogicalAxis, ...] = ("vocab",)

@@ -18,12 +18,14 @@ a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.sharding import Layout, PyTree
 from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
 from jaxpar.parallel.experts import RouterSums
@@ -54,6 +56,8 @@ class LossWeights(NamedTuple):
     balance_loss: float = 0.0
     router_z_loss: float = 0.0
     label_smoothing: float = 0.0
+    alpha: float = 0.0
+    temperature: float = 1.0
 
 
 LIKELIHOOD = LossWeights()  # nothing is added to it
@@ -73,6 +77,26 @@ class SoftTargets(NamedTuple):
 
     ids: Int[Array, "B S k"]
     weights: Float[Array, "B S k"]
+
+
+def teacher_targets(batch: Mapping[str, Array], temperature: float) -> SoftTargets | None:
+    """Make soft targets of a teacher's most likely entries: its distribution at a temperature, over
+    those entries alone.
+
+    What the other entries have is left out, and the weights are scaled to a sum of one: the loss is
+    least where the student has the teacher's odds between the entries, and nothing elsewhere.
+
+    Args:
+      batch: the arrays of a batch, [B, S, ...].
+      temperature: what the teacher's scores are divided by.
+
+    Returns:
+      The targets; None where the batch has no teacher's.
+    """
+    if TEACHER_IDS not in batch:
+        return None
+    weights_BSk = jax.nn.softmax(batch[TEACHER_LOG_PROBS] / temperature, axis=-1)
+    return SoftTargets(batch[TEACHER_IDS], weights_BSk)
 
 
 class Targets(NamedTuple):

@@ -20,6 +20,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis, output_axis
 from jaxpar.kernels.masks import Mask, Segments, follows_documents
 from jaxpar.parallel import _attention, _lookup, cross_entropy, experts, linear
+from jaxpar.parallel._top_k import TopK, linear_top_k
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
@@ -171,6 +172,25 @@ class Ops:
             soft=soft,
             alpha=alpha,
             temperature=temperature,
+            loss_mib=self.plan.loss_mib,
+        )
+
+    def linear_top_k(
+        self,
+        x_BSD: Array,
+        head_VD: Array,
+        k: int,
+        vocab_size: int,
+        softcap: float = 0.0,
+    ) -> TopK:
+        """See `jaxpar.parallel.linear_top_k`."""
+        return linear_top_k(
+            x_BSD,
+            head_VD,
+            k,
+            self.plan,
+            vocab_size=vocab_size,
+            softcap=softcap,
             loss_mib=self.plan.loss_mib,
         )
 

@@ -193,7 +193,14 @@ def in_order(
         check_halves(layout, tokens_BS.shape[1])
     else:
         check_chunks(layout, context, tokens_BS.shape[1])
-    return {name: layout.constrain(reorder(x, order, 1), TOKENS) for name, x in batch.items()}
+    return {name: layout.constrain(reorder(x, order, 1), axes_of(x)) for name, x in batch.items()}
+
+
+def axes_of(x: Array) -> Axes:
+    """The layout of one of a batch's arrays, [B, S], or [B, S, ...] where a token has several
+    entries.
+    """
+    return (*TOKENS, *[None] * (x.ndim - 2))
 
 
 def in_natural_order(

@@ -36,6 +36,7 @@ from jaxpar.plan.memory_search import (
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, with_config
+from jaxpar.train.state_memory import teacher_bytes
 
 MARGIN = 0.05
 """The share of a device's memory that `auto` leaves free."""
@@ -171,6 +172,9 @@ def solve_budget(
     """
     config = experiment.config
     budget = budget_bytes(config.memory.budget, hardware, experiment.devices[0])
+    if taken := teacher_bytes(experiment):
+        say(f"a teacher runs beside: {bytes_text(taken)} of {bytes_text(budget)} are its own")
+        budget -= taken
     predictions = first_predictions(experiment, platform, hardware, say)
     # of the space that is thought to need the least, from the first guess on
     smallest = min(predictions, key=lambda one: one.bytes(one.space.least)).space.outer

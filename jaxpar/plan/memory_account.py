@@ -15,7 +15,7 @@ from jaxpar.base.jax_compat import compiler_message
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.state_memory import state_bytes, teacher_bytes
 
 
 class MemoryPart(NamedTuple):
@@ -70,12 +70,21 @@ def memory_account(experiment: Experiment, platform: str) -> list[MemoryPart]:
         MemoryPart("optimizer", f"moments, {plan.moments_text}", *state.optimizer),
         MemoryPart("gradients", "", *state.gradients),
         MemoryPart("batch", "", *state.batch),
+        *_of_teacher(experiment),
         *kept,
         MemoryPart("work", f"{what}, a guess", max(work, state.update - held)),
     ]
     if state.host_update:
         parts.append(MemoryPart("host update", "what the host works with", 0, state.host_update))
     return parts
+
+
+def _of_teacher(experiment: Experiment) -> list[MemoryPart]:
+    """The parameters of a teacher that runs beside, where there is one."""
+    size = teacher_bytes(experiment)
+    if not size:
+        return []
+    return [MemoryPart("teacher", "its parameters, beside the training", size)]
 
 
 def work_bytes(experiment: Experiment) -> int:

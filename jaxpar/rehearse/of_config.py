@@ -28,7 +28,7 @@ from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, plan_notes, with_config
-from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.state_memory import state_bytes, teacher_bytes
 from jaxpar.train.step import make_train_step
 
 
@@ -103,7 +103,13 @@ def rehearse(
         dropout = ["dropout is on: its random bits are part of the step"]
     else:
         dropout = []
-    report["notes"] = [*dropout, *step.notes, *report["notes"]]
+    teacher = []
+    if taken := teacher_bytes(step.experiment):
+        teacher = [
+            f"a teacher runs beside: {bytes_text(taken)} of a device, and its own time, are no "
+            "part of this step"
+        ]
+    report["notes"] = [*dropout, *teacher, *step.notes, *report["notes"]]
     return report
 
 

@@ -282,6 +282,7 @@ class _Loop:
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             with self.meter.timed("waiting"):
                 batch = put_batch(self._next_rows(step), self.experiment.plan)
+            batch |= self._answers(batch, before)
             self.state, metrics = self.program(self.state, batch)
         if step == profile.last:
             self._aside(metrics, profile.close)
@@ -290,6 +291,19 @@ class _Loop:
         told = (metrics["loss"], metrics["grad_norm"], metrics["overflows"])
         self.unread.append(StepNumbers(step, *told))
         return metrics
+
+    def _answers(
+        self,
+        batch: dict[str, jax.Array],
+        before: dict[str, jax.Array],
+    ) -> dict[str, jax.Array]:
+        """What a teacher that runs beside says of a batch; nothing where there is none."""
+        teacher = self.opened.teacher
+        if teacher is None or teacher.live is None:
+            return {}
+        if self.experiment.platform == "cpu":  # see `LiveTeacher.answer`
+            jax.block_until_ready(before)
+        return teacher.live.answer(batch)
 
     def _watch(self) -> None:
         """Call the caller's function in the other thread; only the first process does."""
@@ -325,7 +339,9 @@ class _Loop:
     def _save(self, step: int) -> None:
         run = self.opened
         position = self.positions[step]
-        beside = beside_state(self.experiment, position, run.corpus.train.size, self.frozen)
+        teacher = None if run.teacher is None else run.teacher.identity
+        size = run.corpus.train.size
+        beside = beside_state(self.experiment, position, size, self.frozen, teacher)
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
 
     def _save_good(self) -> None:

@@ -28,10 +28,11 @@ from jaxpar.train.learning_rate import schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
-from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, load_params, restore_state
+from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, restore_state
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.run_folder import Checkpoints, compare_run, keep_config, replaced_values
 from jaxpar.train.step import TrainState, batch_rows, init_state
+from jaxpar.train.teacher import Teacher, open_teacher
 
 Say = Callable[[str], None]
 
@@ -46,6 +47,7 @@ class OpenRun(NamedTuple):
       checkpoints: those of the folder.
       compared: what is known of the data that the run had before.
       first: the step to go on after; 0 = a new run.
+      teacher: its teacher; None = it has none.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class OpenRun(NamedTuple):
     checkpoints: Checkpoints
     compared: Compared
     first: int
+    teacher: Teacher | None = None
 
     @property
     def last(self) -> int:
@@ -94,6 +97,9 @@ def open_run(
     if offload_asked(experiment.plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
     main = jax.process_index() == 0
+    teacher = run_together(lambda: open_teacher(experiment, corpus))
+    if teacher is not None:
+        say(teacher.note)
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
     before = compare_run(folder, config, compared.known)
     # From now on it is a run folder; that of a run is written once nothing can be refused. Only
@@ -112,7 +118,7 @@ def open_run(
             notes.append(schedule_note(before.train, config.train, first))
     for note in filter(None, notes):
         say(note)
-    return OpenRun(folder, experiment, corpus, checkpoints, compared, first)
+    return OpenRun(folder, experiment, corpus, checkpoints, compared, first, teacher)
 
 
 def _checked(experiment: Config | Experiment) -> Experiment:
@@ -156,6 +162,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
         return FirstStep(state, data)
     state, beside = restore_state(run.checkpoints, run.first, experiment)
     trained_with = beside.get(OPTIMIZER_FINGERPRINT)
+    _require_teacher(run, beside.get(TEACHER))
     note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.first)
     if note:
         say(note)
@@ -178,9 +185,26 @@ def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:
     batch = config.train.batch
     rows = batch_rows(batch, run.experiment.plan)
     corpus = run.corpus
+    beside = None if run.teacher is None else run.teacher.read
     size = config.model.vocab_size
     masking = make_masking(config.data, size, corpus.tokenizer)
-    return train_batches(corpus.train, config.data, batch, rows, size, masking)
+    return train_batches(corpus.train, config.data, batch, rows, size, masking, beside)
+
+
+def _require_teacher(run: OpenRun, before: str | None) -> None:
+    """Refuse to go on with another teacher than the checkpoint's, under the same name.
+
+    Raises:
+      UserError: the weights, or the answers on disk, are others.
+    """
+    if run.teacher is None or before in (None, run.teacher.identity):
+        return
+    distill = run.experiment.config.distill
+    raise UserError(
+        f"distill.teacher={distill.teacher} is no longer what this run was trained with: bring it "
+        "back (distill.step names the checkpoint of a run that has trained on), or start a new "
+        "--run"
+    )
 
 
 def _require_as_much(run: OpenRun, before: int | None) -> None:

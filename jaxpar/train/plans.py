@@ -276,6 +276,7 @@ def check_own_model(config: Config) -> None:
         "train.router_z_loss": train.router_z_loss > 0,
         "train.init": bool(train.init),
     }
+    idle["distill.teacher"] = bool(config.distill.teacher)
     if asked := [key for key, is_set in idle.items() if is_set]:
         raise UserError(
             f"{asked[0]}: {name} is a whole model of your own, whose loss the library does not "

@@ -63,6 +63,7 @@ FROZEN = "frozen"
 PARTS = "parts"
 OPTIMIZER = "optimizer"
 OPTIMIZER_FINGERPRINT = "optimizer_fingerprint"
+TEACHER = "teacher"
 _BESIDE_KINDS = {
     "iterator": dict[str, Any] | None,
     "training_tokens": int | None,
@@ -71,6 +72,7 @@ _BESIDE_KINDS = {
     PARTS: dict[str, str] | None,
     OPTIMIZER: str | None,
     OPTIMIZER_FINGERPRINT: dict[str, str] | None,
+    TEACHER: str | None,
 }
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.
@@ -319,7 +321,12 @@ def fingerprint(model: AnyModel, params: Params) -> int | None:
     frozen = params | {
         "blocks": {name: leaf for name, leaf in params["blocks"].items() if name not in trained}
     }
-    return sum(int(_sum_of_bits(leaf)) for leaf in jax.tree.leaves(frozen)) % 2**32
+    return sum_of_bits(frozen)
+
+
+def sum_of_bits(params: Params) -> int:
+    """Add up the bits of parameters, in any layout: those of other weights are others."""
+    return sum(int(_sum_of_bits(leaf)) for leaf in jax.tree.leaves(params)) % 2**32
 
 
 @jax.jit
@@ -329,11 +336,16 @@ def _sum_of_bits(x: jax.Array) -> jax.Array:
 
 
 def beside_state(
-    experiment: Experiment, iterator: Any, tokens: int | None, frozen: int | None
+    experiment: Experiment,
+    iterator: Any,
+    tokens: int | None,
+    frozen: int | None,
+    teacher: str | None = None,
 ) -> dict[str, Any]:
     """Return what is saved beside a state: the data iterator's state, its number of tokens, the
     layers' order, the `fingerprint` of the frozen parameters, the names of parts of one's own, the
-    optimizer's name, and the fingerprint of one that a program gave.
+    optimizer's name, the fingerprint of one that a program gave, and what tells its teacher from
+    another.
     """
     model = experiment.model
     order = stored_order(experiment.plan, model.config.layers)
@@ -345,6 +357,7 @@ def beside_state(
         PARTS: model.own_parts(),
         OPTIMIZER: experiment.optimizer.name,
         OPTIMIZER_FINGERPRINT: experiment.optimizer_fingerprint,
+        TEACHER: teacher,
     }
 
 

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Wrapped
 
+from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
-from jaxpar.base.config import Config, TrainConfig
+from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import Option, once_options
 from jaxpar.base.plan import (
     Plan,
@@ -45,7 +46,7 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import HOST, on_device
 from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.token_order import TOKENS, axes_of
 from jaxpar.train.given_optimizer import AnyOptimizer, as_optimizer, require_update
 from jaxpar.train.host_update import require_host_update
 from jaxpar.train.optimizer import (
@@ -401,27 +402,47 @@ def empty_batch(
     absent: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return this process's rows of a batch in which no label counts; a training step with `absent`
-    rows is void.
+    rows is void, and has rows of a teacher too where there is one.
     """
     shape = len(batch_rows(config.train.batch, plan)), config.data.seq_len
     label = _ABSENT if absent else -1
-    return {
+    rows: dict[str, np.ndarray] = {
         name: np.full(shape, label if name == "labels" else 0, np.int32)
-        for name in batch_shapes(config, plan)
+        for name in token_arrays(config)
     }
+    if absent and config.distill.teacher:
+        entries = (*shape, config.distill.top_k)
+        rows[TEACHER_IDS] = np.zeros(entries, np.int32)
+        rows[TEACHER_LOG_PROBS] = np.zeros(entries, np.float32)
+    return rows
 
 
-def batch_shapes(config: Config, plan: Plan) -> dict[str, Shape]:
+def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, Shape]:
     """Return a training batch as ShapeDtypeStructs with shardings, for which the step is
     compiled.
+
+    Args:
+      config: every setting.
+      plan: its plan.
+      teacher: whether a teacher's answers are in it, where the config has a teacher; an evaluation
+        has none.
     """
     shape = (config.train.batch, config.data.seq_len)
-    leaf = Shape(shape, jnp.int32, sharding=plan.sharding(TOKENS, shape, "batch"))
+    sharding = plan.sharding(TOKENS, shape, "batch")
+    leaf = Shape(shape, jnp.int32, sharding=sharding)
+    batch = dict.fromkeys(token_arrays(config), leaf)
+    if teacher and config.distill.teacher:
+        shape = (*shape, config.distill.top_k)
+        batch[TEACHER_IDS] = Shape(shape, jnp.int32, sharding=sharding)
+        batch[TEACHER_LOG_PROBS] = Shape(shape, jnp.float32, sharding=sharding)
+    return batch
+
+
+def token_arrays(config: Config) -> tuple[str, ...]:
+    """Return the names of the arrays of a batch that the data have, int32 [B, S]."""
     if config.data.pack:
-        names = ("tokens", "labels", "positions", "segments")
-    else:
-        names = ("tokens", "labels")
-    return dict.fromkeys(names, leaf)
+        return ("tokens", "labels", "positions", "segments")
+    return ("tokens", "labels")
 
 
 def step_shapes(
@@ -441,7 +462,7 @@ def make_train_step(
     the host updates it and parameters lie in host memory, too.
 
     Metrics are scalars: `loss` (nats a token, of the labels alone), `objective` (what is
-    differentiated, where labels are smoothed), `grad_norm` (before clipping),
+    differentiated, where labels are smoothed or there is a teacher), `grad_norm` (before clipping),
     `learning_rate` (unless an optimizer that was given does not say it), `tokens` (labels that
     count) and `overflows` (entries of parameters, or of the optimizer's state, that would not be
     finite, and stayed as they were). With experts there are also `router_balance` (1 = all
@@ -462,7 +483,7 @@ def make_train_step(
         else:
             key = None
         sums, grads = gradients(
-            model, state.params, batch, plan, key, train.accumulation, loss_weights(train)
+            model, state.params, batch, plan, key, train.accumulation, loss_weights(config)
         )
         done: jax.Array | int = 1
         if jax.process_count() > 1:
@@ -488,7 +509,7 @@ def make_train_step(
             "grad_norm": new.norm,
             "tokens": sums.tokens,
         }
-        if train.label_smoothing:
+        if train.label_smoothing or config.distill.teacher:
             metrics["objective"] = sums.loss / sums.tokens
         if rate is not None:
             metrics["learning_rate"] = rate
@@ -516,13 +537,17 @@ def make_train_step(
     )
 
 
-def loss_weights(train: TrainConfig) -> LossWeights:
+def loss_weights(config: Config) -> LossWeights:
     """Return the weights of the losses that a config adds to the likelihood."""
+    train = config.train
+    distill = config.distill
     return LossWeights(
         train.z_loss,
         train.balance_loss,
         train.router_z_loss,
         train.label_smoothing,
+        distill.alpha if distill.teacher else 0.0,
+        distill.temperature,
     )
 
 
@@ -646,7 +671,7 @@ def _accumulate(
         ),
     )
     return jax.lax.scan(
-        add, nothing, (_microbatches(batch, accumulation, plan), jnp.arange(accumulation))
+        add, nothing, (cut_microbatches(batch, accumulation, plan), jnp.arange(accumulation))
     )[0]
 
 
@@ -686,19 +711,19 @@ def make_eval_step(
             return jax.tree.map(jnp.add, total, of_microbatch(params, rows)), None
 
         zero = jnp.zeros(())
-        return jax.lax.scan(add, (zero, zero), _microbatches(batch, accumulation, plan))[0]
+        return jax.lax.scan(add, (zero, zero), cut_microbatches(batch, accumulation, plan))[0]
 
     return jax.jit(step, compiler_options=dict(options))
 
 
-def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
-    """Cut a batch [B, S] into microbatches [A, B / A, S]: row r goes to number r % A, so every
-    device keeps its own.
+def cut_microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
+    """Cut a batch [B, S, ...] into microbatches [A, B / A, S, ...]: row r goes to number r % A, so
+    every device keeps its own.
     """
 
     def split(rows_BS: jax.Array) -> jax.Array:
-        rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
-        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *TOKENS))
+        rows_BAS = rows_BS.reshape(-1, accumulation, *rows_BS.shape[1:])
+        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *axes_of(rows_BS)))
 
     return jax.tree.map(split, dict(batch))
 
@@ -706,7 +731,8 @@ def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
 def compile_eval_step(model: AnyModel, config: Config, plan: Plan) -> Compiled:
     """Compile `make_eval_step` for a config's parameters, batches and compiler options; on CPU
     `require_order` may refuse the program."""
-    state, batch = step_shapes(model, config, plan)
+    state = state_shapes(model, config, plan)
+    batch = batch_shapes(config, plan, teacher=False)
     options = step_options(plan.mesh, config.compiler.options)
     compiled = (
         make_eval_step(model, plan, config.train.accumulation, options)

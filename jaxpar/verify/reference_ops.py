@@ -21,6 +21,7 @@ from jax import Array
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.kernels.masks import Mask
+from jaxpar.parallel import TopK
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.weight_view import Weight
@@ -301,6 +302,30 @@ class ReferenceOps:
         nll_BS = _cross_entropy(logits_BSV, labels_BSV)
         nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
         return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))
+
+    def linear_top_k(
+        self,
+        x_BSD: Array,
+        head_VD: Array,
+        k: int,
+        vocab_size: int,
+        softcap: float = 0.0,
+    ) -> TopK:
+        """Find the k largest log-probabilities among all.
+
+        Args:
+          x_BSD: the input of the head.
+          head_VD: the weight of the head, V at least `vocab_size`.
+          k: how many.
+          vocab_size: the size of the true vocabulary, without padding.
+          softcap: as for `logits`.
+
+        Returns:
+          The entries and their log-probabilities [B, S, k], the largest first.
+        """
+        logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
+        log_probs_BSk, ids_BSk = jax.lax.top_k(jax.nn.log_softmax(logits_BSV), k)
+        return TopK(ids_BSk, log_probs_BSk)
 
     def logits(
         self,

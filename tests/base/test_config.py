@@ -166,7 +166,8 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     """The answer does not depend on them."""
     layout = "mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler"
     tables = *layout, "checkpoint", "metrics"
-    free = key.split(".")[0] in tables or key in (
+    own = key.split(".")[0] in tables or key.startswith("distill.mesh.")
+    free = own or key in (
         "train.steps",
         "train.stop_at",
         "train.eval_every",

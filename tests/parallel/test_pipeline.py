@@ -343,6 +343,7 @@ class Waves:
         labels_BS: Any,
         plan: Plan,
         weights: Any,
+        soft: Any = None,
     ) -> LossSums:
         loss = jnp.sum(jnp.square(x_BSD * params["head"]) * jnp.maximum(labels_BS, 0)[..., None])
         return LossSums(
@@ -469,7 +470,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     places = plan.sharding(model.axes, param_shapes(model, plan))
 
     def run(params: Any, batch: Any) -> Any:
-        weights = step.loss_weights(config.train)
+        weights = step.loss_weights(config)
         return step.gradients(model, params, batch, plan, key, config.train.accumulation, weights)
 
     tokens = plan.sharding(TOKENS)

@@ -215,7 +215,7 @@ def test_chat_tuning_of_experts_has_the_loss_of_its_definition(layout: str, tmp_
     config = override(load_config("tiny_moe"), changes)
     plan = make_plan(config, jax.devices())
     model = Model(config.model)
-    weights = loss_weights(config.train)
+    weights = loss_weights(config)
     accumulation = config.train.accumulation
     part = load_corpus(config.data, config.model.vocab_size).train
     batches = train_batches(part, config.data, 8, range(8), config.model.vocab_size)

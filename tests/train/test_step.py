@@ -807,7 +807,7 @@ def test_labels_are_smoothed_in_what_is_differentiated_and_not_in_the_loss_that_
 
     @jax.jit
     def both(params: Any) -> tuple[jax.Array, LossSums]:
-        sums = model.loss(params, rows, plan, weights=loss_weights(config.train))
+        sums = model.loss(params, rows, plan, weights=loss_weights(config))
         return model.logits(params, rows, plan), sums
 
     logits, sums = both(params)

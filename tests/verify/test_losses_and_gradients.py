@@ -81,7 +81,7 @@ def test_the_reference_weighs_the_losses_of_routers_by_itself(
     small, _ = shrink(override(Config(), changes), MeshSpec())
     case = case_on(small, jax.devices()[:1])
     plan = case.plan("float32")
-    weights = step.loss_weights(small.train)
+    weights = step.loss_weights(small)
 
     def loss() -> float:
         return float(

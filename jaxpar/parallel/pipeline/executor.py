@@ -37,7 +37,7 @@ from jaxpar.parallel.pipeline.schedules import ActionKind, Table, schedule
 from jaxpar.parallel.pipeline.stage import Params, PipelinedModel
 from jaxpar.parallel.pipeline.stage_inputs import StageArrays, Task
 from jaxpar.parallel.pipeline.ticks import Carry, Shares, Stage, StageGradients
-from jaxpar.parallel.token_order import TOKENS, in_order
+from jaxpar.parallel.token_order import axes_of, in_order
 
 Batch = Mapping[str, Array]
 
@@ -165,8 +165,8 @@ def _stage_arrays(
     plan = task.plan
 
     def cut(x_BS: Array) -> Array:
-        x_BMS = x_BS.reshape(-1, plan.pipeline.microbatches, x_BS.shape[1])
-        return plan.constrain(x_BMS.swapaxes(0, 1), (None, *TOKENS))
+        x_BMS = x_BS.reshape(-1, plan.pipeline.microbatches, *x_BS.shape[1:])
+        return plan.constrain(x_BMS.swapaxes(0, 1), (None, *axes_of(x_BS)))
 
     if task.model.config.experts:
         told = with_text(batch)

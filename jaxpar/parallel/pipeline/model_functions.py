@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import Layout, PyTree
-from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
 from jaxpar.parallel.pipeline.schedules import Table, check_table
@@ -71,7 +71,13 @@ class _Functions:
         return (self._block(layer, x_BSD, here.positions),), None
 
     def score(
-        self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights
+        self,
+        params: Params,
+        x_BSD: Array,
+        labels_BS: Array,
+        plan: Plan,
+        weights: LossWeights,
+        soft: SoftTargets | None = None,
     ) -> LossSums:
         loss = self._score(params, x_BSD, labels_BS)
         tokens = jnp.sum(labels_BS >= 0, dtype=jnp.float32)

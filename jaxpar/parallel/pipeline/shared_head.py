@@ -62,36 +62,41 @@ def gather_tokens(part_BSD: Array, S: int, plan: Plan) -> Array:
         return manual(local, plan, (STORED,), STORED)(part_BSD)
 
 
-def own_labels(labels_BS: Array, plan: Plan) -> Array:
+def own_labels(labels_BS: Array, plan: Plan, filler: int = -1) -> Array:
     """Choose the labels of this stage's part of the tokens.
 
     Args:
-      labels_BS: the labels of a microbatch [B, S].
+      labels_BS: the labels of a microbatch [B, S], or another of its arrays [B, S, ...].
       plan: the plan, inside the `shard_map` over its stages.
+      filler: the label of padding.
 
     Returns:
       The labels of what `share_tokens` gives this stage, [B, S / P]; those of padding are -1,
       which does not count.
     """
-    axes = plan.mesh_axes("stage")
+    stage = plan.mesh_axes("stage")
     stages = plan.size("stage")
     pieces = plan.size("residual_seq") // plan.size("seq")
 
     def local(labels_BS: Array) -> Array:
-        labels_BTS = labels_BS.reshape(len(labels_BS), pieces, -1)
+        B, S, *of_token = labels_BS.shape
+        labels_BTS = labels_BS.reshape(B, pieces, S // pieces, *of_token)
         missing = -labels_BTS.shape[2] % stages
+        whole = [(0, 0)] * len(of_token)
         labels_BTS = jnp.pad(
             labels_BTS,
-            ((0, 0), (0, 0), (0, missing)),
-            constant_values=-1,
+            ((0, 0), (0, 0), (0, missing), *whole),
+            constant_values=filler,
         )
-        labels_BTPS = labels_BTS.reshape(*labels_BTS.shape[:2], stages, -1)
+        part = labels_BTS.shape[2] // stages
+        labels_BTPS = labels_BTS.reshape(B, pieces, stages, part, *of_token)
         own = jax.lax.dynamic_index_in_dim(
             labels_BTPS,
-            jax.lax.axis_index(axes),
+            jax.lax.axis_index(stage),
             2,
             keepdims=False,
         )
-        return own.reshape(len(labels_BS), -1)
+        return own.reshape(B, pieces * part, *of_token)
 
-    return manual(local, plan, (GATHERED[:2],), GATHERED[:2])(labels_BS)
+    axes = (*GATHERED[:2], *[None] * (labels_BS.ndim - 2))
+    return manual(local, plan, (axes,), axes)(labels_BS)

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree, merge_trees
-from jaxpar.parallel.cross_entropy import LossSums, LossWeights
+from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
@@ -74,7 +74,13 @@ class PipelinedModel(Protocol):
         number: Any = None,
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
     def score(
-        self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights
+        self,
+        params: Params,
+        x_BSD: Array,
+        labels_BS: Array,
+        plan: Plan,
+        weights: LossWeights,
+        soft: SoftTargets | None,
     ) -> LossSums: ...
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from jaxpar.base.plan import gradient_dtype
 from jaxpar.base.sharding import Axes, PyTree, is_axes, state_axes
 from jaxpar.parallel.collectives import first_order_token, manual, order_token_after, ready_after
-from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, teacher_targets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.program import Rows
@@ -312,9 +312,11 @@ class Stage:
         on each stage.
         """
         part_BSD = share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
-        labels_BS = jnp.where(
-            row.some_score, own_labels(self.inputs.row(row.scored)["labels"], self.plan), -1
-        )
+        rows = self.inputs.row(row.scored)
+        labels_BS = jnp.where(row.some_score, own_labels(rows["labels"], self.plan), -1)
+        soft = teacher_targets(rows, self.task.weights.temperature)
+        if soft is not None:
+            soft = SoftTargets(*(own_labels(x, self.plan, filler=0) for x in soft))
 
         def score(trained: Params, x_BSD: Array) -> tuple[Array, LossSums]:
             sums = self.model.score(
@@ -323,6 +325,7 @@ class Stage:
                 labels_BS,
                 self.plan,
                 self.task.weights,
+                soft,
             )
             return sums.loss, sums
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.mesh import MeshSpec, make_mesh
@@ -25,7 +26,7 @@ from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import AnyModel, Batch, OwnModel, Params
 from jaxpar.models.lora import lora_scale
 from jaxpar.parallel import Ops
-from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.cross_entropy import LossSums, teacher_targets
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
@@ -127,7 +128,7 @@ def one_device(
     if case.model.has_blocks:
         sizes = replace(sizes, scan_layers=False)
     unrolled = case.model.with_config(sizes, ops)
-    weights = step.loss_weights(case.config.train)
+    weights = step.loss_weights(case.config)
     labels = np.count_nonzero(case.batch["labels"] >= 0)
     text = np.count_nonzero(text_of(case.batch))
 
@@ -141,7 +142,8 @@ def one_device(
             sums = unrolled.loss(merged, batch, plan)
             return sums.loss, sums.tokens
         x_BSD, routed = unrolled.hidden_states(merged, batch, plan)
-        sums = unrolled.score(merged, x_BSD, batch["labels"], plan, weights)
+        soft = teacher_targets(batch, weights.temperature)
+        sums = unrolled.score(merged, x_BSD, batch["labels"], plan, weights, soft)
         if routed is None:
             return sums.loss, sums.tokens
         balance = labels * (routed.balance / text)
@@ -210,7 +212,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     plan = case.plan(precision)
     train = case.config.train
     shapes = param_shapes(case.model, plan)
-    weights = step.loss_weights(train)
+    weights = step.loss_weights(case.config)
     shardings = case.model.trained(plan.sharding(case.model.axes, shapes))
     stored = param_shardings(shapes, case.model, plan)
     batch_sharding = plan.sharding(TOKENS)
@@ -370,4 +372,17 @@ def random_batch(config: Config, seed: int = 1) -> Rows:
             name: np.where(padding, filler.get(name, 0), rows).astype(np.int32)
             for name, rows in batch.items()
         }
+    if config.distill.teacher:
+        batch |= _random_answers(config, rng)
     return batch
+
+
+def _random_answers(config: Config, rng: np.random.Generator) -> Rows:
+    """Draw a teacher's most likely entries [B, S, k], and log-probabilities in falling order, of
+    which some are of entries that it does not have.
+    """
+    shape = (config.train.batch, config.data.seq_len, config.distill.top_k)
+    vocab = np.tile(np.arange(config.model.vocab_size, dtype=np.int32), (*shape[:2], 1))
+    ids = rng.permuted(vocab, axis=-1)[..., : shape[2]]
+    log_probs = -np.sort(rng.exponential(2.0, shape), axis=-1)
+    return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs.astype(np.float32)}

@@ -35,6 +35,7 @@ from jaxpar.parallel.ulysses import devices_sharing
 
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
 _FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one
+_TOP_K = 5  # entries of a teacher
 _VOCAB = 40  # the vocabulary tables have at least this many rows
 _SAID = ("model.", "data.seq_len", "train.accumulation", "overlap.", "pipeline.")
 
@@ -545,6 +546,11 @@ RULES = (
         "the mesh divides the table, and there is room for padding",
     ),
     Rule("model.vocab_size", _vocab_size, "a table with padding keeps some, and no other has any"),
+    Rule(
+        "distill.top_k",
+        lambda whole, small: min(whole.config.distill.top_k, _TOP_K),
+        "a teacher's entries are several, and fewer than the vocabulary",
+    ),
     Rule("model.masks", _masks, "each kind of layer is there, and they still take turns"),
     Rule("model.max_seq_len", _max_seq_len, "a longer table of positions stays longer"),
     Rule(
