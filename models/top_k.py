@@ -24,8 +24,8 @@ def top_k(model: Model, params: Params, batch: Batch, plan: Plan, k: int) -> Top
       The entries and their log-probabilities [B, S, k], in the tokens' own order.
 
     Raises:
-      UserError: the sequence or the arrays do not fit the plan, k is more than the vocabulary, or the
-        model's scores have a bias.
+      UserError: the sequence or the arrays do not fit the plan, k is more than the vocabulary, or
+        the model's scores have a bias.
     """
     order = (plan.context.strategy, plan.overlap.cuts_sequence)
     x_BSD, _ = model.hidden_states(params, in_order(batch, plan, *order), plan)

@@ -130,7 +130,7 @@ def rows_of(config: Config, folder: Path, batch: int, count: int) -> list[dict[s
         batch,
         range(batch),
         config.model.vocab_size,
-        lambda part, window: found.read(part, window, 4),
+        beside=lambda part, window: found.read(part, window, 4),
     )
     return [next(batches) for _ in range(count)]
 
