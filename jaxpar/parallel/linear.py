@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def column_linear(
     layout: Layout,
     *,
     biases: Any = None,
-    seq: LogicalAxis = "seq",
+    seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
     overlap: Overlapping = "xla",
 ) -> Any:
     """Compute `x @ w` for one weight, or for several that share a gather of x, such as q, k and v,
@@ -88,7 +88,8 @@ def column_linear(
       biases: an array [*out], or for several weights a sequence with None where there is none. A
         bias has the shape of its weight's output dims, kv heads that are copied included: their
         bias is copied with them.
-      seq: logical axis of the outputs' sequence, which is "attention_seq" for q, k and v.
+      seq: logical axis of the outputs' sequence, which is "attention_seq" for q, k and v; or one
+        for each weight, of which those that lie alike share a gather.
       overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or
         one for each.
 
@@ -113,6 +114,8 @@ def column_linear(
         )
     for out in axes:
         require_axes(out, "column_linear")
+    if not isinstance(seq, str):
+        return _columns_by_sequence(x_BSD, weights, axes, layout, biases, seq, overlap)
     outs: tuple[Axes, ...] = tuple(
         ("batch", seq, *(output_axis(axis, layout) for axis in out)) for out in axes
     )
@@ -142,27 +145,70 @@ def column_linear(
     return tuple(_plus(y, bias, out, layout) for y, bias, out in zip(ys, biases, axes, strict=True))
 
 
+def _columns_by_sequence(
+    x_BSD: Array,
+    weights: Sequence[Weight],
+    axes: Sequence[Axes],
+    layout: Layout,
+    biases: Any,
+    seqs: Sequence[LogicalAxis],
+    overlap: Overlapping,
+) -> tuple[Array, ...]:
+    """`column_linear` of weights whose outputs' sequences have an axis each: those that lie alike
+    share a gather.
+    """
+    if len(seqs) != len(weights):
+        raise UserError(
+            f"column_linear was given {len(weights)} weights and {len(seqs)} axes of a sequence: "
+            "give one for each, or one for all"
+        )
+    biases = biases or (None,) * len(weights)
+    found: dict[int, Array] = {}
+    for _, places in _alike([layout.mesh_axes(seq) for seq in seqs]):
+        ys = column_linear(
+            x_BSD,
+            [weights[i] for i in places],
+            [axes[i] for i in places],
+            layout,
+            biases=[biases[i] for i in places],
+            seq=seqs[places[0]],
+            overlap=overlap,
+        )
+        found |= dict(zip(places, ys, strict=True))
+    return tuple(found[i] for i in range(len(weights)))
+
+
+def _alike(keys: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """The places of equal keys, in the order in which the keys come first."""
+    places: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    return list(places.items())
+
+
 def row_linear(
-    h_BSI: Float[Array, "B S ..."],
-    weight: Weight,
-    axes: Axes,
+    h_BSI: Any,
+    weight: Any,
+    axes: Any,
     layout: Layout,
     *,
-    bias: Float[Array, " D"] | None = None,
-    seq: LogicalAxis = "seq",
+    bias: Any = None,
+    seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
     to: LogicalAxis = "embed",
     overlap: Overlapping = "xla",
 ) -> Float[Array, "B S D"]:
     """Compute `h @ w` over split dims: Megatron's row-parallel linear, whose sum is scattered over
-    the sequence.
+    the sequence. Or compute the sum of several such products, which is scattered as one.
 
     Args:
-      h_BSI: an array [B, S, *in], split as `axes` say.
-      weight: an array [*in, D] with logical axes (*axes, to), or a `WeightView` of one.
-      axes: logical axes of the input dims, such as ("mlp",).
-      bias: an array [D] that is added once, after the sum.
+      h_BSI: an array [B, S, *in], split as `axes` say, or a sequence of such arrays.
+      weight: an array [*in, D] with logical axes (*axes, to), or a `WeightView` of one; or one for
+        each of several inputs.
+      axes: logical axes of the input dims, such as ("mlp",), or a sequence of such axes.
+      bias: an array [D] that is added once, after the sum; or one, or None, for each of several.
       seq: logical axis of the input's sequence, which is "attention_seq" for the output of
-        attention.
+        attention; or one for each. Inputs that lie alike, and are summed over the same devices,
+        share a scatter.
       to: logical axis of the output dim, which is "rank" for the first of two matrices of low rank.
       overlap: as for `column_linear`; here the forward scatters and the backward gathers.
 
@@ -173,58 +219,108 @@ def row_linear(
       UserError: as for `column_linear`.
     """
     require_layout(layout, "row_linear")
-    require_axes(axes, "row_linear")
-    used: Axes = ("batch", seq, None)
-    split: Axes = ("batch", seq, *axes)
-    stored: Axes = (*axes, to)
-    layout.sharding(split, h_BSI.shape, "input")
-    layout.sharding(stored, weight.shape, "weight")
-    ins = len(axes)
-    form = form_of(weight)
-    require_units(form, weight.shape, stored, layout, ins, what="weight")
-    _require_width("row_linear", h_BSI.shape, weight.shape, ins)
-    _require_bias("row_linear", bias, weight.shape[ins:])
+    if not isinstance(h_BSI, list | tuple):
+        h_BSI, weight, axes, bias = (h_BSI,), (weight,), (axes,), (bias,)
+    seqs = (seq,) * len(h_BSI) if isinstance(seq, str) else tuple(seq)
+    biases = bias or (None,) * len(h_BSI)
+    if not len(h_BSI) == len(weight) == len(axes) == len(biases) == len(seqs):
+        raise UserError(
+            f"row_linear was given {len(h_BSI)} inputs, {len(weight)} weights, {len(axes)} axes, "
+            f"{len(biases)} biases and {len(seqs)} axes of a sequence: give one of each"
+        )
+    rows = [
+        _row(h, one, ins, to, seq, layout)
+        for h, one, ins, seq in zip(h_BSI, weight, axes, seqs, strict=True)
+    ]
+    keys = [(split_over(used_axes(row.ins), layout), layout.mesh_axes(row.used[1])) for row in rows]
+    parts = []
+    for (partial, _), places in _alike(keys):
+        inputs = tuple(h_BSI[i] for i in places)
+        weights = tuple(stored_array(weight[i]) for i in places)
+        run = _rows([rows[i] for i in places], partial, layout, overlap)
+        parts.append(run(inputs, weights))
+    y_BSD = functools.reduce(jnp.add, parts)
+    for row, one in zip(rows, biases, strict=True):
+        _require_bias("row_linear", one, row.width)
+        y_BSD = _plus(y_BSD, one, (to,), layout)
+    return y_BSD
+
+
+class _Row(NamedTuple):
+    """One weight of row linears: how it and its input lie."""
+
+    ins: Axes
+    """The logical axes of the input dims."""
+    used: Axes
+    """The layout of the sum before it is scattered."""
+    stored: Axes
+    """The logical axes of the weight."""
+    form: WeightForm | None
+    """The form in which the weight's entries are read."""
+    width: tuple[int, ...]
+    """The shape of the weight's output dims."""
+
+    @property
+    def split(self) -> Axes:
+        """The logical axes of the input."""
+        return (*self.used[:2], *self.ins)
+
+    def use(self, weight: Array, layout: Layout, swapped: bool = False) -> Factor:
+        """Inside `manual`: the weight as it is multiplied."""
+        count = len(self.ins)
+        whole = gather_weight(read(weight, self.form, count), self.stored, layout)
+        return _factor(whole, self.form, count, layout, swapped)
+
+
+def _row(
+    h: Array, weight: Weight, ins: Axes, to: LogicalAxis, seq: LogicalAxis, layout: Layout
+) -> _Row:
+    """What `row_linear` knows of one weight, held against its input."""
+    require_axes(ins, "row_linear")
+    count = len(ins)
+    row = _Row(
+        tuple(ins), ("batch", seq, None), (*ins, to), form_of(weight), tuple(weight.shape[count:])
+    )
+    layout.sharding(row.split, h.shape, "input")
+    layout.sharding(row.stored, weight.shape, "weight")
+    require_units(row.form, weight.shape, row.stored, layout, count, what="weight")
+    _require_width("row_linear", h.shape, weight.shape, count)
+    return row
+
+
+def _rows(
+    rows: Sequence[_Row], partial: tuple[MeshAxis, ...], layout: Layout, overlap: Overlapping
+) -> Callable[[tuple[Array, ...], tuple[Array, ...]], Array]:
+    """Row linears whose sum is partial over the same mesh axes, and scattered as one."""
+    used = rows[0].used
     gathers, scatters = _forms(overlap)
 
-    def use(weight: Array, swapped: bool = False) -> Factor:
-        whole = gather_weight(read(weight, form, ins), stored, layout)
-        return _factor(whole, form, ins, layout, swapped)
+    def forward(hs: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
+        products = [
+            (h.astype(layout.dtype), row.use(weight, layout))
+            for row, h, weight in zip(rows, hs, weights, strict=True)
+        ]
+        return matmul_reduce_scatter(products, partial, used, STORED, layout, scatters)
 
-    def forward(h: Array, weight: Array) -> Array:
-        products = [(h.astype(layout.dtype), use(weight))]
-        return matmul_reduce_scatter(
-            products, split_over(used_axes(axes), layout), used, STORED, layout, scatters
-        )
-
-    def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
-        swapped = use(weight, swapped=True)
+    def backward(
+        hs: tuple[Array, ...], weights: tuple[Array, ...], dy: Array
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        swapped = [
+            row.use(weight, layout, swapped=True) for row, weight in zip(rows, weights, strict=True)
+        ]
         dy = dy.astype(layout.dtype)
-        dy, (dh,) = all_gather_matmul(
-            dy,
-            [swapped],
-            STORED,
-            used,
-            layout.compute,
-            layout,
-            gathers,
-        )
-        dweight = _weight_gradient(
-            h.astype(layout.dtype),
-            dy,
-            weight,
-            stored,
-            used,
-            layout,
-            None,
-        )
-        return dh.astype(h.dtype), pull(dweight, form, ins)
+        dy, dhs = all_gather_matmul(dy, swapped, STORED, used, layout.compute, layout, gathers)
+        dweights = []
+        for row, h, weight in zip(rows, hs, weights, strict=True):
+            narrow = h.astype(layout.dtype)
+            dweight = _weight_gradient(narrow, dy, weight, row.stored, used, layout, None)
+            dweights.append(pull(dweight, row.form, len(row.ins)))
+        dhs = (dh.astype(h.dtype) for dh, h in zip(dhs, hs, strict=True))
+        return tuple(dhs), tuple(dweights)
 
-    return _plus(
-        manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, stored_array(weight)),
-        bias,
-        (to,),
-        layout,
-    )
+    of_inputs = tuple(row.split for row in rows)
+    of_weights = tuple(row.stored for row in rows)
+    return manual_vjp(forward, backward, layout, (of_inputs, of_weights), STORED)
 
 
 def rank_linear(

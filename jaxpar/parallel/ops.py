@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -44,7 +45,7 @@ class Ops:
         weights: Any,
         axes: Any,
         biases: Any = None,
-        seq: LogicalAxis = "seq",
+        seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
     ) -> Any:
         """See `jaxpar.parallel.column_linear`: one weight, or several that share a gather."""
         several = isinstance(weights, list | tuple)
@@ -56,15 +57,16 @@ class Ops:
 
     def row_linear(
         self,
-        h_BSI: Array,
-        weight: Weight,
-        axes: Axes,
-        bias: Array | None = None,
-        seq: LogicalAxis = "seq",
+        h_BSI: Any,
+        weight: Any,
+        axes: Any,
+        bias: Any = None,
+        seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
         to: LogicalAxis = "embed",
     ) -> Array:
-        """See `jaxpar.parallel.row_linear`."""
-        forms = self.plan.overlap.forms(axes[0])
+        """See `jaxpar.parallel.row_linear`: one input, or several whose products are summed."""
+        of_first = axes[0] if isinstance(h_BSI, list | tuple) else axes
+        forms = self.plan.overlap.forms(of_first[0])
         return linear.row_linear(
             h_BSI, weight, axes, self.plan, bias=bias, seq=seq, to=to, overlap=forms
         )

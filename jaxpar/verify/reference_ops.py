@@ -10,7 +10,9 @@ F mlp, E experts, K chosen experts of a token.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +49,7 @@ class ReferenceOps:
         weights: Any,
         axes: Any,
         biases: Any = None,
-        seq: LogicalAxis = "seq",
+        seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
     ) -> Any:
         """Return `x @ w` for one weight, or for each of several, plus its bias.
 
@@ -71,27 +73,37 @@ class ReferenceOps:
 
     def row_linear(
         self,
-        h_BSI: Array,
-        weight: Weight,
-        axes: Axes,
-        bias: Array | None = None,
-        seq: LogicalAxis = "seq",
+        h_BSI: Any,
+        weight: Any,
+        axes: Any,
+        bias: Any = None,
+        seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
         to: LogicalAxis = "embed",
     ) -> Array:
-        """Return `h @ w` over all dims of h but the first two, plus the bias.
+        """Return `h @ w` over all dims of h but the first two, plus the bias; of several, their
+        sum.
 
         Args:
-          h_BSI: the input, [B, S, ...] with one or more dims that are summed over.
-          weight: the weight, those dims first and then D.
+          h_BSI: the input, [B, S, ...] with one or more dims that are summed over, or several.
+          weight: the weight, those dims first and then D, or one for each input.
           axes: the logical axes of the weight, which do not matter on one device.
-          bias: the bias [D], or None.
+          bias: the bias [D], or None, or one for each input.
           seq: the logical axis of the sequence, which does not matter here.
           to: the logical axis of the output's last dim, which does not matter here.
 
         Returns:
           The output [B, S, D] in the compute dtype.
         """
-        return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
+        if not isinstance(h_BSI, list | tuple):
+            return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
+        biases = bias or [None] * len(h_BSI)
+        return functools.reduce(
+            jnp.add,
+            (
+                self._linear(h, one, h.ndim - 2, added)
+                for h, one, added in zip(h_BSI, weight, biases, strict=True)
+            ),
+        )
 
     def rank_linear(
         self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq"
