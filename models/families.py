@@ -122,7 +122,8 @@ def family_of(config: ModelConfig) -> Family:
 
     Raises:
       UserError: there is no such family, it has no experts, grouped kv heads, types of tokens or
-        RoPE and the config asks for them, or heads that RoPE turns have an odd size.
+        RoPE and the config asks for them, heads that RoPE turns have an odd size, or its sublayers
+        cannot be parallel.
     """
     name = config.family
     standard = ModelConfig()
@@ -137,6 +138,20 @@ def family_of(config: ModelConfig) -> Family:
     family = FAMILIES[name]
     if config.experts and not family.experts:
         raise UserError(f"{name} has no experts, found model.experts={config.experts}: set it to 0")
+    normed = family.post_norms or family.norm_after
+    if config.sublayers == "parallel" and (config.experts or normed):
+        if config.experts:
+            why = f"model.experts={config.experts}, which are sent their tokens after attention"
+        else:
+            why = f"{name} norms what each sublayer adds"
+        raise UserError(
+            f"model.sublayers=parallel: {why}: set it to serial, or take a family without"
+        )
+    if config.experts and config.activation not in ("family", family.activation):
+        raise UserError(
+            f"model.activation={config.activation}: experts have that of their family, "
+            f"{family.activation}: leave it alone, or set model.experts=0"
+        )
     if not family.grouped and config.kv_heads not in (0, config.heads):
         raise UserError(
             f"{name} has no grouped kv heads, found model.kv_heads={config.kv_heads}: set it to 0"

@@ -17,6 +17,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, read_json, suggest
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.toml import flatten, from_dict
+from jaxpar.models.families import family_of
 from jaxpar.models.masks import has_window, read_word
 
 REQUIRED = object()
@@ -606,6 +607,8 @@ def hf_config(config: ModelConfig) -> Json:
         and config.rope_factor != 1,
         "rope_scaling": "rope_scaling" in family.fixed and config.rope_factor != 1,
         "shared_experts": config.shared_experts,
+        "sublayers": config.sublayers != "serial",
+        "activation": config.activation not in ("family", family_of(config).activation),
         "router": config.router != "token_choice",
         "token_types": "token_types" in family.sizes and not config.token_types,
         "tied_head": "tied_head" not in family.sizes and not config.tied_head,

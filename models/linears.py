@@ -52,7 +52,7 @@ def column_linears(
     x_BSD: Float[Array, "B S D"],
     linears: Sequence[Linear],
     ops: Ops,
-    seq: LogicalAxis = "seq",
+    seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
 ) -> list[Array]:
     """Multiply the residual stream by matrices [D, *out]; the A's of LoRA share its gather.
 
@@ -60,11 +60,15 @@ def column_linears(
       x_BSD: the stream.
       linears: the matrices; all outputs' first dims lie as their own axes say.
       ops: as a block is given them.
-      seq: the logical axis of the outputs' sequence.
+      seq: the logical axis of the outputs' sequence, or one for each matrix.
 
     Returns:
       An array [B, S, *out] for each matrix.
     """
+    seqs = [seq] * len(linears) if isinstance(seq, str) else list(seq)
+    narrow_seqs = [
+        one for linear, one in zip(linears, seqs, strict=True) if linear.pair is not None
+    ]
     pairs = [linear.pair for linear in linears if linear.pair is not None]
     weights: list[Weight] = [linear.view for linear in linears]
     narrow: list[Weight] = [pair.a[...] for pair in pairs]
@@ -72,12 +76,13 @@ def column_linears(
     rank: Axes = ("rank",)
     biases = [linear.bias_array for linear in linears] + [None] * len(pairs)
     axes_of_all = [*outputs, *[rank] * len(pairs)]
-    found = ops.column_linear(x_BSD, weights + narrow, axes_of_all, biases, seq)
+    seq_of_all = seq if isinstance(seq, str) else seqs + narrow_seqs
+    found = ops.column_linear(x_BSD, weights + narrow, axes_of_all, biases, seq_of_all)
     low = iter(found[len(linears) :])
     ys = []
-    for linear, axes, y in zip(linears, outputs, found, strict=False):
+    for linear, axes, one, y in zip(linears, outputs, seqs, found, strict=False):
         if linear.pair is not None:
-            y += linear.pair.expand(next(low), axes, ops, seq)
+            y += linear.pair.expand(next(low), axes, ops, one)
         ys.append(y)
     return ys
 
@@ -96,10 +101,42 @@ def row_linear(
     Returns:
       What is added to the residual stream [B, S, D], in its layout.
     """
-    axes = linear.axes[:-1]
-    y_BSD = ops.row_linear(h_BSI, linear.view, axes, linear.bias_array, seq)
+    y_BSD = ops.row_linear(h_BSI, linear.view, linear.axes[:-1], linear.bias_array, seq)
+    return _plus_pair(y_BSD, h_BSI, linear, ops, seq)
+
+
+def row_linears(
+    hs: Sequence[Array], linears: Sequence[Linear], ops: Ops, seqs: Sequence[LogicalAxis]
+) -> Float[Array, "B S D"]:
+    """Multiply several hidden features, each by a matrix [*I, D], and sum them with one scatter.
+
+    Args:
+      hs: the hidden features [B, S, *I].
+      linears: the matrix of each.
+      ops: as a block is given them.
+      seqs: the logical axis of the sequence of each.
+
+    Returns:
+      What is added to the residual stream [B, S, D], in its layout.
+    """
+    y_BSD = ops.row_linear(
+        list(hs),
+        [linear.view for linear in linears],
+        [linear.axes[:-1] for linear in linears],
+        [linear.bias_array for linear in linears],
+        seqs,
+    )
+    for h, linear, seq in zip(hs, linears, seqs, strict=True):
+        y_BSD = _plus_pair(y_BSD, h, linear, ops, seq)
+    return y_BSD
+
+
+def _plus_pair(
+    y_BSD: Array, h_BSI: Array, linear: Linear, ops: Ops, seq: LogicalAxis
+) -> Float[Array, "B S D"]:
+    """Add the product of the LoRA pair of a row linear, if it has one."""
     pair = linear.pair
     if pair is None:
         return y_BSD
-    low_BSr = ops.row_linear(h_BSI, pair.a[...], axes, None, seq, "rank")
+    low_BSr = ops.row_linear(h_BSI, pair.a[...], linear.axes[:-1], None, seq, "rank")
     return y_BSD + pair.expand(low_BSr, ("embed",), ops, "residual_seq")

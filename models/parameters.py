@@ -21,12 +21,20 @@ from jaxpar.base.errors import UserError
 zeros = nnx.initializers.zeros
 ones = nnx.initializers.ones
 normal = nnx.initializers.normal
+
+
+def squared_relu(x: Array) -> Array:
+    """The square of what is above zero (Primer, arXiv:2109.08668, section 3)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu2": squared_relu,
 }
-"""The functions of `Family.activation`."""
+"""The functions of `Family.activation` and `model.activation`."""
 
 
 def param(

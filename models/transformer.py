@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.models.families import Family, family_of
-from jaxpar.models.linears import Linear, column_linears, row_linear
+from jaxpar.models.linears import Linear, column_linears, row_linear, row_linears
 from jaxpar.models.lora import lora_pairs
 from jaxpar.models.masks import has_window, layer_masks
 from jaxpar.models.norms import NORMS, RMSNorm
@@ -178,7 +178,8 @@ class Embed(nnx.Module):
 
 class Block(nnx.Module):
     """Attention, followed by an MLP or experts. A norm is before each, or after what each adds is
-    added; where the family has post-norms, what they add is normed too."""
+    added; where the family has post-norms, what they add is normed too. Or attention beside the
+    MLP, both from one norm."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         family = family_of(config)
@@ -213,7 +214,7 @@ class Block(nnx.Module):
             self.k_norm = RMSNorm(config, rngs, head_dim=h)
         if family.norm_after:
             self.attention_norm = norm(config, rngs)
-        else:
+        elif config.sublayers == "serial":
             self.mlp_norm = norm(config, rngs)
         if family.post_norms:
             self.attention_post_norm = norm(config, rngs)
@@ -270,6 +271,11 @@ class Block(nnx.Module):
         if key is not None:
             weights_key, attention_key, mlp_key = jax.random.split(key, 3)
         rate = self.config.dropout
+        if self.config.sublayers == "parallel":
+            with jax.named_scope("sublayers"):
+                normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
+                y_BSD = self.together(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
+                return x_BSD + dropout(y_BSD, rate, mlp_key)
         with jax.named_scope("attention"):
             if self.family.norm_after:
                 normed_BSD = x_BSD
@@ -334,10 +340,39 @@ class Block(nnx.Module):
         Returns:
           What is added, in the layout of the stream.
         """
-        config = self.config
-        family = self.family
         linears = [self.linear("q"), self.linear("k"), self.linear("v")]
         q_BSHh, k_BSKh, v_BSKh = column_linears(x_BSD, linears, ops, "attention_seq")
+        mixed_BSHh = self.attend(q_BSHh, k_BSKh, v_BSKh, positions_BS, segments_BS, ops, key, kind)
+        return row_linear(mixed_BSHh, self.linear("out"), ops, "attention_seq")
+
+    def attend(
+        self,
+        q_BSHh: Float[Array, "B S H h"],
+        k_BSKh: Float[Array, "B S K h"],
+        v_BSKh: Float[Array, "B S K h"],
+        positions_BS: Int[Array, "B S"],
+        segments_BS: Int[Array, "B S"] | None,
+        ops: Ops,
+        key: jax.Array | None,
+        kind: int,
+    ) -> Float[Array, "B S H h"]:
+        """Norm and turn queries and keys as the family does, and attend.
+
+        Args:
+          q_BSHh: the queries as the matmul made them, and so are the keys and values.
+          k_BSKh: see there.
+          v_BSKh: see there.
+          positions_BS: as for a block.
+          segments_BS: as for a block.
+          ops: as for a block.
+          key: as for a block.
+          kind: as for a block.
+
+        Returns:
+          The mixed values of each head.
+        """
+        config = self.config
+        family = self.family
         # A norm's backward starts from what the matmul made, so that is what bears the name.
         if family.qk_norm:
             q_BSHh = self.q_norm(named(q_BSHh, "q"))
@@ -350,7 +385,7 @@ class Block(nnx.Module):
         if not family.qk_norm:
             q_BSHh = named(q_BSHh, "q")
             k_BSKh = named(k_BSKh, "k")
-        mixed_BSHh = ops.attention(
+        return ops.attention(
             q_BSHh,
             k_BSKh,
             named(v_BSKh, "v"),
@@ -360,7 +395,45 @@ class Block(nnx.Module):
             key,
             config.attention_softcap,
         )
-        return row_linear(mixed_BSHh, self.linear("out"), ops, "attention_seq")
+
+    def together(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        positions_BS: Int[Array, "B S"],
+        segments_BS: Int[Array, "B S"] | None,
+        ops: Ops,
+        key: jax.Array | None,
+        kind: int,
+    ) -> Float[Array, "B S D"]:
+        """Compute what attention and the MLP add to the residual stream, from the same input.
+
+        All matrices that read the stream share its gather, and what both sublayers add is summed
+        before it is scattered.
+
+        Args:
+          x_BSD: the residual stream after its norm.
+          positions_BS: as for a block.
+          segments_BS: as for a block.
+          ops: as for a block.
+          key: as for a block.
+          kind: as for a block.
+
+        Returns:
+          What is added, in the layout of the stream.
+        """
+        of_heads = [self.linear("q"), self.linear("k"), self.linear("v")]
+        of_mlp = self.mlp_inputs()
+        seqs = ["attention_seq"] * 3 + ["seq"] * len(of_mlp)
+        found = column_linears(x_BSD, of_heads + of_mlp, ops, seqs)
+        q_BSHh, k_BSKh, v_BSKh, *wide_BSF = found
+        mixed_BSHh = self.attend(q_BSHh, k_BSKh, v_BSKh, positions_BS, segments_BS, ops, key, kind)
+        hidden_BSF = self.mlp_hidden(wide_BSF)
+        return row_linears(
+            [mixed_BSHh, hidden_BSF],
+            [self.linear("out"), self.linear("down")],
+            ops,
+            ["attention_seq", "seq"],
+        )
 
     def mlp(
         self,
@@ -378,18 +451,30 @@ class Block(nnx.Module):
         Returns:
           What is added, in the layout of the stream.
         """
-        activation = ACTIVATIONS[self.family.activation]
-        up = self.linear(f"{prefix}up")
-        if self.family.gated:
-            gate = self.linear(f"{prefix}gate")
-            gate_BSF, up_BSF = column_linears(x_BSD, [gate, up], ops)
-            gate_BSF = named(gate_BSF, f"{prefix}gate")
+        wide_BSF = column_linears(x_BSD, self.mlp_inputs(prefix), ops)
+        hidden_BSF = self.mlp_hidden(wide_BSF, prefix)
+        return row_linear(hidden_BSF, self.linear(f"{prefix}down"), ops)
+
+    def mlp_inputs(self, prefix: str = "") -> list[Linear]:
+        """The matrices with which an MLP reads the stream: gate and up, or up alone."""
+        names = ["gate", "up"] if self.family.gated else ["up"]
+        return [self.linear(f"{prefix}{name}") for name in names]
+
+    def mlp_hidden(
+        self, wide_BSF: list[Float[Array, "B S F"]], prefix: str = ""
+    ) -> Float[Array, "B S F"]:
+        """Compute the hidden features of an MLP from what `mlp_inputs` made."""
+        if self.config.activation == "family":
+            activation = ACTIVATIONS[self.family.activation]
+        else:
+            activation = ACTIVATIONS[self.config.activation]
+        *gates_BSF, up_BSF = wide_BSF
+        if gates_BSF:
+            gate_BSF = named(gates_BSF[0], f"{prefix}gate")
             hidden_BSF = activation(gate_BSF) * named(up_BSF, f"{prefix}up")
         else:
-            (up_BSF,) = column_linears(x_BSD, [up], ops)
             hidden_BSF = activation(named(up_BSF, f"{prefix}up"))
-        hidden_BSF = named(hidden_BSF, f"{prefix}mlp_hidden")
-        return row_linear(hidden_BSF, self.linear(f"{prefix}down"), ops)
+        return named(hidden_BSF, f"{prefix}mlp_hidden")
 
     def experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops

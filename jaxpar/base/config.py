@@ -68,6 +68,14 @@ class ModelConfig:
     """Hidden size of the MLP, or of one expert."""
     token_types: Annotated[int, Range(0, 65_536)] = 0
     """Types of tokens, such as BERT's two for the sentences of a pair; 0 = tokens have no types."""
+    sublayers: Literal["serial", "parallel"] = "serial"
+    """`parallel` takes attention and the MLP from one norm and adds both at once (PaLM,
+    arXiv:2204.02311, section 2): one gather and one scatter a block where there are two.
+    """
+    activation: Literal["family", "silu", "gelu", "relu2"] = "family"
+    """The activation of the MLP: the family's own, or another. `relu2` is the square of what is
+    above zero (Primer, arXiv:2109.08668, section 3).
+    """
     experts: Annotated[int, Range(0, 65_536)] = 0
     """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every
     token.
