@@ -281,6 +281,12 @@ def test_gpt2_has_no_free_head_dim():
         match=r"a mixtral checkpoint: one expert for each token .*model.experts_per_token=1",
     ):
         hf_config(dataclasses.replace(MIXTRAL, experts_per_token=1))
+    beside = ModelConfig(family="llama", sublayers="parallel")
+    with pytest.raises(UserError, match=r"a llama checkpoint cannot say model.sublayers=parallel"):
+        hf_config(beside)
+    squared = ModelConfig(family="llama", activation="relu2")
+    with pytest.raises(UserError, match=r"a llama checkpoint cannot say model.activation=relu2"):
+        hf_config(squared)
     with pytest.raises(UserError, match=r"a mixtral checkpoint cannot say model.shared_experts=2"):
         hf_config(dataclasses.replace(MIXTRAL, shared_experts=2))
     with pytest.raises(UserError, match=r"a mixtral checkpoint cannot say model.router=expert_ch"):

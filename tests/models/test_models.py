@@ -22,7 +22,12 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.models.transformer import Block, _quarter_turn, _quarter_turn_by_matmul
+from jaxpar.models.transformer import (
+    Block,
+    _quarter_turn,
+    _quarter_turn_by_matmul,
+    count_positions,
+)
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.ops import ops_without_plan
 
@@ -421,3 +426,35 @@ def test_pairs_are_turned_by_a_matmul_to_the_bit(dtype: str) -> None:
         ours, want = (found(towards)[0] if callable(found) else found for found in (ours, want))
         assert ours.dtype == want.dtype
         np.testing.assert_array_equal(ours, want)
+
+
+def test_parallel_sublayers_add_attention_and_mlp_of_one_norm() -> None:
+    config = dataclasses.replace(CONFIGS["llama"], sublayers="parallel", activation="relu2")
+    block = Block(config, nnx.Rngs(0))
+    x_BSD = jax.random.normal(jax.random.key(1), (2, 9, config.embed))
+    positions_BS = count_positions(x_BSD)
+    ops = ops_without_plan()
+    normed_BSD = block.attention_norm(x_BSD)
+    attention_BSD = block.attention(normed_BSD, positions_BS, None, ops)
+    gate = normed_BSD @ block.gate[...]
+    hidden = jnp.maximum(gate, 0) ** 2 * (normed_BSD @ block.up[...])
+    want_BSD = x_BSD + attention_BSD + hidden @ block.down[...]
+    # Matmuls of one gather may sum in another order: an ulp of numbers of about one.
+    np.testing.assert_allclose(block(x_BSD), want_BSD, atol=1e-5)
+    assert not hasattr(block, "mlp_norm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"family": "gemma2", "sublayers": "parallel"}, "gemma2 norms what each sublayer adds"),
+        ({"experts": 2, "sublayers": "parallel"}, r"model.experts=2, which are sent their tokens"),
+        ({"experts": 2, "activation": "relu2"}, "experts have that of their family, silu"),
+    ],
+)
+def test_sublayers_and_activations_that_a_family_has_not_are_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    config = dataclasses.replace(CONFIGS["llama"], **changes)
+    with pytest.raises(UserError, match=says):
+        Block(config, nnx.Rngs(0))

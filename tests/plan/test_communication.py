@@ -295,3 +295,13 @@ def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
             assert config.model.layers * found[one] == pytest.approx(
                 whole(**{one: "recompute"}) - least
             )
+
+
+def test_parallel_sublayers_send_half_of_what_serial_ones_do():
+    """Along tensor, of the activations; the weights' moves along fsdp are the same."""
+    config = config_of("llama", "none", fsdp=4, tensor=2)
+    serial = sent_by(config, "block")
+    found = sent_by(override(config, {"model.sublayers": "parallel"}), "block")
+    for kind in ("all-gather", "reduce-scatter"):
+        assert found[over(kind, "tensor")] == serial[over(kind, "tensor")] / 2
+        assert found[over(kind, "fsdp")] == serial[over(kind, "fsdp")]

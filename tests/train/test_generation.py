@@ -120,6 +120,12 @@ def test_a_token_goes_to_the_shared_experts_while_a_text_is_written(
         assert new == best[2:10].tolist()
 
 
+def test_parallel_sublayers_generate_what_they_score(plan_of: Callable[..., Plan]) -> None:
+    model = Model(replace(CONFIG, sublayers="parallel", activation="relu2"))
+    params = jax.jit(model.init)(jax.random.key(0))
+    test_each_token_is_the_most_likely_after_those_before(model, params, plan_of)
+
+
 def test_scores_are_those_of_the_whole_model(model, params, plan_of: Callable[..., Plan]) -> None:
     plan = plan_of()
     counted = [2, 9, 1]

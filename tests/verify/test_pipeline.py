@@ -162,6 +162,11 @@ def listed() -> list[Plan]:
         ),
         (
             "llama",
+            {"stage": 2, "data": 2, "tensor": 2},
+            piped("1f1b", 4) | {"model.sublayers": "parallel"},
+        ),
+        (
+            "llama",
             {"stage": 2, "data": 4},
             piped("1f1b", 4) | {"rules.state_embed": ("data",), "rules.embed": ()},
         ),

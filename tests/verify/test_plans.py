@@ -72,6 +72,7 @@ def heads(H: int, K: int = 0) -> dict[str, Any]:
 DOMINO = overlap("xla", domino="on")
 HALVED = overlap("xla", domino="sequence")
 WINDOWS = {"model.masks": ("causal", "window(5)")}
+PARALLEL = {"model.sublayers": "parallel", "model.activation": "relu2"}
 ZERO1 = {"rules.state_embed": ("data",), "rules.embed": ()}
 SPLIT_IN_ALL = {
     "rules.heads": (),
@@ -138,6 +139,10 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("llama", {"fsdp": 2, "tensor": 4}, HALVED | PACKED | THRICE | WINDOWS),
     ("llama", {"tensor": 8}, overlap("ring", "bidirectional", "sequence") | heads(8, 2)),
     ("llama", {"data": 8}, HALVED | ZERO1),
+    # Attention beside the MLP.
+    ("gpt2", {"data": 2, "tensor": 4}, overlap("ring", "bidirectional") | PARALLEL | THRICE),
+    ("llama", {"fsdp": 4, "tensor": 2}, HALVED | PARALLEL | PACKED),
+    ("llama", {"context": 2, "tensor": 4}, heads(2, 1) | PARALLEL),
     # More tensor devices than heads, or than kv heads.
     ("llama", {"tensor": 8}, heads(8, 2) | overlap("ring")),
     (
