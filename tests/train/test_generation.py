@@ -120,6 +120,7 @@ def test_a_token_goes_to_the_shared_experts_while_a_text_is_written(
         assert new == best[2:10].tolist()
 
 
+@pytest.mark.slow
 def test_parallel_sublayers_generate_what_they_score(plan_of: Callable[..., Plan]) -> None:
     model = Model(replace(CONFIG, sublayers="parallel", activation="relu2"))
     params = jax.jit(model.init)(jax.random.key(0))
