@@ -299,7 +299,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
     """Nor does a number that overflows in a step whose loss and gradients are finite: it stays as
     it was.
     """
-    plan = dataclasses.replace(plan_of(fsdp=2), **changes)
+    plan = dataclasses.replace(plan_of(data=2, fsdp=2), **changes)
     axes = {"blocks": {"w": ("layers", "embed", "mlp")}}
     train = TrainConfig(learning_rate=1e3, warmup_steps=1, clip_norm=0.0)
     largest = float(jnp.finfo(jnp.float32).max)
