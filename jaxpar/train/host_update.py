@@ -94,7 +94,7 @@ def update_on_host(
     if split_further:
         new = gather_params(jax.tree.map(on_device, new), axes, plan)
         new = jax.tree.map(_in_memory, new, params_away)
-    counted = [(params, param_specs)]
+    counted: list[tuple[PyTree, PyTree]] = [(params, param_specs)]
     if not optimizer.stays_finite:
         counted.append((opt_state, state_specs))
     copies = [
