@@ -272,7 +272,8 @@ def train_batches(
         mixed = orders[0]
     ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=data.prefetch)
     whole = mixed.batch(batch, drop_remainder=True)
-    return iter(_numbered(whole, fetch, masking).to_iter_dataset(ahead))
+    read: grain.IterDataset[HostBatch] = _numbered(whole, fetch, masking).to_iter_dataset(ahead)
+    return iter(read)
 
 
 _TRAINING = 0
