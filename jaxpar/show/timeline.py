@@ -134,7 +134,8 @@ def draw_lanes(axes: Axes, timeline: TimelineColumns, begin: float, end: float) 
     Args:
       axes: where to draw.
       timeline: the events.
-      begin, end: the times, in milliseconds.
+      begin: the first time, in milliseconds.
+      end: the last.
     """
     bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     rows = rows_of(timeline)
