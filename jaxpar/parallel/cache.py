@@ -132,9 +132,11 @@ class DecodeOps(Ops):
         dropout_rate: float = 0.0,
         key: Array | None = None,
         softcap: float = 0.0,
+        q_start: int = 0,
     ) -> Array:
-        """Attention of one token a row. There are no documents and no dropout."""
+        """Attention of one token a row. There are no documents, no dropout and no halves."""
         assert segments_BS is None and key is None, "generation has neither documents nor dropout"
+        assert q_start == 0, "one token has no halves"
         assert self.place_B is not None and self.places_BT is not None
         place_B1 = self.place_B[:, None]
         plan = self.plan

@@ -32,24 +32,24 @@ class _Groups(NamedTuple):
     work: ContextTask
     sharing: int
     """So many neighbours are a group, and share out the heads."""
-    count: int
+    parts: int
     """The number of groups, each of which has a part of the queries."""
 
     @property
     def neighbours(self) -> list[list[int]] | None:
         """The devices of each group; None = all devices are one."""
-        if self.count == 1:
+        if self.parts == 1:
             return None
         return [
             [group * self.sharing + share for share in range(self.sharing)]
-            for group in range(self.count)
+            for group in range(self.parts)
         ]
 
     @property
     def alike(self) -> list[list[int]]:
         """The devices that have the same heads, one of each group."""
         return [
-            [group * self.sharing + share for group in range(self.count)]
+            [group * self.sharing + share for group in range(self.parts)]
             for share in range(self.sharing)
         ]
 
@@ -68,7 +68,7 @@ class _Groups(NamedTuple):
 
     def gather(self, x_BPKh: Array) -> Array:
         """Return the keys or values of a share of the heads for the whole sequence."""
-        if self.count == 1:
+        if self.parts == 1:
             return x_BPKh
         return jax.lax.all_gather(
             x_BPKh, self.work.axes, axis=1, axis_index_groups=self.alike, tiled=True
@@ -76,7 +76,7 @@ class _Groups(NamedTuple):
 
     def scatter_sum(self, dx_BTKh: Array) -> Array:
         """The transpose of `gather`."""
-        if self.count == 1:
+        if self.parts == 1:
             return dx_BTKh
         return jax.lax.psum_scatter(
             dx_BTKh,
@@ -96,7 +96,7 @@ class _Groups(NamedTuple):
           The mask, and how the kernel is called, with the place of the first query.
         """
         work = self.work
-        if self.count == 1:
+        if self.parts == 1:
             return work.seen, work.call
         start = jax.lax.axis_index(work.axes) // self.sharing * length
         call = work.call._replace(q_start=start, multiple=length)
@@ -188,7 +188,7 @@ def ulysses_backward(
     dout_BPHh = _to_heads(dout_BSHh, groups)
     delta_BHP = groups.trade(delta_BHS, 1, 2)
     mask, call = groups.seen(q_BPHh.shape[1])
-    if groups.count == 1:
+    if groups.parts == 1:
         call = call._replace(out_dtype=None)  # else gradients of keys are parts of a sum
     dq_BPHh, dk_BTKh, dv_BTKh = work.kernel.backward(
         q_BPHh, k_BTKh, v_BTKh, dout_BPHh, lse_BHP, delta_BHP, mask, call

@@ -38,13 +38,13 @@ class PruningState(NamedTuple):
     """What a pruning keeps besides the optimizer's state.
 
     Attributes:
-      count: finished steps.
+      steps: those that are done.
       pruned: True for an entry that is zero, in a tree of the parameters' form; parameters that are
         not pruned have no array.
       inner: the state of the optimizer.
     """
 
-    count: Int[Array, ""]
+    steps: Int[Array, ""]
     pruned: PyTree
     inner: optax.OptState
 
@@ -86,10 +86,11 @@ def with_pruning(optimizer: Optimizer, config: Config) -> Optimizer:
 
     def make(axes: Params) -> optax.GradientTransformation:
         inner = optimizer.make(axes)
-        return optax.GradientTransformation(
-            lambda params: _init(inner, params, pruning),
-            lambda grads, state, params=None: _update(inner, grads, state, params, axes, config),
-        )
+
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            return _update(inner, updates, state, params, axes, config)
+
+        return optax.GradientTransformation(lambda params: _init(inner, params, pruning), update)
 
     # one choice for all: see `_choose`
     return replace(optimizer, make=make, by_layer=False)
@@ -101,7 +102,7 @@ def is_pruned(path: KeyPath, pruning: Pruning) -> bool:
     return part == "blocks" and matrix in pruning.names()
 
 
-def _init(inner: optax.GradientTransformation, params: Params, pruning: Pruning) -> PruningState:
+def _init(inner: optax.GradientTransformation, params: Any, pruning: Pruning) -> PruningState:
     def start(path: KeyPath, param: Array) -> Any:
         if is_pruned(path, pruning):
             return jnp.zeros(param.shape, bool)
@@ -124,8 +125,9 @@ def _update(
     masked = jax.tree_util.tree_map_with_path(
         lambda path, grad: _without(grad, pruned.get(path_name(path))), grads
     )
-    updates, inner_state = inner.update(masked, state.inner, params)
-    chosen = _choose(state.count, updates, grads, params, pruned, axes, config)
+    moves: Any
+    moves, inner_state = inner.update(masked, state.inner, params)
+    chosen = _choose(state.steps, moves, grads, params, pruned, axes, config)
     updates, pruned = chosen
 
     def final(path: KeyPath, update: Array, param: Array) -> Array:
@@ -138,7 +140,7 @@ def _update(
     kept_form = jax.tree_util.tree_map_with_path(
         lambda path, _: pruned[path_name(path)], state.pruned
     )
-    return updates, PruningState(state.count + 1, kept_form, inner_state)
+    return updates, PruningState(state.steps + 1, kept_form, inner_state)
 
 
 def _with_arrays(pruned: PyTree) -> dict[str, Array]:

@@ -41,17 +41,17 @@ def with_sparse_decay(optimizer: Optimizer, model: ModelConfig) -> Optimizer:
     def make(axes: Params) -> optax.GradientTransformation:
         inner = optimizer.make(axes)
 
-        def step(grads: Params, state: optax.OptState, params: Params | None = None) -> Any:
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             decayed = jax.tree_util.tree_map_with_path(
                 lambda path, names, grad, param: _with_decay(path, names, grad, param, model),
                 axes,
-                grads,
+                updates,
                 params,
                 is_leaf=is_axes,
             )
             return inner.update(decayed, state, params)
 
-        return optax.GradientTransformation(inner.init, step)
+        return optax.GradientTransformation(inner.init, update)
 
     return replace(optimizer, make=make)
 
