@@ -150,6 +150,7 @@ class ReferenceOps:
         dropout_rate: float = 0.0,
         key: Array | None = None,
         softcap: float = 0.0,
+        q_start: int = 0,
     ) -> Array:
         """Compute attention over all scores at once, S = T; dropout is never on here.
 
@@ -165,11 +166,13 @@ class ReferenceOps:
           dropout_rate: not used.
           key: not used.
           softcap: scores are softcap * tanh(scores / softcap); 0 = they are taken as they are.
+          q_start: 0; the reference cuts no sequence into halves.
 
         Returns:
           The mean of the values by the softmax of the scores, [B, S, H, h], in the dtype of the
           values. Scores and softmax are float32.
         """
+        assert q_start == 0, "the reference cuts no sequence into halves"
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
         scores_BHST = jnp.einsum(
