@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -178,7 +178,9 @@ def _square(axes: Axes, x: int, y: int, color: ColorType, text: str) -> None:
     corner = (x - 0.5, y - 0.5)
     square = Rectangle(corner, 1, 1, facecolor=color, edgecolor="white", linewidth=2)
     axes.add_patch(square)
-    axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    is_dark = sum(to_rgb(color)) < 1.5
+    ink = "white" if is_dark else "black"
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, color=ink)
 
 
 def _draw_plane(axes: Axes, study: Study) -> None:
