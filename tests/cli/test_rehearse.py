@@ -119,6 +119,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
         command: str,
         say,
         program,
+        graph: bool = False,
     ) -> Rehearsal:
         config = experiment.config
         calls.append((name, config))

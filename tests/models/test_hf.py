@@ -251,12 +251,16 @@ def test_layers_experts_and_head_dim_may_be_split_too(tmp_path):
     params = import_hf(write(tmp_path / "source", config), Model(config), plan)
     assert params["blocks"]["q"].addressable_shards[0].data.shape == (2, 16, 2, 3)
     assert_same(dict(hf_tensors(params, Model(config))), tensors_of(config))
-    compiled = hf_export._piece.lower([params["blocks"]["q"]], (1,), "float32", 1.0).compile()
+    compiled = hf_export._piece.lower(
+        [params["blocks"]["q"]], (1,), "float32", 1.0, None, ()
+    ).compile()
     assert "all-gather" not in compiled.as_text()  # of the layers, onto every device
     plan = plan_of(MeshSpec(fsdp=2, expert=4))
     params = import_hf(write(tmp_path / "mixtral", MIXTRAL), Model(MIXTRAL), plan)
     assert params["blocks"]["gate"].addressable_shards[0].data.shape == (2, 1, 8, 24)
-    compiled = hf_export._piece.lower([params["blocks"]["gate"]], (1, 2), "float32", 1.0).compile()
+    compiled = hf_export._piece.lower(
+        [params["blocks"]["gate"]], (1, 2), "float32", 1.0, None, ()
+    ).compile()
     assert "all-gather" not in compiled.as_text()
 
 

@@ -305,6 +305,7 @@ class Waves:
     """A model whose layers are `sin(w x)` plus a number of the key."""
 
     config = SimpleNamespace(layers=4, experts=0, scan_layers=True, kinds=1)
+    numbers_layers = False
 
     @property
     def axes(self) -> Any:
@@ -333,6 +334,7 @@ class Waves:
         plan: Plan,
         key: Any,
         kind: int = 0,
+        number: Any = None,
     ) -> Any:
         return tuple(jnp.sin(layer * x) + jax.random.uniform(key) for x in xs), None
 

@@ -206,8 +206,8 @@ def test_every_preset_shrinks_to_what_its_mesh_divides(name: str, mesh: MeshSpec
         config.precision,
         mesh,
     )
-    # whole groups of two kinds of layers, and what is left over
-    layers = {"gemma2_9b": 6, "gemma3_1b": 5}.get(name, 2)
+    # whole groups of several kinds of layers, and what is left over
+    layers = {"gemma2_9b": 6, "gemma3_1b": 5, "modernbert_base": 7}.get(name, 2)
     assert (model.layers, small.train.accumulation) == (layers, min(config.train.accumulation, 4))
     assert (small.train.steps, small.data.source) == (Config().train.steps, Config().data.source)
     assert note.startswith("model shrunk: model.")
