@@ -135,7 +135,7 @@ def modernbert(seq_len: int = 32, **changes) -> Case:
         "sep_token_id": None,
     }
     sizes |= changes
-    return Case("modernbert", seq_len, CUBE, sizes, "AutoModelForMaskedLM", 0, 0.1, 1e-3)
+    return Case("modernbert", seq_len, CUBE, sizes, "AutoModelForMaskedLM", 0, 0.13, 1e-3)
 
 
 GEMMA = {"query_pre_attn_scalar": 20, "sliding_window": 7}
