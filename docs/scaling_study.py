@@ -1,8 +1,8 @@
 """How a Transformer layer, and 24 of them, scale over CPU workers: `python docs/scaling_study.py`.
 
 It measures on as many processes as this machine has cores, each on a core of its own, and simulates
-larger counts from what one core and one pair of processes were measured to do. It prints the tables
-of docs/scaling.md, and writes its picture and `scaling.json`.
+larger counts from what one core and one pair of processes were measured to do. It prints two
+tables, and writes a picture and `scaling.json`; docs/scaling.md says what they mean.
 """
 
 from __future__ import annotations
