@@ -21,7 +21,7 @@ from jaxpar.models.hf_export import (
     write_json,
     write_tensors,
 )
-from jaxpar.models.hf_families import HF_FAMILIES, model_type
+from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_type
 from jaxpar.models.hf_layout import Tensor, dim_letters, dim_sizes, require_mapping
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params
@@ -162,10 +162,11 @@ def export_adapter(params: Params, model: Model, folder: Path, base: str) -> Non
       base: the folder of the model that the adapter belongs to.
 
     Raises:
-      UserError: the model has parts of one's own, the folder has files, a write failed, or PEFT has
-        one pair for matrices that have their own here.
+      UserError: the model has parts of one's own or no form at Hugging Face, the folder has files,
+        a write failed, or PEFT has one pair for matrices that have their own here.
     """
     require_library_parts(model)
+    hf_config(model.config)  # refuses what transformers could not load the base as
     layout = [tensor._replace(name=_PREFIX + tensor.name) for tensor in _layout(model)]
     lora = model.config.lora
     linears = _linears(model.config)

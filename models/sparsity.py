@@ -45,7 +45,7 @@ def require_sparse(config: ModelConfig, names: Sequence[str], own_block: str | N
       own_block: the name of a block of one's own; None = it is the library's.
 
     Raises:
-      UserError: a target is not there, or the block is one's own.
+      UserError: a target is not there, the block is one's own, or there are shared experts.
     """
     form = config.sparsity.form
     if own_block:
@@ -59,6 +59,13 @@ def require_sparse(config: ModelConfig, names: Sequence[str], own_block: str | N
             raise UserError(
                 f"model.sparsity.targets: {config.family} has no matrix {name!r}: it has {there}"
             )
+    of_experts = config.sparsity.names(("gate", "up", "down"))
+    if config.shared_experts and of_experts:
+        raise UserError(
+            f"model.sparsity.form={form} of {', '.join(of_experts)} with model.shared_experts="
+            f"{config.shared_experts}, whose matrices have no sparse form: leave shared experts "
+            "out, or name other matrices in model.sparsity.targets"
+        )
 
 
 def form_of_parameter(config: ModelConfig, name: str) -> WeightForm | None:

@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.lora import merge_lora
+from jaxpar.models.peft import export_adapter
 from jaxpar.models.views import base_config
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state_memory import state_bytes
@@ -175,3 +177,13 @@ def test_every_layout_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(config_of(family, **{"model.heads": 4, "train.batch": 8} | changes))
     assert found.equal, found
     assert found.checks[0].rows and all("lora" in row.name for row in found.checks[0].rows)
+
+
+@pytest.mark.quick
+def test_an_adapter_of_what_transformers_does_not_know_is_not_exported(tmp_path: Path) -> None:
+    lora = {"model.family": "llama", "model.lora.rank": 2, "model.lora.targets": ("q",)}
+    model = Model(override(Config(), lora | {"model.sublayers": "parallel"}).model)
+    params = model.shapes()
+    with pytest.raises(UserError, match="sublayers"):
+        export_adapter(params, model, tmp_path / "adapter", "base")
+    assert not (tmp_path / "adapter").exists()

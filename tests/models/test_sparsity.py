@@ -152,6 +152,11 @@ def test_a_matrix_that_is_not_there_and_a_block_of_ones_own_are_refused() -> Non
     with pytest.raises(UserError, match="gpt2 has no matrix 'gate'"):
         Model(config_of(model__sparsity__targets=["gate"]).model)
 
+    shared = {"model__experts": 4, "model__shared_experts": 1, "model__family": "llama"}
+    with pytest.raises(UserError, match=r"2:4 of gate, up, down with model\.shared_experts=1"):
+        Model(config_of(**shared).model)
+    Model(config_of(**shared, model__sparsity__targets=["q"]).model)
+
     class Mine(Block):
         pass
 
