@@ -46,7 +46,8 @@ class OpenRun(NamedTuple):
       corpus: its data.
       checkpoints: those of the folder.
       compared: what is known of the data that the run had before.
-      first: the step to go on after; 0 = a new run.
+      first: the step to go on after; 0 = none was trained.
+      is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
       teacher: its teacher; None = it has none.
     """
 
@@ -56,6 +57,7 @@ class OpenRun(NamedTuple):
     checkpoints: Checkpoints
     compared: Compared
     first: int
+    is_new: bool
     teacher: Teacher | None = None
 
     @property
@@ -110,7 +112,8 @@ def open_run(
     if tokenizer is not None:
         run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    first = checkpoints.latest() or 0
+    latest = checkpoints.latest()
+    first = latest or 0
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
@@ -118,7 +121,8 @@ def open_run(
             notes.append(schedule_note(before.train, config.train, first))
     for note in filter(None, notes):
         say(note)
-    return OpenRun(folder, experiment, corpus, checkpoints, compared, first, teacher)
+    is_new = latest is None
+    return OpenRun(folder, experiment, corpus, checkpoints, compared, first, is_new, teacher)
 
 
 def _checked(experiment: Config | Experiment) -> Experiment:
@@ -153,7 +157,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
     experiment = run.experiment
     config = experiment.config
     data = _batches(run)
-    if not run.first:
+    if run.is_new:
         params = None
         if config.train.init:
             params = load_params(Path(config.train.init), experiment)
@@ -246,7 +250,7 @@ def banner_lines(
         f"unigram entropy {entropy:.3f} nats a token",
         "run": f"{run.folder}" + (f", resumed after step {run.first}" if run.first else ""),
     }
-    if config.train.init and not run.first:
+    if config.train.init and run.is_new:
         facts["weights"] = config.train.init
     if options := step_options(run.experiment.plan.mesh, config.compiler.options):
         facts["compiler"] = options_text(options)

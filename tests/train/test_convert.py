@@ -16,7 +16,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
-from jaxpar.train.restore import config_of, export_run, import_run
+from jaxpar.train.open_run import first_step, open_run
+from jaxpar.train.restore import config_of, export_run, import_run, load_run
 
 MODEL = ModelConfig(
     family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32
@@ -64,6 +65,11 @@ def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_p
     assert want.keys() == found.keys()
     for name in want:
         np.testing.assert_array_equal(found[name], want[name])
+    opened = open_run(config, tmp_path / "run", None, print)
+    params = first_step(opened, print).state.params
+    opened.checkpoints.close()
+    _, imported = load_run(tmp_path / "run", 0, opened.experiment)
+    jax.tree.map(np.testing.assert_array_equal, params, imported)
     assert train(config, tmp_path / "run").step == 2
     assert export_run(config, tmp_path / "run", tmp_path / "trained", 0, "bfloat16") == 2
     with pytest.raises(UserError, match="has checkpoints already"):
