@@ -271,6 +271,10 @@ class TrainConfig:
     """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3), a mean
     likewise.
     """
+    check_replicas: Annotated[int, Range(0, MOST_STEPS)] = 0
+    """Steps between two comparisons of what devices hold copies of: parameters and the optimizer's
+    state must be the same in every bit. They are compared before a checkpoint too; 0 = never. See
+    docs/reliability.md."""
     eval_every: Annotated[int, Range(0, MOST_STEPS)] = 250
     eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 20
     """Validation batches of an evaluation while training, spread evenly over the validation set,
@@ -482,6 +486,7 @@ RESUMABLE = (
     "train.final_eval_batches",
     "train.accumulation",
     "train.allow_nonfinite",
+    "train.check_replicas",
     "distill.mesh",
     "data.prefetch",
     "data.accept_changed",

@@ -42,7 +42,12 @@ _MOST_INT = 2**63 - 1
 class UserError(Exception):
     """A mistake in a config, a file, or a request, in one sentence: what was wrong, what was found,
     what to try.
+
+    Attributes:
+      exit_code: what the process that it ends exits with; docs/reliability.md has a table of all.
     """
+
+    exit_code = 2
 
 
 def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:

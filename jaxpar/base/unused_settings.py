@@ -7,6 +7,7 @@ other layouts, `--on` brings another mesh, and a program that calls `override` k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, get_args
 
@@ -43,6 +44,13 @@ def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None
         for a in named_axes(axis, rules)
         if a not in left
     )
+
+
+def _has_several_devices(config: Config) -> bool:
+    """Whether the mesh has, or may have (-1), more than one device."""
+    sizes = total_sizes(config.mesh)
+    open_axes = [axis for axis in sizes if getattr(config.mesh, axis) == -1]
+    return bool(open_axes) or math.prod(sizes.values()) > 1
 
 
 def _holds_out(config: Config) -> bool:
@@ -260,6 +268,11 @@ EFFECTS = (
         ("distill.top_k", "distill.temperature", "distill.step", "distill.mesh."),
         lambda c: c.distill.alpha > 0,
         "distill.alpha is 0, so that the teacher has no share in the loss: raise it",
+    ),
+    Effect(
+        ("train.check_replicas",),
+        _has_several_devices,
+        "one device holds no copies: add --mesh.data 2",
     ),
     Effect(
         ("train.label_smoothing",),

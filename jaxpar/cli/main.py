@@ -66,8 +66,8 @@ _HELP = ("-h", "--help", "help")
 def main(argv: list[str] | None = None) -> int:
     """Run one command: the entry point.
 
-    A `UserError` is one line on standard error and exit code 2, a reader of the output that has
-    gone is 141, and Ctrl-C is 130.
+    A `UserError` is one line on standard error and its exit code, which is 2 unless its class says
+    another; a reader of the output that has gone is 141, and Ctrl-C is 130.
 
     Args:
       argv: the words behind `jaxpar`; None = those of the process, which Ctrl-C then ends.
@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a reader that has gone can be told
     except UserError as error:
-        return fail(str(error))
+        fail(str(error))
+        return error.exit_code
     except KeyboardInterrupt:
         if argv is not None:
             raise

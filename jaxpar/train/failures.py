@@ -45,6 +45,12 @@ class Diverged(UserError):
     """The loss, the gradients or the update of a step are not finite."""
 
 
+class CopiesDiffer(UserError):
+    """Devices that hold copies of an array do not hold the same: one of them fails."""
+
+    exit_code = 77
+
+
 @dataclass
 class Running:
     """Which program an error of a device is one of."""

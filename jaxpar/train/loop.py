@@ -26,6 +26,7 @@ from jaxpar.train.evaluations import FINAL, Evaluations, is_due
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.failures import (
     STEP,
+    CopiesDiffer,
     Diverged,
     OutOfMemory,
     Running,
@@ -35,13 +36,14 @@ from jaxpar.train.failures import (
 )
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report
 from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
+from jaxpar.train.replicas import ReplicaCheck, mismatch_message, replicas_note
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
 from jaxpar.train.run_data import keep_data
 from jaxpar.train.run_folder import METRIC
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
 
-__all__ = ["STEP", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
+__all__ = ["STEP", "CopiesDiffer", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
 
 
 class Result(NamedTuple):
@@ -82,8 +84,10 @@ def run(
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
-      UserError: the user can mend it: config, devices or data are bad, the folder has another
-        config, or it diverged.
+      Diverged: a step was not finite.
+      CopiesDiffer: `train.check_replicas` found that a device fails.
+      UserError: the user can mend it: config, devices or data are bad, or the folder has another
+        config.
     """
     require_local(folder)
     say = console().print if jax.process_index() == 0 else lambda line: None
@@ -196,6 +200,7 @@ class _Loop:
         self.meter = Meter(parts.run.first, flops, devices, experiment.plan.compute)
         self.loss: float | None = None
         self.skipped = _Skipped(parts.run.corpus, parts.show.say)
+        self.replicas = self._replica_check()
         self.unread: list[StepNumbers] = []
         self.watching: Future[None] | None = None
         self.lines: Future[None] | None = None
@@ -212,7 +217,7 @@ class _Loop:
             evaluate_missed(self.parts, missed, self.evaluation_params)
             return self._steps(stop_after)
         except Exception as error:
-            if raised_together(error) and not isinstance(error, Diverged):
+            if raised_together(error) and not isinstance(error, Diverged | CopiesDiffer):
                 self._save_good()
             if self.broken and jax.process_index() == 0:
                 keep_data(self.opened.folder, self.opened.compared.pieces, self.broken)
@@ -247,6 +252,8 @@ class _Loop:
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
             stop = stop_after(step) or step == last
+            if self._compares_replicas(step):
+                self._aside(metrics, lambda step=step: self._require_alike(step))
             saving = stop or is_due(step, config.checkpoint.every)
             evaluating = evaluations.is_due(step)
             if not (evaluating or saving):
@@ -260,6 +267,7 @@ class _Loop:
             self._require_finite(step)
             with self.meter.timed("aside"):
                 if saving:
+                    self._require_alike(step)
                     self._save(step)
                 if evaluating:
                     loss = self._evaluate(step)
@@ -406,6 +414,36 @@ class _Loop:
                 trained = self.experiment.model.trained(self.state.params)
                 saved = self.opened.checkpoints.latest()
                 raise Diverged(divergence_message(row, trained, saved, self.opened.folder))
+
+    def _replica_check(self) -> ReplicaCheck | None:
+        """What compares the copies of the state, where the config asks for it."""
+        if not self.config.train.check_replicas:
+            return None
+        check = ReplicaCheck(self.experiment.state, self.experiment.plan.mesh)
+        self.parts.show.say(replicas_note(check))
+        return check
+
+    def _compares_replicas(self, step: int) -> bool:
+        """Whether the copies of the state are compared after a step because of its number."""
+        return self.replicas is not None and is_due(step, self.config.train.check_replicas)
+
+    def _require_alike(self, step: int) -> None:
+        """Stop if devices hold other copies of the state than their peers, which is then not saved.
+
+        Raises:
+          CopiesDiffer: they do.
+        """
+        if self.replicas is None:
+            return
+        found = self.replicas.mismatches(self.state)
+        if not found:
+            return
+        said = mismatch_message(found, self.config.train.check_replicas, step)
+        saved = self.opened.checkpoints.latest()
+        kept = "no checkpoint was saved before"
+        if saved is not None:
+            kept = f"the checkpoint of step {saved} is kept"
+        raise CopiesDiffer(f"{said}; {kept}")
 
     def _evaluate(self, step: int, final: bool = False) -> float:
         with self._reading_data():

@@ -179,6 +179,7 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         "train.final_eval_batches",
         "train.accumulation",
         "train.allow_nonfinite",
+        "train.check_replicas",
         "data.prefetch",
         "data.accept_changed",
         "model.scan_layers",

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "data.mask_rate": (0.3, {"data.objective": "next"}, {"data.objective": "masked"}),
     "data.mask_whole_words": (True, {"data.objective": "next"}, {"data.objective": "masked"}),
     "data.mask_token": (9, {"data.objective": "next"}, {"data.objective": "masked"}),
+    "train.check_replicas": (10, {}, {"mesh.data": 2}),
     "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),
     "data.tokenizer": ("chars", {"data.source": "tokens"}, {"data.tokenizer": "a.json"}),
     "data.bos": (True, {"data.tokenizer": "bytes"}, {"data.tokenizer": "a.json"}),
