@@ -343,9 +343,10 @@ def compute_in_host_memory(function: Callable[..., Any], *arguments: Any) -> Any
     Returns:
       What it returns, in host memory.
     """
-    from jax.experimental.compute_on import compute_on2
+    from jax.experimental import compute_on as of_jax
 
+    compute_on = getattr(of_jax, "compute_on2", of_jax.compute_on)  # its name until jax 0.11
     results = jax.eval_shape(function, *arguments)
     there = jax.tree.map(lambda _: jax.memory.Space.Host, results)
-    on_the_host = compute_on2(function, compute_type="device_host", out_memory_spaces=there)
+    on_the_host = compute_on(function, compute_type="device_host", out_memory_spaces=there)
     return on_the_host(*arguments)
