@@ -411,7 +411,8 @@ def simulated_stack(sizes: Sizes, shares: dict[str, float], link: Link):
       link: the time of a message.
 
     Returns:
-      For each pass and number of workers its speedup over all layers in one process.
+      For each pass and number of workers its speedup over all layers in one process, a sequence at
+      a time.
     """
     from jaxpar.parallel.pipeline.schedules import Times, schedule, simulate_schedule
 
@@ -436,8 +437,21 @@ def formula(workers: int, microbatches: int) -> float:
     return microbatches * workers / (microbatches + workers - 1)
 
 
-def table_of(measured: dict[int, dict[str, float]], simulated: dict[int, Any], M: int) -> str:
+def whole_batch_gain(one: dict[str, float], shares: dict[str, float], M: int, name: str) -> float:
+    """How many times faster one worker takes a batch through 24 layers at once than sequence by
+    sequence, which is what stages are compared with.
+    """
+    return M * shares[f"{name} of stage/1"] / one[f"{name} of 24"]
+
+
+def table_of(
+    measured: dict[int, dict[str, float]],
+    simulated: dict[int, Any],
+    shares: dict[str, float],
+    M: int,
+) -> str:
     """The two tables as Markdown."""
+    gains = {name: whole_batch_gain(measured[1], shares, M, name) for name in PASSES}
     lines = ["| measured | workers | " + " | ".join(PASSES) + " |", "|---|---|---|---|"]
     for layers in LAYERS:
         for workers, times in measured.items():
@@ -447,11 +461,14 @@ def table_of(measured: dict[int, dict[str, float]], simulated: dict[int, Any], M
                 ratio = measured[1][key] / times[key]
                 cells.append(f"{1e3 * times[key]:.1f} ms, {ratio:.2f}x")
             lines.append(f"| {layers} layers | {workers} | " + " | ".join(cells) + " |")
-    lines += ["", "| simulated | workers | forward | training | m p / (m + p - 1) | published |"]
-    lines += ["|---|---|---|---|---|---|"]
+    heads = ("simulated", "workers", *PASSES, "over the whole batch at once")
+    lines += ["", "| " + " | ".join((*heads, "m p / (m + p - 1)", "published")) + " |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for layers in LAYERS:
         for workers in WORKERS:
             cells = [f"{simulated[layers][name][workers]:.2f}x" for name in PASSES]
+            over = [f"{simulated[layers][name][workers] / gains[name]:.2f}x" for name in PASSES]
+            cells.append(", ".join(over) if layers > 1 else "")
             cells.append(f"{formula(workers, M):.2f}x" if layers > 1 else "")
             cells.append(f"{PUBLISHED[layers]}x" if workers == 8 else "")
             lines.append(f"| {layers} layers | {workers} | " + " | ".join(cells) + " |")
@@ -527,7 +544,7 @@ def study(args: argparse.Namespace) -> None:
     kept = {"measured": measured, "simulated": simulated, "shares": shares, "link": link}
     (args.out / "scaling.json").write_text(json.dumps(kept, indent=1))
     draw(measured, simulated, sizes.batch, args.out / "scaling.png")
-    print(table_of(measured, simulated, sizes.batch))
+    print(table_of(measured, simulated, shares, sizes.batch))
     rate = 1e-9 / link.per_byte if link.per_byte else float("inf")
     print(f"\na message: {1e6 * link.start:.0f} us and {rate:.2f} GB/s")
 

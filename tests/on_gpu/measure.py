@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from experiments import experiment_of
 from on_gpu.attention import MASKS, attention_rows
+from on_gpu.block_sparse import Product, sparse_rows
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 from on_gpu.stopwatch import durations, ready_step, time_once
+from on_gpu.tiles import OTHERS, tile_rows
 
 from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config, override
@@ -231,6 +233,36 @@ def _is_usable(case: Found | None) -> bool:
     return case["status"] != "failed" and not wrong
 
 
+# Tiles of the Triton kernels.
+
+
+def _tiles(kernel: str, h: int, small: bool, out: Path, say: Say) -> list[BenchRow]:
+    """One sequence of 8,192 tokens, and heads that make 2,048 wide."""
+    if small:
+        return tile_rows(kernel, h, 48, 1, 2, say, Call(interpret=True))
+    return tile_rows(kernel, h, 8192, 2048 // h, 9, say)
+
+
+# Block-sparse matmuls.
+
+
+def _sparse(
+    block: int,
+    kept: float,
+    small: bool,
+    out: Path,
+    say: Say,
+) -> list[BenchRow]:
+    """Of 8,192 rows by an MLP's matrix of LLaMA-3 8B."""
+    if small:
+        rows = sparse_rows(Product(16, 2 * block, 4 * block), block, 0.5, "pallas_gpu", 2, True)
+    else:
+        rows = sparse_rows(Product(8192, 4096, 14336), block, kept, "pallas_gpu", 9)
+    if not max(float(row["worst error of what is allowed"] or 0) for row in rows) <= 1:
+        say("wrong")
+    return rows
+
+
 # GPT-2's step, beside PyTorch's.
 
 _GPT2 = "gpt2_124m"
@@ -386,6 +418,7 @@ _ATTENTION = [
     ("bigbird", 128, 8192),
     ("causal", 256, 4096),
 ]
+_SPARSE = [(block, kept) for block in (64, 128, 256) for kept in (0.5, 0.25, 0.125)]
 _STEPS: dict[str, tuple[Changes, bool]] = {
     "batch 32": ({}, True),
     "batch 32, pallas_gpu": ({"kernels.attention": "pallas_gpu"}, False),
@@ -402,6 +435,14 @@ _PREDICTED: dict[str, tuple[str, Changes]] = {
         {"data.seq_len": 4096, "model.max_seq_len": 4096, "train.batch": 8},
     ),
     "gpt2_355m, batch 16": ("gpt2_355m", {"train.batch": 16}),
+    "gpt2_355m, batch 16, optimizer offloaded": (
+        "gpt2_355m",
+        {"train.batch": 16, "memory.optimizer": "offload"},
+    ),
+    "gpt2_355m, batch 16, updated by the host": (
+        "gpt2_355m",
+        {"train.batch": 16, "memory.optimizer": "host"},
+    ),
     "llama32_1b, 2048 tokens, batch 4, full recompute": (
         "llama32_1b",
         {"data.seq_len": 2048, "train.batch": 4},
@@ -417,6 +458,10 @@ PIECES: dict[str, Piece] = {
     ),
     "attention": Piece(
         {"{}, head_dim {}, {} tokens".format(*x): partial(_attention, *x) for x in _ATTENTION}
+    ),
+    "tiles": Piece({"{}, head_dim {}".format(*x): partial(_tiles, *x) for x in OTHERS}),
+    "sparse": Piece(
+        {"blocks of {}, {:.3g} kept".format(*x): partial(_sparse, *x) for x in _SPARSE}
     ),
     # PyTorch is beside it: jax must not take three quarters of the memory when it starts.
     "step": Piece(

@@ -1,10 +1,10 @@
 """The tiles of the Triton attention kernels: those of a chip's file in `jaxpar.meshes.chips`, and
 small ones for a GPU that no file names.
 
-A chip's tiles were compiled for that chip. They fit its shared memory (227 KB a block on an H100,
-163 KB on an A100, 99 KB on an L4), and of the larger tiles tried they are the ones whose registers
-spill hardly or not at all. The forward's start from the defaults of PyTorch's FlexAttention, which
-were measured.
+A chip's tiles fit its shared memory (227 KB a block on an H100, 163 KB on an A100, 99 KB on an L4).
+Those of an H100 are the fastest of some that were timed on it. Those of other chips were compiled
+for them: of the larger tiles tried they are the ones whose registers spill hardly or not at all,
+and the forward's start from the defaults of PyTorch's FlexAttention, which were measured.
 """
 
 from __future__ import annotations

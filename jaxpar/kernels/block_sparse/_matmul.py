@@ -41,7 +41,8 @@ def matmul(
     zero outside of them. Products are summed in float32.
 
     The time of the kernels, and what they read, grows with the number of blocks that are kept.
-    Rehearsed on TPUs they are worth it from three quarters of zeros on; see docs/benchmarks_log.md.
+    Measured on an H100 and rehearsed on TPUs they are worth it from three quarters of zeros on; see
+    docs/benchmarks_log.md.
 
     Args:
       x: rows, of any leading dims; float32 or bfloat16.
