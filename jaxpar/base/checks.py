@@ -136,7 +136,7 @@ def _of_model(model: ModelConfig) -> Iterator[str]:
 
 def _of_pruning(config: Config) -> Iterator[str]:
     """What cannot be pruned, a message each."""
-    yield from config.pruning.contradictions(config.train.steps)
+    yield from config.pruning.contradictions(config.train.steps, config.model.layers)
     method = config.pruning.method
     if method == "none":
         return

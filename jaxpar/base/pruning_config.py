@@ -19,9 +19,10 @@ class Pruning:
     """Weights that are set to zero while they are trained, and stay there until a method lets them
     grow again. Which ones is state beside the optimizer's: see docs/sparsity.md."""
 
-    method: Literal["none", "magnitude", "rigl"] = "none"
-    """magnitude: more and more of the smallest (Zhu & Gupta 2017, arXiv:1710.01878). rigl: as many
-    from the first step on, of which some are dropped and others grow (Evci et al. 2019,
+    method: Literal["none", "magnitude", "movement", "rigl"] = "none"
+    """magnitude: more and more of the smallest (Zhu & Gupta 2017, arXiv:1710.01878). movement: more
+    and more of those that training moves towards zero (Sanh et al. 2020, arXiv:2005.07683). rigl:
+    as many from the first step on, of which some are dropped and others grow (Evci et al. 2019,
     arXiv:1911.11134)."""
     sparsity: Annotated[float, Range(0.0, 0.9999)] = 0.75
     """The share of the entries of all pruned matrices that is zero in the end."""
@@ -29,6 +30,9 @@ class Pruning:
     """How much of each matrix: all alike, or those with a small side less, as Erdos-Renyi graphs
     (arXiv:1911.11134, section 3): the share that is kept goes with (rows + columns) / (rows x
     columns)."""
+    sparsity_by_depth: tuple[Annotated[float, Range(0.0, 0.9999)], ...] = ()
+    """In place of `sparsity`: shares at even distances from the first layer to the last, with
+    straight lines between them; as many as there are layers are one of each."""
     targets: tuple[str, ...] = ()
     """The matrices of every block that are pruned: some of q, k, v, out, gate, up, down; none named
     = all that there are.
@@ -55,17 +59,33 @@ class Pruning:
         """The step after which nothing is chosen any more, of a training of so many steps."""
         return self.end or 3 * steps // 4
 
-    def kept(self, sizes: dict[str, tuple[int, int]]) -> dict[str, float]:
-        """The share of each matrix that is not zero in the end.
+    def sparsity_at(self, layer: int, layers: int) -> float:
+        """The share of a layer's entries that is zero in the end.
+
+        Args:
+          layer: its number, from 0.
+          layers: how many there are.
+        """
+        given = self.sparsity_by_depth
+        if not given:
+            return self.sparsity
+        place = layer / max(layers - 1, 1) * (len(given) - 1)
+        before = math.floor(place)
+        after = min(before + 1, len(given) - 1)
+        return given[before] + (place - before) * (given[after] - given[before])
+
+    def kept(self, sizes: dict[str, tuple[int, int]], sparsity: float) -> dict[str, float]:
+        """The share of each matrix of a layer that is not zero in the end.
 
         Args:
           sizes: rows and columns of each pruned matrix of a layer, by its name.
+          sparsity: the share of the layer's entries that is zero.
 
         Returns:
           The shares by the same names. Where Erdos-Renyi would keep more than all of a matrix, that
           is kept whole, and the others share what is left.
         """
-        density = 1 - self.sparsity
+        density = 1 - sparsity
         if self.distribution == "uniform":
             return dict.fromkeys(sizes, density)
         left = density * sum(math.prod(size) for size in sizes.values())
@@ -83,10 +103,16 @@ class Pruning:
             left -= sum(math.prod(sizes[name]) for name in whole)
         return found
 
-    def contradictions(self, steps: int) -> Iterator[str]:
-        """Say what is wrong with the values for a training of so many steps, a message each."""
+    def contradictions(self, steps: int, layers: int) -> Iterator[str]:
+        """Say what is wrong with the values for a training of so many steps and a model of so many
+        layers, a message each."""
         if self.method == "none":
             return
+        if len(self.sparsity_by_depth) > layers:
+            yield (
+                f"pruning.sparsity_by_depth has {len(self.sparsity_by_depth)} shares, and "
+                f"model.layers={layers}: give a share for each layer, or fewer"
+            )
         if self.begin >= self.last(steps):
             yield (
                 f"pruning.begin={self.begin} is not before the last choice, after step "

@@ -192,8 +192,13 @@ EFFECTS = (
     ),
     Effect(
         ("pruning.regrow",),
-        lambda c: c.pruning.method != "magnitude",
-        "pruning.method=magnitude lets nothing grow: add --pruning.method rigl",
+        lambda c: c.pruning.method in ("none", "rigl"),
+        "only rigl drops weights and grows others: add --pruning.method rigl",
+    ),
+    Effect(
+        ("pruning.sparsity",),
+        lambda c: not c.pruning.sparsity_by_depth,
+        "pruning.sparsity_by_depth has a share for every layer: give one of them",
     ),
     Effect(
         ("optimizer.sgd.nesterov",),

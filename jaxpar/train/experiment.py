@@ -44,7 +44,7 @@ class Experiment:
     @cached_property
     def optimizer(self) -> Optimizer:
         """The optimizer: the one that was given, or the config's."""
-        return as_optimizer(self.own_optimizer, self.config)
+        return as_optimizer(self.own_optimizer, self.config, self.plan)
 
     @cached_property
     def optimizer_fingerprint(self) -> dict[str, str] | None:
@@ -55,7 +55,8 @@ class Experiment:
             return None
         model = self.model
         params = model.trained(model.shapes())
-        return fingerprint_of(self.optimizer, params, model.trained(model.axes))
+        in_own_order = as_optimizer(self.own_optimizer, self.config)
+        return fingerprint_of(in_own_order, params, model.trained(model.axes))
 
     @cached_property
     def state(self) -> TrainState[jax.ShapeDtypeStruct]:

@@ -17,8 +17,10 @@ from jax.extend import core
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.jax_compat import ClosedJaxpr
+from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.models import Params
+from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.pruning import with_pruning
@@ -32,18 +34,23 @@ AnyOptimizer = Optimizer | optax.GradientTransformation | None
 """An optimizer of the caller's; None = the config's."""
 
 
-def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
+def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) -> Optimizer:
     """Return the optimizer that is given, or else the config's.
 
     A transformation takes the place of all that `[optimizer]` says, and of the learning rate.
     `train.clip_norm` applies before it, as before any other: 0 leaves the gradients as they are.
+
+    Args:
+      given: the optimizer; None = the config's.
+      config: every setting.
+      plan: says in which order layers are stored; None = in the model's own.
 
     Raises:
       UserError: it is no optimizer; or the config asks to round its moments, or to keep it or the
         parameters in host memory, which takes one of the config's.
     """
     if given is None:
-        return _with_sparsity(config_optimizer(config), config)
+        return _with_sparsity(config_optimizer(config), config, plan)
     if isinstance(given, Optimizer):
         return given
     if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
@@ -53,12 +60,13 @@ def as_optimizer(given: AnyOptimizer, config: Config) -> Optimizer:
         )
     transformation = cast(optax.GradientTransformation, given)
     own = Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
-    return _with_sparsity(own, config)
+    return _with_sparsity(own, config, plan)
 
 
-def _with_sparsity(optimizer: Optimizer, config: Config) -> Optimizer:
+def _with_sparsity(optimizer: Optimizer, config: Config, plan: Plan | None) -> Optimizer:
     """The optimizer, with what sparse and pruned matrices ask of a step."""
-    return with_pruning(with_sparse_decay(optimizer, config.model), config)
+    order = None if plan is None else stored_order(plan, config.model.layers)
+    return with_pruning(with_sparse_decay(optimizer, config.model), config, order)
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:

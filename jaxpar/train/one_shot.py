@@ -30,7 +30,7 @@ from jaxpar.models.sparsity import matrix_split
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import in_order
 from jaxpar.parallel.weight_view import WeightView
-from jaxpar.train.pruning import largest
+from jaxpar.train.ranks import largest
 
 Criterion = Literal["wanda", "magnitude"]
 

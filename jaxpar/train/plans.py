@@ -225,17 +225,23 @@ def check_parameters(experiment: Experiment) -> None:
 
 
 def require_pruned(experiment: Experiment) -> None:
-    """Refuse a pruning of matrices that the model has not.
+    """Refuse a pruning of matrices, or of layers, that the model has not.
 
     Args:
       experiment: the experiment.
 
     Raises:
-      UserError: a target is no parameter of a block.
+      UserError: a target is no parameter of a block, or there are shares by depth and no stacked
+        layers.
     """
     pruning = experiment.config.pruning
     if pruning.method == "none":
         return
+    if pruning.sparsity_by_depth and not experiment.model.has_blocks:
+        raise UserError(
+            "pruning.sparsity_by_depth is about blocks that are stacked over layers, and a whole "
+            "model of one's own has none: set pruning.sparsity"
+        )
     there = set(experiment.model.axes.get("blocks", ()))
     wanted = pruning.targets or MATRICES
     missing = [name for name in wanted if name not in there]

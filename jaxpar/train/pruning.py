@@ -3,15 +3,15 @@
 It stands around the optimizer. What it does not see of the loss it takes from a step's gradients,
 so that the model, its ops and the checkpoint need not know: a pruned weight is a stored zero.
 
-An entry is chosen by its rank in its own matrix of its own layer (and expert), and ranks are found
-by counting: a threshold is built bit by bit, and for each bit all devices add up how many entries
-are above it. So the choice is the same on every layout, and nothing is gathered or sorted.
+An entry is chosen by its rank in its own matrix of its own layer (and expert), which
+`jaxpar.train.ranks` finds by counting.
 
 Shapes: L layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,10 +28,9 @@ from jaxpar.base.pruning_config import Pruning
 from jaxpar.base.sharding import Axes, KeyPath, PyTree, is_axes, path_name
 from jaxpar.models import Params
 from jaxpar.models.sparsity import matrix_split
+from jaxpar.train.movement import MovementState, no_movement, with_held, with_step
 from jaxpar.train.optimizer import Optimizer
-
-_BITS = 31
-"""Of a float32 without its sign: as whole numbers they are in the order of the magnitudes."""
+from jaxpar.train.ranks import highest, largest
 
 
 class PruningState(NamedTuple):
@@ -42,11 +41,13 @@ class PruningState(NamedTuple):
       pruned: True for an entry that is zero, in a tree of the parameters' form; parameters that are
         not pruned have no array.
       inner: the state of the optimizer.
+      movement: what movement pruning keeps; of any other method ().
     """
 
     steps: Int[Array, ""]
     pruned: PyTree
     inner: optax.OptState
+    movement: MovementState | tuple[()] = ()
 
 
 class _Matrix(NamedTuple):
@@ -56,18 +57,33 @@ class _Matrix(NamedTuple):
     """What the optimizer makes of it."""
     gradient: Array
     pruned: Bool[Array, ...]
+    score: Array | None
+    """Of movement pruning."""
     outer: int
     """The dims that it is stacked over."""
-    kept: float
-    """The share that is not zero in the end."""
+    kept: float | Array
+    """The share that is not zero in the end; of each layer, where they differ, with the dims of the
+    matrix."""
 
 
-def with_pruning(optimizer: Optimizer, config: Config) -> Optimizer:
+class _Choice(NamedTuple):
+    """What is chosen after some steps, and may be left as it is."""
+
+    updates: Params
+    pruned: dict[str, Array]
+    """By the names of the parameters."""
+
+
+def with_pruning(
+    optimizer: Optimizer, config: Config, order: Sequence[int] | None = None
+) -> Optimizer:
     """Return an optimizer that keeps weights at zero, and chooses them anew every few steps.
 
     Args:
       optimizer: any but Schedule-Free, whose average would not be zero.
       config: its `pruning` says when and how far.
+      order: the layer at each place of a stacked parameter, as `stored_order` gives it; None =
+        layers are in the model's own order.
 
     Returns:
       The optimizer; itself where nothing is pruned.
@@ -88,12 +104,14 @@ def with_pruning(optimizer: Optimizer, config: Config) -> Optimizer:
         inner = optimizer.make(axes)
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            return _update(inner, updates, state, params, axes, config)
+            return _update(inner, updates, state, params, axes, config, order)
 
         return optax.GradientTransformation(lambda params: _init(inner, params, pruning), update)
 
+    # a product of finite numbers may overflow
+    stays_finite = optimizer.stays_finite and pruning.method != "movement"
     # one choice for all: see `_choose`
-    return replace(optimizer, make=make, by_layer=False)
+    return replace(optimizer, make=make, by_layer=False, stays_finite=stays_finite)
 
 
 def is_pruned(path: KeyPath, pruning: Pruning) -> bool:
@@ -109,7 +127,8 @@ def _init(inner: optax.GradientTransformation, params: Any, pruning: Pruning) ->
         return optax.MaskedNode()
 
     pruned = jax.tree_util.tree_map_with_path(start, params)
-    return PruningState(jnp.zeros((), jnp.int32), pruned, inner.init(params))
+    movement = no_movement(pruned) if pruning.method == "movement" else ()
+    return PruningState(jnp.zeros((), jnp.int32), pruned, inner.init(params), movement)
 
 
 def _update(
@@ -119,16 +138,24 @@ def _update(
     params: Any,
     axes: Params,
     config: Config,
+    order: Sequence[int] | None,
 ) -> tuple[Params, PruningState]:
     """Make a step of the optimizer without what is pruned, and choose anew where it is time."""
-    pruned = _with_arrays(state.pruned)
+    was_pruned = _with_arrays(state.pruned)
     masked = jax.tree_util.tree_map_with_path(
-        lambda path, grad: _without(grad, pruned.get(path_name(path))), grads
+        lambda path, grad: _without(grad, was_pruned.get(path_name(path))), grads
     )
     moves: Any
     moves, inner_state = inner.update(masked, state.inner, params)
-    chosen = _choose(state.steps, moves, grads, params, pruned, axes, config)
-    updates, pruned = chosen
+    movement = state.movement
+    scores = dict[str, Array]()
+    if isinstance(movement, MovementState):
+        movement = with_step(movement, _with_arrays(params), _with_arrays(grads))
+        scores = _with_arrays(movement.scores)
+        moves = _with_values(moves, was_pruned, _with_arrays(movement.held))
+    before = _Choice(moves, was_pruned)
+    chosen = _choose(state.steps, before, grads, params, scores, axes, config, order)
+    pruned = chosen.pruned
 
     def final(path: KeyPath, update: Array, param: Array) -> Array:
         mask = pruned.get(path_name(path))
@@ -136,11 +163,26 @@ def _update(
             return update
         return jnp.where(mask, -param, update)
 
-    updates = jax.tree_util.tree_map_with_path(final, updates, params)
+    updates = jax.tree_util.tree_map_with_path(final, chosen.updates, params)
+    if isinstance(movement, MovementState):
+        stepped = _with_arrays(optax.apply_updates(params, chosen.updates))
+        movement = with_held(movement, lambda name: jnp.where(pruned[name], stepped[name], 0))
     kept_form = jax.tree_util.tree_map_with_path(
         lambda path, _: pruned[path_name(path)], state.pruned
     )
-    return updates, PruningState(state.steps + 1, kept_form, inner_state)
+    return updates, PruningState(state.steps + 1, kept_form, inner_state, movement)
+
+
+def _with_values(moves: Params, pruned: dict[str, Array], held: dict[str, Array]) -> Params:
+    """Let each pruned entry, which is zero, move to the value that is held for it."""
+
+    def one(path: KeyPath, move: Array) -> Array:
+        mask = pruned.get(path_name(path))
+        if mask is None:
+            return move
+        return jnp.where(mask, held[path_name(path)], move)
+
+    return jax.tree_util.tree_map_with_path(one, moves)
 
 
 def _with_arrays(pruned: PyTree) -> dict[str, Array]:
@@ -156,13 +198,14 @@ def _without(grad: Array, mask: Array | None) -> Array:
 
 def _choose(
     count: Array,
-    updates: Params,
+    before: _Choice,
     grads: Params,
     params: Params,
-    pruned: dict[str, Array],
+    scores: dict[str, Array],
     axes: Params,
     config: Config,
-) -> tuple[Params, dict[str, Array]]:
+    order: Sequence[int] | None,
+) -> _Choice:
     """Choose what is pruned, where the step is one of those after which that is done.
 
     All updates pass through one branch: what follows waits for the sums over devices inside, which
@@ -170,11 +213,10 @@ def _choose(
     """
     pruning = config.pruning
     names = _axes_by_name(axes)
-    sizes = {name: _sides(names[name], mask.shape) for name, mask in pruned.items()}
-    shares = pruning.kept(sizes)
     by_name = _with_arrays(params)
     gradients = _with_arrays(grads)
-    method = {"magnitude": _by_magnitude, "rigl": _by_regrowth}[pruning.method]
+    shares = _shares(before.pruned, names, config, order)
+    method = _METHODS[pruning.method]
     step = count + 1
     begin = pruning.begin
     last = pruning.last(config.train.steps)
@@ -183,18 +225,40 @@ def _choose(
     # the first and the last choice are made whatever `every` is
     due = regular | (step == max(begin, 1)) | (step == last)
 
-    def choose(given: tuple[Params, dict[str, Array]]) -> tuple[Params, dict[str, Array]]:
-        updates, pruned = given
-        moves = _with_arrays(updates)
+    def choose(given: _Choice) -> _Choice:
+        moves = _with_arrays(given.updates)
         found = {}
-        for name, mask in pruned.items():
+        for name, mask in given.pruned.items():
             outer, _ = matrix_split(names[name])
-            stepped = jnp.where(mask, 0, by_name[name] + moves[name])
-            matrix = _Matrix(stepped, gradients[name], mask, outer, shares[name])
+            stepped = by_name[name] + moves[name]
+            if pruning.method != "movement":  # of which a pruned entry has its value again
+                stepped = jnp.where(mask, 0, stepped)
+            matrix = _Matrix(stepped, gradients[name], mask, scores.get(name), outer, shares[name])
             found[name] = ~method(matrix, passed, pruning)
-        return updates, found
+        return _Choice(given.updates, found)
 
-    return jax.lax.cond(due, choose, lambda given: given, (updates, pruned))
+    return jax.lax.cond(due, choose, lambda given: given, before)
+
+
+def _shares(
+    pruned: dict[str, Array],
+    axes: dict[str, Axes],
+    config: Config,
+    order: Sequence[int] | None,
+) -> dict[str, float | Array]:
+    """The share of each matrix that is not zero in the end, of every place where they differ."""
+    pruning = config.pruning
+    sizes = {name: _sides(axes[name], mask.shape) for name, mask in pruned.items()}
+    if not pruning.sparsity_by_depth:
+        return dict(pruning.kept(sizes, pruning.sparsity))
+    layers = config.model.layers
+    of_layers = [pruning.kept(sizes, pruning.sparsity_at(i, layers)) for i in range(layers)]
+    found = dict[str, float | Array]()
+    for name, mask in pruned.items():
+        # a place without a layer has zeros only, and any share will do
+        of_places = [of_layers[max(i, 0)][name] for i in order or range(layers)]
+        found[name] = jnp.asarray(of_places).reshape(-1, *[1] * (mask.ndim - 1))
+    return found
 
 
 def _axes_by_name(axes: Params) -> dict[str, Axes]:
@@ -209,16 +273,16 @@ def _sides(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:
     return int(np.prod(shape[outer:split])), int(np.prod(shape[split:]))
 
 
-def cubic(passed: Float[Array, ""], kept: float) -> Float[Array, ""]:
+def cubic(passed: Float[Array, ""], kept: float | Array) -> Float[Array, ...]:
     """The share that is kept when a part of the schedule has passed (arXiv:1710.01878, equation 1):
     most is pruned early, while the network has much to spare.
 
     Args:
       passed: from 0 to 1.
-      kept: the share in the end.
+      kept: the share in the end, or one of each layer.
 
     Returns:
-      A share, from 1 down to `kept`.
+      A share, from 1 down to `kept`, in the form of that.
     """
     return kept + (1 - kept) * (1 - passed) ** 3
 
@@ -246,36 +310,18 @@ def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array
     return kept | grown
 
 
+def _by_movement(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, ...]:
+    """Keep the highest scores, as many as the cubic schedule says, and of equal scores, as those of
+    an expert that no token was sent to, the largest weights.
+    """
+    assert matrix.score is not None
+    number = cubic(passed, matrix.kept) * _size(matrix)
+    return highest(matrix.score, jnp.abs(matrix.stepped), number, matrix.outer)
+
+
+_METHODS = {"magnitude": _by_magnitude, "movement": _by_movement, "rigl": _by_regrowth}
+
+
 def _size(matrix: _Matrix) -> int:
     """The entries of one matrix."""
     return int(np.prod(matrix.stepped.shape[matrix.outer :]))
-
-
-def largest(sizes: Float[Array, ...], number: Array, outer: int) -> Bool[Array, ...]:
-    """Tell which entries of each matrix are its largest, by counting.
-
-    Args:
-      sizes: float32, stacked over some dims; an entry below zero is never chosen.
-      number: how many to choose of each matrix, rounded down; a scalar, or with the dims that
-        `sizes` has and 1 for those of a matrix.
-      outer: how many dims are stacked over.
-
-    Returns:
-      True for at most so many of each matrix: of equal ones at the border none is chosen.
-    """
-    bits = jax.lax.bitcast_convert_type(sizes.astype(jnp.float32), jnp.int32)
-    bits = jnp.where(sizes < 0, -1, bits)
-    inner = tuple(range(outer, sizes.ndim))
-    number = jnp.floor(number).astype(jnp.int32)
-
-    def above(border: Array) -> Array:
-        return jnp.sum(bits > border, axis=inner, keepdims=True, dtype=jnp.int32)
-
-    # the highest border above which there are too many, bit by bit
-    lowest = jnp.full((*sizes.shape[:outer], *[1] * len(inner)), -1, jnp.int32)
-    border = lowest
-    for bit in reversed(range(_BITS)):
-        higher = border + (1 << bit)
-        border = jnp.where(above(higher) > number, higher, border)
-    border = jnp.where(above(lowest) > number, border + 1, lowest)
-    return bits > border

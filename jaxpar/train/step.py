@@ -107,14 +107,16 @@ def state_shapes(
     """
     if order is None:
         order = stored_order(plan, config.model.layers)
-    chosen = as_optimizer(optimizer, config)
+    chosen = as_optimizer(optimizer, config, plan)
     require_runnable(chosen, plan)
     shapes = model.shapes(order)
     axes = model.trained(model.axes)
     # The optimizer's state is that of parameters in float32.
     trained = model.trained(shapes)
     if chosen.learning_rate is None:  # it is no optimizer of a config
-        require_update(chosen, trained, axes)
+        # the order that its own step is made for
+        stored = model.shapes(stored_order(plan, config.model.layers))
+        require_update(chosen, model.trained(stored), axes)
     if plan.optimizer == "host":
         require_host_update(chosen, trained, axes, plan)
     arrays = chosen.state_arrays(trained, axes)
@@ -235,7 +237,7 @@ def init_state(
     Raises:
       UserError: see `require_runnable`.
     """
-    chosen = as_optimizer(optimizer, config)
+    chosen = as_optimizer(optimizer, config, plan)
     shapes = state_shapes(model, config, plan, optimizer=chosen)
     order = stored_order(plan, model.config.layers)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.params)
@@ -472,7 +474,7 @@ def make_train_step(
     its step too: the other processes learn of it by the loss, and all can save what they have.
     """
     train = config.train
-    chosen = as_optimizer(optimizer, config)
+    chosen = as_optimizer(optimizer, config, plan)
     shardings = state_shardings(model, config, plan, chosen)
 
     def step(

@@ -156,6 +156,7 @@ def changed(key: str, value: Any) -> Config:
         "model.activation": "relu2",
         "pruning.method": "rigl",
         "pruning.distribution": "erdos_renyi",
+        "pruning.sparsity_by_depth": [0.5],
         "model.sparsity.block": [2, 2],
         "model.sparsity.pattern": "cyclic",
         "metrics.sinks": ["wandb"],

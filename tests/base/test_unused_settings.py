@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         for key, value in {
             "sparsity": 0.5,
             "distribution": "erdos_renyi",
+            "sparsity_by_depth": (0.5,),
             "targets": ["q"],
             "begin": 1,
             "end": 9,

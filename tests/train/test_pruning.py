@@ -22,7 +22,8 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.train.given_optimizer import as_optimizer
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.pruning import PruningState, cubic, largest
+from jaxpar.train.pruning import PruningState, cubic, with_pruning
+from jaxpar.train.ranks import highest, largest
 from jaxpar.train.restore import load_params
 from jaxpar.train.step import state_shapes
 from jaxpar.verify.of_config import checks as verify
@@ -61,41 +62,65 @@ def test_the_largest_of_each_matrix_are_found_by_counting() -> None:
 
 
 @pytest.mark.quick
+def test_the_highest_scores_are_found_with_their_signs_and_ties_go_to_the_largest() -> None:
+    scores = jax.random.normal(jax.random.key(0), (3, 8, 16))
+    sizes = jnp.abs(jax.random.normal(jax.random.key(1), scores.shape))
+    for number in (0, 50, 110, 128):
+        found = np.asarray(highest(scores, sizes, jnp.float32(number), outer=1)).reshape(3, -1)
+        for mask, row in zip(found, np.asarray(scores).reshape(3, -1), strict=True):
+            assert set(np.flatnonzero(mask)) == set(np.argsort(-row)[:number])
+    tied = jnp.array([[3.0, 0.0, 0.0, 0.0, -1.0]])
+    sizes = jnp.array([[0.1, 0.2, 0.9, 0.5, 7.0]])
+    found = highest(tied, sizes, jnp.float32(3), outer=1)
+    assert found.tolist() == [[True, False, True, True, False]]
+
+
+@pytest.mark.quick
 def test_shares_of_the_matrices() -> None:
     sizes = {"q": (64, 64), "up": (64, 256), "down": (256, 64)}
-    assert set(Pruning("rigl", 0.75).kept(sizes).values()) == {0.25}
-    shares = Pruning("rigl", 0.75, "erdos_renyi").kept(sizes)
+    assert set(Pruning("rigl").kept(sizes, 0.75).values()) == {0.25}
+    shares = Pruning("rigl", distribution="erdos_renyi").kept(sizes, 0.75)
     total = sum(rows * columns for rows, columns in sizes.values())
     kept = sum(shares[name] * rows * columns for name, (rows, columns) in sizes.items())
     assert kept == pytest.approx(total / 4)
     # 128 / 64^2 beside 320 / (64 x 256)
     assert shares["q"] / shares["up"] == pytest.approx((128 / 4096) / (320 / 16384))
-    dense = Pruning("rigl", 0.2, "erdos_renyi").kept(sizes)
+    dense = Pruning("rigl", distribution="erdos_renyi").kept(sizes, 0.2)
     assert dense["q"] == 1 and dense["up"] < 1
 
 
 def run_steps(config: Config, steps: int) -> tuple[list[Any], list[PruningState]]:
     """Steps of SGD with random gradients, of all parameters."""
+    return run_steps_with_gradients(config, steps)[:2]
+
+
+def run_steps_with_gradients(
+    config: Config, steps: int
+) -> tuple[list[Any], list[PruningState], list[Any]]:
+    """As `run_steps`, with the gradients."""
     model = Model(config.model)
     params = jax.jit(model.init)(jax.random.key(0))
     optimizer = as_optimizer(optax.sgd(0.1), config).make(model.axes)
     state = optimizer.init(params)
     seen = [params]
     states = [state]
+    gradients = []
 
     @jax.jit
     def step(params: Any, state: Any, key: Any) -> Any:
         leaves, form = jax.tree.flatten(params)
         keys = jax.random.split(key, len(leaves))
-        grads = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        updates, state = optimizer.update(jax.tree.unflatten(form, grads), state, params)
-        return optax.apply_updates(params, updates), state
+        drawn = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        grads = jax.tree.unflatten(form, drawn)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
 
     for number in range(steps):
-        params, state = step(params, state, jax.random.key(number))
+        params, state, grads = step(params, state, jax.random.key(number))
         seen.append(params)
         states.append(state)
-    return seen, states
+        gradients.append(grads)
+    return seen, states, gradients
 
 
 @pytest.mark.quick
@@ -135,14 +160,73 @@ def test_rigl_keeps_as_many_and_grows_where_the_gradient_is_largest() -> None:
 
 
 @pytest.mark.quick
-def test_the_masks_lie_as_the_weights_do() -> None:
-    config = config_of(mesh__fsdp=2, mesh__tensor=2, mesh__data=2)
+def test_movement_scores_every_weight_and_one_that_comes_back_has_its_value() -> None:
+    """Against the rules of arXiv:2005.07683 in NumPy: scores, the highest, and what pruned weights
+    keep.
+    """
+    config = config_of(pruning__method="movement", pruning__every=1, pruning__targets=["up"])
+    seen, states, steps_grads = run_steps_with_gradients(config, 6)
+    L, rows, columns = seen[0]["blocks"]["up"].shape
+    dense = np.asarray(seen[0]["blocks"]["up"])
+    scores = np.zeros_like(dense)
+    kept = np.ones(dense.shape, bool)
+    returned = 0
+    for step, grads in enumerate(steps_grads, start=1):
+        grad = np.asarray(grads["blocks"]["up"])
+        scores -= dense * grad
+        dense = np.where(kept, dense - np.float32(0.1) * grad, dense)
+        share = float(cubic(jnp.float32(step / 6), 0.25))
+        number = int(np.float32(share) * rows * columns)
+        order = np.argsort(-scores.reshape(L, -1), axis=1)[:, :number]
+        chosen = np.zeros((L, rows * columns), bool)
+        np.put_along_axis(chosen, order, True, axis=1)
+        returned += int((chosen.reshape(dense.shape) & ~kept).sum())
+        kept = chosen.reshape(dense.shape)
+        state = states[step]
+        # the same sums of float32, of which XLA may round a product and a sum at once
+        np.testing.assert_allclose(state.movement.scores["blocks"]["up"], scores, atol=1e-6)
+        np.testing.assert_array_equal(state.pruned["blocks"]["up"], ~kept)
+        np.testing.assert_allclose(
+            seen[step]["blocks"]["up"], np.where(kept, dense, 0), rtol=1e-6, atol=1e-7
+        )
+    assert returned > 0
+
+
+@pytest.mark.quick
+def test_shares_by_depth_are_those_of_their_layers_in_any_order() -> None:
+    shares = Pruning("magnitude", sparsity_by_depth=(0.2, 0.4, 0.8))
+    found = [shares.sparsity_at(layer, 5) for layer in range(5)]
+    assert found == pytest.approx([0.2, 0.3, 0.4, 0.6, 0.8])
+    config = config_of(model__layers=3, pruning__sparsity_by_depth=(0.25, 0.5, 0.75))
+    for order in (None, (2, -1, 0, 1)):
+        zeros = jnp.zeros((len(order or range(3)), 16, 32))
+        params = {"blocks": {"up": zeros + jax.random.normal(jax.random.key(0), (16, 32))}}
+        dense = as_optimizer(None, config_of(pruning__method="none"))
+        optimizer = with_pruning(dense, config, order)
+        transformation = optimizer.make({"blocks": {"up": ("layers", "embed", "mlp")}})
+        state = transformation.init(params)._replace(steps=jnp.int32(5))  # the last choice is next
+        _, state = jax.jit(transformation.update)(params, state, params)
+        pruned = jnp.mean(state.pruned["blocks"]["up"], axis=(1, 2)).tolist()
+        wanted = {0: 0.25, 1: 0.5, 2: 0.75}
+        for layer, share in zip(order or range(3), pruned, strict=True):
+            assert layer < 0 or share == wanted[layer]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", ["magnitude", "movement"])
+def test_the_state_lies_as_the_weights_do(method: str) -> None:
+    config = config_of(mesh__fsdp=2, mesh__tensor=2, mesh__data=2, pruning__method=method)
     experiment = make_experiment(config)
     state = state_shapes(experiment.model, config, experiment.plan)
     up = state.params["blocks"]["up"]
     mask = state.opt_state.pruned["blocks"]["up"]
     assert (mask.shape, mask.dtype, mask.sharding) == (up.shape, bool, up.sharding)
     assert len(jax.tree.leaves(state.opt_state.pruned)) == 2
+    beside = jax.tree.leaves(state.opt_state.movement)
+    assert len(beside) == (4 if method == "movement" else 0)
+    assert all(array.dtype == jnp.float32 for array in beside)
+    if method == "movement":
+        assert state.opt_state.movement.scores["blocks"]["up"].sharding == up.sharding
 
 
 @pytest.mark.quick
@@ -151,6 +235,10 @@ def test_the_masks_lie_as_the_weights_do() -> None:
     [
         ({"pruning__begin": 7}, "pruning.begin=7 is not before the last choice, after step 6"),
         ({"pruning__targets": ["mlp"]}, "no matrix 'mlp'"),
+        (
+            {"pruning__sparsity_by_depth": [0.1, 0.2, 0.3]},
+            "sparsity_by_depth has 3 shares, and model.layers=2",
+        ),
         ({"model__sparsity__form": "2:4"}, "both choose which entries count"),
         ({"model__lora__rank": 2}, "frozen beside LoRA"),
         ({"memory__optimizer": "offload"}, "with memory.optimizer=offload"),
@@ -171,13 +259,18 @@ def test_a_matrix_that_is_not_there_and_an_average_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["magnitude", "rigl"])
+@pytest.mark.parametrize("method", ["magnitude", "movement", "rigl"])
 @pytest.mark.parametrize(
     "mesh",
     [
         {"mesh.data": 4, "rules.state_embed": ["data"]},
         {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.data": 2},
-        {"mesh.stage": 2, "mesh.fsdp": 2},
+        {
+            "mesh.stage": 2,
+            "mesh.fsdp": 2,
+            "model.layers": 3,
+            "pruning.sparsity_by_depth": [0.25, 0.5, 0.75],
+        },
         {"mesh.expert": 2, "mesh.tensor": 2, "model.family": "llama", "model.experts": 4},
     ],
 )
@@ -187,11 +280,12 @@ def test_every_layout_chooses_the_same(method: str, mesh: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["movement", "rigl"])
+def test_a_run_goes_on_to_the_bit_and_on_another_mesh(method: str, tmp_path: Path) -> None:
     changes = {
         "model.vocab_size": 256,
         "data.max_bytes": 50_000,
-        "pruning.method": "rigl",
+        "pruning.method": method,
         "pruning.end": 8,
         "train.learning_rate": 0.01,
         "train.eval_batches": 1,

@@ -25,6 +25,7 @@ from jaxpar.base.config import (
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
+from jaxpar.base.pruning_config import Pruning
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
 from jaxpar.base.toml import flatten
 from jaxpar.kernels.masks import looks_back
@@ -396,6 +397,12 @@ def _seq_len(whole: Whole, small: Config) -> int:
     return odd_multiple(fewest, math.lcm(whole.chunks, split, whole.least.block))
 
 
+def _few_shares(pruning: Pruning, layers: int) -> tuple[float, ...]:
+    """As many shares by depth as there are, or as there are layers."""
+    number = min(len(pruning.sparsity_by_depth), layers)
+    return tuple(pruning.sparsity_at(i, number) for i in range(number))
+
+
 def _block(whole: Whole, small: Config) -> tuple[int, ...]:
     """Blocks of two rows and columns at most."""
     return tuple(min(side, 2) for side in whole.config.model.sparsity.block)
@@ -497,6 +504,11 @@ RULES = (
         "model.layers",
         lambda whole, small: whole.few_layers[0],
         "an odd number stays odd, and stages with unequal numbers of layers stay unequal",
+    ),
+    Rule(
+        "pruning.sparsity_by_depth",
+        lambda whole, small: _few_shares(whole.config.pruning, small.model.layers),
+        "the first layer and the last keep their shares, and there are no more than layers",
     ),
     Rule(
         "pipeline.layers",
