@@ -10,20 +10,18 @@ import hashlib
 import logging
 import os
 import platform
-import signal
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO, Generic, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxpar.base.early_signals import pass_on_signals
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import GPU_POOL
 from jaxpar.base.mesh import MeshSpec, devices_needed
@@ -131,6 +129,7 @@ def _join(platform: str) -> None:
             num_processes=None if count is None else int(count),
             process_id=None if index is None else int(index),
         )
+        pass_on_signals()
     except (RuntimeError, ValueError) as error:
         if platform in _DEVICES and not _device_files(platform):
             raise UserError(
@@ -515,46 +514,3 @@ class Batches(Generic[T]):
                 raise self._error
 
         run_together(check)
-
-
-def ask_to_stop() -> None:
-    """Have all processes stop at a step that JAX's preemption service chooses, a few seconds
-    later.
-    """
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Give a function `stop(step)`: whether to save and stop after this step, because of Ctrl-C or
-    SIGTERM.
-
-    A second Ctrl-C kills. Each process calls the function once a step, with the steps in order. Of
-    several processes the signal may reach one only: JAX's preemption service has all of them stop
-    after the same step.
-    """
-    asked = threading.Event()
-    several = jax.process_count() > 1
-    stop = multihost_utils.reached_preemption_sync_point if several else lambda step: asked.is_set()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    if several:
-        numbers = (signal.SIGINT,)
-    else:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.getsignal(number) for number in numbers}
-
-    def ask(number: int, _: FrameType | None) -> None:
-        signal.signal(number, previous[signal.Signals(number)])
-        if several:
-            ask_to_stop()
-        asked.set()
-
-    for number in previous:
-        signal.signal(number, ask)
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

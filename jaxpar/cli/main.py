@@ -13,6 +13,7 @@ import os
 import sys
 from typing import NamedTuple, NoReturn
 
+from jaxpar.base.early_signals import leave_on_signals
 from jaxpar.base.errors import UserError, short, suggest, visible
 
 
@@ -81,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is None:
         sys.unraisablehook = _unraisable
+        if sys.argv[1:2] == ["train"]:
+            leave_on_signals()
     try:
         try:
             return _command(sys.argv[1:] if argv is None else argv)

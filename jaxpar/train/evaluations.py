@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from concurrent.futures import wait as wait_for
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.console import duration_text
 from jaxpar.base.runtime import run_together, told_by_first
+from jaxpar.base.stopping import Stop
 from jaxpar.data.masking import make_masking
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches
@@ -25,6 +27,12 @@ from jaxpar.train.step import compile_eval_step
 
 FINAL = "final_"
 """What stands before the metrics of the evaluation after the last step."""
+_LOOK_EVERY = 0.2
+"""Seconds between two looks at whether a run is to stop, while it waits for a program."""
+
+
+class _Stopped(Exception):
+    """The run was told to stop in the middle of an evaluation."""
 
 
 def is_due(step: int, every: int) -> bool:
@@ -37,6 +45,8 @@ class Evaluations:
 
     Attributes:
       last_loss: that of the last one, in nats a token; None = none was made.
+      cut_short: whether the run was told to stop before the end of one that was due. The next call
+        makes up for it (`missed`).
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class Evaluations:
         run: OpenRun,
         say: Callable[[str], None],
         running: Running,
+        stop: Stop,
         patience: float = 20.0,
     ):
         """Take a run.
@@ -52,10 +63,13 @@ class Evaluations:
           run: the run.
           say: prints a line.
           running: is told when an evaluation runs.
+          stop: says when to leave an evaluation, between two batches.
           patience: the seconds after which an evaluation says how far it is.
         """
         self.last_loss: float | None = None
+        self.cut_short = False
         self._run = run
+        self._stop = stop
         self._say = say
         self._running = running
         self._patience = patience
@@ -101,7 +115,7 @@ class Evaluations:
         params: Params,
         log: MetricsLog,
         final: bool = False,
-    ) -> float:
+    ) -> float | None:
         """Evaluate a step, and print and write its loss.
 
         Args:
@@ -111,22 +125,37 @@ class Evaluations:
           final: whether it is the evaluation after the last step of all.
 
         Returns:
-          The loss in nats a token.
+          The loss in nats a token; None where the run was told to stop before its end.
 
         Raises:
           UserError: a process could not read its rows.
         """
+        self._running.program = EVALUATION
+        try:
+            loss = self._evaluate(step, params, log, final)
+        except _Stopped:
+            self.cut_short = True
+            loss = None
+        self._running.program = STEP  # after any other error, it is known which program it is of
+        return loss
+
+    def _evaluate(self, step: int, params: Params, log: MetricsLog, final: bool) -> float:
         corpus = self._run.corpus
         experiment = self._run.experiment
         train = experiment.config.train
-        assert corpus.val is not None and self._program is not None
+        assert corpus.val is not None
         if final:
             limit = final_batches(train)
         else:
             limit = train.eval_batches
         progress = _Progress(self._say, limit, final, self._patience)
-        self._running.program = EVALUATION
-        program = run_together(self._program.result)
+        program = self._await_program()
+
+        def tick(count: int) -> None:
+            progress.tick(count)
+            if self._stop.reached():
+                raise _Stopped
+
         loss = evaluate(
             program,
             params,
@@ -134,12 +163,11 @@ class Evaluations:
             experiment.config,
             experiment.plan,
             limit,
-            progress.tick,
+            tick,
             make_masking(
                 experiment.config.data, experiment.config.model.vocab_size, corpus.tokenizer
             ),
         )
-        self._running.program = STEP
         prefix = FINAL if final else ""
         log.write(step, **{prefix + METRIC: loss})
         over = "the whole set"
@@ -151,6 +179,17 @@ class Evaluations:
         self._say(f"step {step}  validation loss {loss:.4f}  ({over}, {progress.seconds:.1f} s)")
         self.last_loss = loss
         return loss
+
+    def _await_program(self) -> Compiled:
+        """Wait for the other thread's program, unless the run is to stop."""
+        assert self._program is not None
+        if self._stop.reached_already:
+            raise _Stopped
+        while not self._program.done() and jax.process_count() == 1:
+            if self._stop.asked_alone:
+                raise _Stopped
+            wait_for([self._program], timeout=_LOOK_EVERY)
+        return run_together(self._program.result)
 
 
 class _Progress:

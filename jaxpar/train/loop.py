@@ -18,7 +18,9 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.runtime import Batches, ask_to_stop, raised_together, run_together, stop_signals
+from jaxpar.base.machine_notice import MachineNotice
+from jaxpar.base.runtime import Batches, raised_together, run_together
+from jaxpar.base.stopping import Stop, ask_to_stop
 from jaxpar.data.corpus import Corpus, HostBatch, skipped_records
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Params
@@ -92,27 +94,30 @@ def run(
     require_local(folder)
     say = console().print if jax.process_index() == 0 else lambda line: None
     opened = open_run(experiment, Path(folder), corpus, say)
-    try:
-        result = _train(opened, watch, report)
-    except BaseException:
+    stop = Stop()
+    # what was saved is written to its end before a signal ends the process
+    with closing(stop), closing(MachineNotice(stop.ask)):
         try:
-            opened.checkpoints.close()
-        except Exception as error:  # the first error is the one to tell
-            say(f"warning: {error}")
-        raise
-    opened.checkpoints.remove_old()
-    opened.checkpoints.close()
+            result = _train(opened, watch, report, stop)
+        except BaseException:
+            try:
+                opened.checkpoints.close()
+            except Exception as error:  # the first error is the one to tell
+                say(f"warning: {error}")
+            raise
+        opened.checkpoints.remove_old()
+        opened.checkpoints.close()
     return result
 
 
-def _train(opened: OpenRun, watch: Watch, report: Report | None) -> Result:
-    """Run the steps that are left."""
+def _train(opened: OpenRun, watch: Watch, report: Report | None, stop: Stop) -> Result:
+    """Run the steps that are left. From the first of them on `stop` takes signals."""
     config = opened.experiment.config
     main = jax.process_index() == 0
     show = ProgressLine(config.train.steps, opened.first, main)
     entropy = opened.experiment.unigram_entropy
     running = Running()
-    evaluations = Evaluations(opened, show.say, running)
+    evaluations = Evaluations(opened, show.say, running, stop)
     missed = evaluations.missed()
     if opened.first >= opened.last and not missed:
         show.say(_done_already(opened))
@@ -145,12 +150,16 @@ def _train(opened: OpenRun, watch: Watch, report: Report | None) -> Result:
         show.say(said)
         keep_run(opened)
         loop = _Loop(parts, start, program)
-        with show, stop_signals() as stop_after:
-            step = loop.run(missed, stop_after)
+        stop.listen()
+        with show:
+            step = loop.run(missed, stop)
         loop.finish()
-    if main:
-        show.say(_ended(opened, step, evaluations.last_loss, loop.meter.trained, entropy))
-    return Result(step, loop.loss, evaluations.last_loss, entropy, step < opened.last)
+    interrupted = step < opened.last or evaluations.cut_short
+    if main and interrupted:
+        show.say(_stopped(step, evaluations.cut_short, stop.why))
+    elif main:
+        show.say(_ended(step, evaluations.last_loss, loop.meter.trained, entropy))
+    return Result(step, loop.loss, evaluations.last_loss, entropy, interrupted)
 
 
 class _Parts(NamedTuple):
@@ -208,14 +217,16 @@ class _Loop:
     def run(
         self,
         missed: set[str],
-        stop_after: Callable[[int], bool],
+        stop: Stop,
     ) -> int:
         """Run the steps, and return the last one that finished. What is good is saved before an
         error leaves, where all processes leave by it.
         """
         try:
             evaluate_missed(self.parts, missed, self.evaluation_params)
-            return self._steps(stop_after)
+            if self.parts.evaluations.cut_short:
+                return self.opened.first
+            return self._steps(stop)
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged | CopiesDiffer):
                 self._save_good()
@@ -233,7 +244,7 @@ class _Loop:
             where = self.parts.profile.file.parent
             self.parts.show.say(f"wrote {where}: `jaxpar watch {folder} --profile` shows it")
 
-    def _steps(self, stop_after: Callable[[int], bool]) -> int:
+    def _steps(self, asked: Stop) -> int:
         config = self.config
         evaluations = self.parts.evaluations
         first = self.opened.first
@@ -251,7 +262,7 @@ class _Loop:
             jax.block_until_ready(before)
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
-            stop = stop_after(step) or step == last
+            stop = asked.reached() or step == last
             if self._compares_replicas(step):
                 self._aside(metrics, lambda step=step: self._require_alike(step))
             saving = stop or is_due(step, config.checkpoint.every)
@@ -271,10 +282,11 @@ class _Loop:
                     self._save(step)
                 if evaluating:
                     loss = self._evaluate(step)
-                    self.opened.checkpoints.record(step, loss)
-            if stop:
+                    if loss is not None:
+                        self.opened.checkpoints.record(step, loss)
+            if stop or evaluations.cut_short:
                 break
-        if evaluations.is_final(step):
+        if evaluations.is_final(step) and not evaluations.cut_short:
             self._evaluate(step, final=True)
         return step
 
@@ -445,7 +457,8 @@ class _Loop:
             kept = f"the checkpoint of step {saved} is kept"
         raise CopiesDiffer(f"{said}; {kept}")
 
-    def _evaluate(self, step: int, final: bool = False) -> float:
+    def _evaluate(self, step: int, final: bool = False) -> float | None:
+        """Evaluate a step; None where the run was told to stop before the end of it."""
         with self._reading_data():
             params = self.evaluation_params()
             return self.parts.evaluations.evaluate(step, params, self.parts.log, final)
@@ -496,8 +509,9 @@ def evaluate_missed(
     evaluations.compile_beside(parts.beside)
     if METRIC in missed:
         loss = evaluations.evaluate(first, params(), parts.log)
-        parts.run.checkpoints.record(first, loss)
-    if FINAL + METRIC in missed:
+        if loss is not None:
+            parts.run.checkpoints.record(first, loss)
+    if FINAL + METRIC in missed and not evaluations.cut_short:
         evaluations.evaluate(first, params(), parts.log, final=True)
 
 
@@ -562,17 +576,21 @@ def _done_already(opened: OpenRun) -> str:
     return f"{done} (--train.{more}); see {opened.folder}"
 
 
-def _ended(
-    opened: OpenRun, step: int, val_loss: float | None, seconds: float, entropy: float
-) -> str:
-    """What to say of a run that ended."""
-    if step < opened.last:
-        return f"stopped after step {step}, saved; the same command goes on from there"
+def _ended(step: int, val_loss: float | None, seconds: float, entropy: float) -> str:
+    """What to say of a run that reached its last step, or `train.stop_at`."""
     val = ""
     if val_loss is not None:
         val = f", validation loss {val_loss:.4f} nats a token"
     took = duration_text(seconds)
     return f"step {step} done in {took} of training{val} (unigram entropy {entropy:.3f})"
+
+
+def _stopped(step: int, in_evaluation: bool, why: str) -> str:
+    """What to say of a run that was told to stop; `why` is known to the process that was told."""
+    by = f" by {why}" if why else ""
+    where = "in the evaluation" if in_evaluation else ""
+    place = f"stopped{by} {where}".rstrip()
+    return f"{place} after step {step}, saved; the same command goes on from there"
 
 
 @contextmanager

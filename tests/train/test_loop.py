@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxpar.train.evaluate as evaluate_module
 import jaxpar.train.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
@@ -215,8 +216,13 @@ def test_a_folder_of_another_config_is_refused_and_kept(
 
 
 def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
-    config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also in the middle of an evaluation, which the next call makes up for."""
     folder = tmp_path / "interrupted"
     real_put = train_module.put_batch
     real_eval = evaluations_module.compile_eval_step
@@ -239,8 +245,20 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     assert result.interrupted and result.step == 3
     assert len(evaluations) == 1 and evaluations[0] >= 1  # its compilation kept no step waiting
     monkeypatch.undo()
+
+    def put_and_tell(rows: Any, plan: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return real_put(rows, plan)
+
+    monkeypatch.setattr(evaluate_module, "put_batch", put_and_tell)
+    result = train(config, folder)
+    assert result.interrupted and result.step == 5 and result.val_loss is None
+    said = "stopped by SIGUSR1 in the evaluation after step 5, saved"
+    assert said in capsys.readouterr().out
+    monkeypatch.undo()
     train(config, folder)
     assert losses(folder) == losses(whole)
+    assert logged(folder, "val_loss") == logged(whole, "val_loss")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
+from jaxpar.base.stopping import Stop
 from jaxpar.base.toml import to_toml
 from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.failures import OutOfMemory, Running, memory_errors
@@ -204,8 +205,10 @@ def test_an_evaluation_that_runs_out_of_memory_says_so():
 
     running = Running()
     run = MagicMock(experiment=make_experiment(Config(), jax.devices()[:1]))
-    evaluations = Evaluations(run, print, running)
-    evaluations.compile_beside(MagicMock(submit=lambda _: SimpleNamespace(result=exhausted)))
+    evaluations = Evaluations(run, print, running, Stop())
+    evaluations.compile_beside(
+        MagicMock(submit=lambda _: SimpleNamespace(result=exhausted, done=lambda: True))
+    )
     said = r"out of memory in this evaluation \(.*no room.*: try a higher train.accumulation"
     with pytest.raises(OutOfMemory, match=said), memory_errors(run.experiment, running):
         evaluations.evaluate(1, {}, MagicMock())
