@@ -9,19 +9,21 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxpar.base.batch_arrays import TEACHER_HIDDEN
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
 from jaxpar.models.families import family_of
 from jaxpar.models.head import Head
+from jaxpar.models.hidden import PROJECTIONS, Projections, Streams, hidden_loss
 from jaxpar.models.layers import over_layers
 from jaxpar.models.masks import reach
 from jaxpar.models.parts import (
@@ -61,6 +63,8 @@ from jaxpar.parallel.token_order import (
 Batch = Mapping[str, jax.Array]
 OpsMaker = Callable[[Plan], Any]
 """Makes the ops that blocks call from a plan: `Ops`, or a class with the same methods."""
+_OWN_KEY = 2**20
+"""Folded into the key of a model for its projections: no number of a part or a layer."""
 
 
 class Model:
@@ -73,6 +77,7 @@ class Model:
       config: its family and sizes.
       parts: what makes its embedding, its blocks and its head.
       ops: makes the ops that its parts call from a plan.
+      projections: what it learns a teacher's hidden states through; None = it learns none.
       axes: the logical axes of every parameter, in a dict of the same form as the parameters.
     """
 
@@ -83,6 +88,7 @@ class Model:
         blocks: Maker = Block,
         head: Maker = Head,
         ops: OpsMaker = Ops,
+        projections: Projections | None = None,
     ):
         """Take the parts, each a class of `nnx.Module` or a callable `(config, rngs)` that returns
         one; `jaxpar.models.parts` says what they are called with.
@@ -93,6 +99,7 @@ class Model:
         self.config = config
         self.parts = Parts(embed, blocks, head)
         self.ops = ops
+        self.projections = projections
         try:
             hash((config, self.parts, ops))
         except TypeError as error:
@@ -100,6 +107,8 @@ class Model:
         self._split = split_parts(config, self.parts)
         self.axes: Params = {name: copy.deepcopy(split.axes) for name, split in self._split.items()}
         self.axes["blocks"] = _stacked(self.axes["blocks"])
+        if projections is not None:
+            self.axes[PROJECTIONS] = projections.axes()
         if config.lora.rank and not self.trained(self.axes)["blocks"]:
             raise UserError(
                 f"model.lora.rank={config.lora.rank}, and {self._split['blocks'].name} has no "
@@ -115,8 +124,8 @@ class Model:
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[ModelConfig, Parts, OpsMaker]:
-        return self.config, self.parts, self.ops
+    def _key(self) -> tuple[ModelConfig, Parts, OpsMaker, Projections | None]:
+        return self.config, self.parts, self.ops, self.projections
 
     has_blocks = True
     """Whether it is made of an embedding, blocks and a head."""
@@ -151,7 +160,20 @@ class Model:
         ops = ops or self.ops
         if (config, ops) == (self.config, self.ops):
             return self
-        return Model(config, *self.parts, ops)
+        return Model(config, *self.parts, ops, self.projections)
+
+    def with_projections(self, projections: Projections | None) -> Model:
+        """Make the same model, with other projections beside its parameters.
+
+        Args:
+          projections: what it learns a teacher's hidden states through; None = it learns none.
+
+        Returns:
+          The model; itself where these are its own.
+        """
+        if projections == self.projections:
+            return self
+        return Model(self.config, *self.parts, self.ops, projections)
 
     @property
     def numbers_layers(self) -> bool:
@@ -210,11 +232,26 @@ class Model:
                 stacked,
             )
         part = self._init_part
-        return {
+        params = {
             "embed": part("embed", embed_key),
             "blocks": stacked,
             "head": part("head", head_key),
         }
+        return params | self.init_projections(key)
+
+    def init_projections(self, key: jax.Array) -> Params:
+        """Make fresh projections.
+
+        Args:
+          key: the key of all random numbers of the model, as for `init`.
+
+        Returns:
+          What `init` has of them: nothing where the model learns no hidden states.
+        """
+        if self.projections is None:
+            return {}
+        own_key = jax.random.fold_in(key, _OWN_KEY)
+        return {PROJECTIONS: self.projections.init(own_key, self.config.embed)}
 
     def _init_part(self, name: str, key: jax.Array) -> Params:
         return init_part(self.config, name, getattr(self.parts, name), key)
@@ -262,7 +299,8 @@ class Model:
     def parameter_names(self) -> list[str]:
         """Return the names of all parameters in the order in which the parts declare them, which is
         that of the forward pass here (but LoRA's come last in a block)."""
-        return [f"{part}.{name}" for part, one in self._split.items() for name in one.names]
+        names = [f"{part}.{name}" for part, one in self._split.items() for name in one.names]
+        return names + [f"{PROJECTIONS}.{name}" for name in self.axes.get(PROJECTIONS, ())]
 
     def embed(
         self,
@@ -408,16 +446,40 @@ class Model:
         Raises:
           UserError: as for `block`.
         """
+        found = self.streams(params, batch, plan, key)
+        return found.last, found.routed
+
+    def streams(
+        self,
+        params: Params,
+        batch: Batch,
+        plan: Plan,
+        key: jax.Array | None = None,
+        after: tuple[int, ...] = (),
+    ) -> Streams:
+        """Run the model up to the head, and keep the residual stream after some of its layers.
+
+        Args:
+          params: the parameters.
+          batch: as for `hidden_states`.
+          plan: says how it runs on several devices.
+          key: the dropout key; None = no dropout.
+          after: after how many layers a stream is kept, each at least 1.
+
+        Returns:
+          The streams.
+
+        Raises:
+          UserError: as for `block`.
+        """
         tokens_BS = batch["tokens"]
         positions_BS = batch["positions"]
         segments_BS = batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         types_BS = batch.get("token_types")
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key, types_BS)
-        text_BS = batch.get("text")
-        return self.blocks(
-            params["blocks"], x_BSD, positions_BS, segments_BS, plan, blocks_key, text_BS
-        )
+        places = Places(positions_BS, segments_BS, batch.get("text"))
+        return self._run_blocks(params["blocks"], x_BSD, places, plan, blocks_key, after)
 
     def blocks(
         self,
@@ -447,26 +509,59 @@ class Model:
         Raises:
           UserError: as for `block`.
         """
+        places = Places(positions_BS, segments_BS, text_BS)
+        found = self._run_blocks(layers, x_BSD, places, plan, key)
+        return found.last, found.routed
+
+    def _run_blocks(
+        self,
+        layers: Params,
+        x_BSD: Float[Array, "B S D"],
+        places: Places,
+        plan: Plan,
+        key: jax.Array | None,
+        after: tuple[int, ...] = (),
+    ) -> Streams:
+        """Run all blocks in turn; see `blocks` and `streams`."""
+        count = len(jax.tree.leaves(layers)[0])
         if key is None:
             layer_keys = None
         else:
-            layer_keys = jax.random.split(
-                key,
-                len(jax.tree.leaves(layers)[0]),
-            )
-        count = len(jax.tree.leaves(layers)[0])
-        numbers = jnp.arange(count) if self.numbers_layers else None
-        places = places_of_halves(Places(positions_BS, segments_BS, text_BS), plan)
+            layer_keys = jax.random.split(key, count)
+        between = [number for number in after if number < count]
+        if self.numbers_layers or between:
+            numbers = jnp.arange(count)
+        else:
+            numbers = None
+        halved = places_of_halves(places, plan)
 
-        def body(xs, layer, kind):
+        def body(carry, layer, kind):
+            xs, kept = carry
             layer_params, layer_key, number = layer
             here = jax.tree.map(on_device, layer_params)
-            return self.layer(here, xs, places, plan, layer_key, kind, number)
+            told = number if self.numbers_layers else None
+            xs, routed = self.layer(here, xs, halved, plan, layer_key, kind, told)
+            kept = [
+                jax.tree.map(partial(jnp.where, number + 1 == one), xs, before)
+                for one, before in zip(between, kept, strict=True)
+            ]
+            return (xs, kept), routed
 
-        xs, routed = over_layers(
-            self.config, body, halves(x_BSD, STORED, plan), (layers, layer_keys, numbers), plan
+        first = halves(x_BSD, STORED, plan)
+        # What is kept has its place from the first layer on, and every pass may fill it.
+        (xs, kept), routed = over_layers(
+            self.config,
+            body,
+            (first, [first] * len(between)),
+            (layers, layer_keys, numbers),
+            plan,
         )
-        return whole_batch(xs, STORED, plan), jax.tree.map(jnp.mean, routed)
+        last = whole_batch(xs, STORED, plan)
+        by_number = {
+            one: whole_batch(parts, STORED, plan) for one, parts in zip(between, kept, strict=True)
+        }
+        streams = tuple(by_number.get(one, last) for one in after)
+        return Streams(last, jax.tree.map(jnp.mean, routed), streams)
 
     def layer(
         self,
@@ -554,9 +649,13 @@ class Model:
         else:
             told = batch
         ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
-        x_BSD, routed = self.hidden_states(params, ordered, plan, key)
+        after = self._layers_learned(ordered)
+        x_BSD, routed, streams = self.streams(params, ordered, plan, key, after)
         soft = teacher_targets(ordered, weights.temperature)
         sums = self.score(params, x_BSD, ordered["labels"], plan, weights, soft)
+        if after:
+            far = self._distance(params, streams, ordered, plan)
+            sums = sums._replace(loss=sums.loss + weights.hidden * far)
         if routed is None:
             return sums
         if counts is None:
@@ -564,6 +663,27 @@ class Model:
         means = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
         loss = sums.loss + counts.labels_per_token * means
         return sums._replace(loss=loss, routed=jax.lax.stop_gradient(routed))
+
+    def _layers_learned(self, batch: Batch) -> tuple[int, ...]:
+        """After how many layers the streams are that are held against a teacher's."""
+        if self.projections is None or TEACHER_HIDDEN not in batch:
+            return ()
+        return tuple(pair.after(self.config.layers) for pair in self.projections.pairs)
+
+    def _distance(
+        self, params: Params, streams: tuple[Array, ...], batch: Batch, plan: Plan
+    ) -> Float[Array, ""]:
+        """The summed distance of the streams from a teacher's, in a batch that has them."""
+        assert self.projections is not None
+        with jax.named_scope("distill"):
+            return hidden_loss(
+                params[PROJECTIONS],
+                self.projections.pairs,
+                streams,
+                batch[TEACHER_HIDDEN],
+                batch["labels"],
+                self.ops(plan),
+            )
 
     def score(
         self,
@@ -665,6 +785,8 @@ class Model:
             pairs = jax.tree.leaves(self.trained(self.shapes()))
             trained = sum(math.prod(x.shape) for x in pairs)
             multiplying = (4 * multiplying + 2 * trained) / 6
+        if self.projections is not None:
+            multiplying += len(self.projections.pairs) * config.embed * self.projections.width
         words = [config.masks[i % config.kinds] for i in range(config.layers)]
         keys = sum(reach(word, seq_len) for word in words)
         return 6.0 * multiplying + 12.0 * config.heads * config.head_size * keys

@@ -25,8 +25,10 @@ def base_config(config: ModelConfig) -> ModelConfig:
 
 
 def base_model(model: Model) -> Model:
-    """Return the same model whose matrices multiply as they are stored."""
-    return model.with_config(base_config(model.config))
+    """Return the same model whose matrices multiply as they are stored, with nothing beside it
+    that only its training has.
+    """
+    return model.with_config(base_config(model.config)).with_projections(None)
 
 
 def fold_views(params: Params, model: Model) -> Params:

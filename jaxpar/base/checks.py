@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpar.base.config import Config, DataConfig, ModelConfig
 from jaxpar.base.errors import UserError, require_local, short
+from jaxpar.base.hidden_pairs import require_layers
 from jaxpar.base.ranges import ranges, require_ranges
 from jaxpar.base.registry import require_names
 from jaxpar.base.toml import as_tables, flatten, from_dict
@@ -50,6 +51,7 @@ def check(config: Config, training: bool = True) -> Config:
     _require_size(config)
     require_local(config.train.init, config.distill.teacher)
     require_local_data(config.data)
+    require_layers(config.distill.hidden, config.model.layers)
     messages = [*_of_model(config.model), *_of_step(config)]
     if training:
         messages += _of_pruning(config)

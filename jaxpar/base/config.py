@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
+from jaxpar.base.distill_config import DistillConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.meanings import suggest_key
-from jaxpar.base.mesh import MeshAxis, MeshSpec, Size
+from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.optimizer_config import OptimizerConfig
 from jaxpar.base.plan import Context, Overlap, Pipeline
@@ -282,46 +283,6 @@ class TrainConfig:
     final_eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 0
     """The same as `eval_batches` for the evaluation after the last step, which takes no more
     batches than the run has steps (or `eval_batches`), and for `jaxpar eval`."""
-
-
-@dataclass(frozen=True)
-class TeacherMesh:
-    """How the devices of a training lie where a teacher runs beside on them: as in `[mesh]`, with
-    no stages and no slices. One size may be -1, which takes what is left."""
-
-    data: Size = 1
-    fsdp: Size = -1
-    context: Size = 1
-    expert: Size = 1
-    tensor: Size = 1
-
-    @property
-    def spec(self) -> MeshSpec:
-        """The mesh."""
-        return MeshSpec(**vars(self))
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """A teacher, whose most likely entries of the vocabulary the model learns beside the labels
-    (Hinton et al. 2015, arXiv:1503.02531): see docs/distil.md."""
-
-    teacher: str = ""
-    """A run folder or a Hugging Face folder, which runs beside the training, or a folder that
-    `jaxpar eval RUN --top-k K --out FOLDER` wrote; empty = no teacher."""
-    step: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """The checkpoint of a teacher that runs beside; 0 = the best, or the newest where none was
-    evaluated.
-    """
-    alpha: Annotated[float, Range(0.0, 1.0)] = 0.5
-    """The teacher's share of the loss; the labels have the rest."""
-    temperature: Annotated[float, Range(0.01, 1000.0)] = 1.0
-    """What scores are divided by, the teacher's and the model's, before they are compared. The
-    teacher's part of the loss is multiplied with its square."""
-    top_k: Annotated[int, Range(1, 65_536)] = 32
-    """How many entries of a token are learned; what the others have is left out, and the teacher's
-    distribution is scaled to these."""
-    mesh: TeacherMesh = field(default_factory=TeacherMesh)
 
 
 @dataclass(frozen=True)

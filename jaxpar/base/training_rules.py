@@ -54,6 +54,35 @@ def only_training(key: str) -> bool:
     return key in _KEYS or (key.startswith(_TABLES) and key not in _EVALUATION_TOO)
 
 
+def _of_hidden_states(config: Config) -> list[Rule]:
+    """What hidden states of a teacher contradict."""
+    distill = config.distill
+    learned = bool(distill.teacher and distill.hidden)
+    word = f"distill.hidden={', '.join(distill.hidden)}"
+    rank = config.model.lora.rank
+    stages = config.mesh.stage * config.mesh.dcn.stage
+    return [
+        Rule(
+            ("distill.hidden", "distill.hidden_width"),
+            learned and distill.hidden_width == 0,
+            f"{word} is learned through projections to the teacher's width: set "
+            "distill.hidden_width to its model.embed",
+        ),
+        Rule(
+            ("distill.hidden", "model.lora.rank"),
+            learned and rank > 0,
+            f"{word} with model.lora.rank={rank}: beside LoRA nothing else is trained, and "
+            "projections are: leave one of them out",
+        ),
+        Rule(
+            ("distill.hidden", "mesh.stage"),
+            learned and stages > 1,
+            f"{word} with mesh.stage={config.mesh.stage}: a pipeline hands no layer's states to "
+            "the loss, use other axes of the mesh, or leave out distill.hidden",
+        ),
+    ]
+
+
 def training_rules(config: Config) -> list[Rule]:
     """List the contradictions that a config could have in what only training reads.
 
@@ -109,6 +138,7 @@ def training_rules(config: Config) -> list[Rule]:
             f"model.vocab_size={config.model.vocab_size}: try "
             f"distill.top_k={min(config.model.vocab_size, 32)}",
         ),
+        *_of_hidden_states(config),
         Rule(
             ("train.decay_steps",),
             train.schedule != "constant" and train.decay_steps > left,

@@ -264,15 +264,26 @@ EFFECTS = (
             "distill.alpha",
             "distill.temperature",
             "distill.top_k",
+            "distill.hidden",
             "distill.mesh.",
         ),
         lambda c: bool(c.distill.teacher),
         "there is no teacher: add --distill.teacher with the folder of a run",
     ),
     Effect(
-        ("distill.top_k", "distill.temperature", "distill.step", "distill.mesh."),
+        ("distill.top_k", "distill.temperature"),
         lambda c: c.distill.alpha > 0,
         "distill.alpha is 0, so that the teacher has no share in the loss: raise it",
+    ),
+    Effect(
+        ("distill.step", "distill.mesh."),
+        lambda c: c.distill.alpha > 0 or bool(c.distill.hidden),
+        "distill.alpha is 0, so that the teacher has no share in the loss: raise it",
+    ),
+    Effect(
+        ("distill.hidden_width", "distill.hidden_weight"),
+        lambda c: bool(c.distill.teacher and c.distill.hidden),
+        "no hidden states of a teacher are learned: add --distill.hidden last",
     ),
     Effect(
         ("train.check_replicas",),

@@ -50,7 +50,9 @@ class LossSums(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """Weights of what is added to the likelihood; see `jaxpar.base.config.TrainConfig`."""
+    """Weights of what is added to the likelihood; see `jaxpar.base.config.TrainConfig` and
+    `DistillConfig`.
+    """
 
     z_loss: float = 0.0
     balance_loss: float = 0.0
@@ -58,6 +60,7 @@ class LossWeights(NamedTuple):
     label_smoothing: float = 0.0
     alpha: float = 0.0
     temperature: float = 1.0
+    hidden: float = 0.0
 
 
 LIKELIHOOD = LossWeights()  # nothing is added to it

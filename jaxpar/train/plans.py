@@ -15,12 +15,14 @@ from jaxpar.base.checks import check
 from jaxpar.base.compiler import option_notes, step_options
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
+from jaxpar.base.hidden_pairs import read_pairs
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.registry import SOURCES
 from jaxpar.base.runtime import start
 from jaxpar.base.sparsity_config import MATRICES
 from jaxpar.models import AnyModel, Model
+from jaxpar.models.hidden import Projections
 from jaxpar.models.masks import layer_masks, words_that_look_ahead
 from jaxpar.models.sparsity import require_whole_groups
 from jaxpar.parallel import choose_attention
@@ -133,6 +135,7 @@ def _assemble(
         check_own_model(config)
     elif model.config != config.model:
         raise UserError("the model has other sizes than the config: make it of config.model")
+    model = with_projections(model, config)
     mesh = make_mesh(config.mesh, devices)
     experiment = Experiment(config, model, _plan_on(mesh, config, model), optimizer, corpus)
     require_runnable(experiment.optimizer, experiment.plan)
@@ -149,6 +152,27 @@ def _assemble(
     if asked := offload_asked(experiment.plan):
         check_offload(asked, mesh.devices.flat[0], config.memory.offload_anyway)
     return experiment
+
+
+def with_projections(model: AnyModel, config: Config) -> AnyModel:
+    """Return a model with the projections through which it learns a teacher's hidden states.
+
+    Args:
+      model: the model, with any projections or none.
+      config: every setting.
+
+    Returns:
+      The model; a whole one of one's own as it is, which learns of no teacher.
+
+    Raises:
+      UserError: `distill.hidden` has a word that is no pair of layers.
+    """
+    distill = config.distill
+    if not isinstance(model, Model):
+        return model
+    if not distill.teacher or not distill.hidden:
+        return model.with_projections(None)
+    return model.with_projections(Projections(read_pairs(distill.hidden), distill.hidden_width))
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:

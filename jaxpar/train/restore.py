@@ -32,6 +32,7 @@ from jaxpar.models import AnyModel, Model, Params, in_parts, peft
 from jaxpar.models.compressed import export_compressed
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
 from jaxpar.models.views import base_config, fold_views
 from jaxpar.parallel.host_memory import on_device
@@ -40,7 +41,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import GIVEN
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.plans import make_experiment, with_projections
 from jaxpar.train.run_folder import (
     Checkpoints,
     compare_run,
@@ -411,8 +412,10 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
     nonfinite = config.train.allow_nonfinite
     require_model(theirs, config.model, source)
     lora = config.model.lora
-    there = _with_views(replace(experiment, plan=plan), theirs.lora, theirs.sparsity)
-    model_there = model.with_config(there.config.model)
+    # The projections of a training are its own, and begin anew.
+    bare = replace(experiment, plan=plan, model=model.with_projections(None))
+    there = _with_views(bare, theirs.lora, theirs.sparsity)
+    model_there = in_parts(there.model, f"weights of {source}")
     if is_run(source):
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         saved = replace(
@@ -420,25 +423,31 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
             config=replace(
                 there.config, train=run.train, optimizer=run.optimizer, pruning=run.pruning
             ),
+            model=with_projections(there.model, run),
             plan=replace(plan, params=run.precision.params, moments=run.precision.moments),
             own_optimizer=None,
         )
         params = load_run(source, step, saved)[1]
+        params.pop(PROJECTIONS, None)
     elif peft.is_adapter(source):
         base = load_params(peft.base_folder(source), _with_views(there, Lora(), Sparsity()))
         adapter = peft.import_adapter(source, model_there, plan, nonfinite)
         params = Model.merge(base, adapter)
     else:
         params = import_hf(source, model_there, plan, nonfinite)
+    key = jax.random.key(config.train.seed)
+    shardings = plan.sharding(model.axes, model.shapes())
+    if model.projections is not None:
+        own = {PROJECTIONS: shardings[PROJECTIONS]}
+        params |= jax.jit(lambda: model.init_projections(key), out_shardings=own)()
     if theirs.lora == lora and theirs.sparsity.keeps_as(config.model.sparsity):
         return params
     params = fold_views(params, model_there)
     if not lora.rank:
         return params
-    shardings = model.trained(plan.sharding(model.axes, model.shapes()))
-    key = jax.random.key(config.train.seed)
     return Model.merge(
-        params, jax.jit(lambda: model.trained(model.init(key)), out_shardings=shardings)()
+        params,
+        jax.jit(lambda: model.trained(model.init(key)), out_shardings=model.trained(shardings))(),
     )
 
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Wrapped
 
-from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import Option, once_options
@@ -416,6 +416,9 @@ def empty_batch(
         entries = (*shape, config.distill.top_k)
         rows[TEACHER_IDS] = np.zeros(entries, np.int32)
         rows[TEACHER_LOG_PROBS] = np.zeros(entries, np.float32)
+        if config.distill.hidden:
+            states = (*shape, *_hidden_sizes(config))
+            rows[TEACHER_HIDDEN] = np.zeros(states, jnp.dtype(plan.compute))
     return rows
 
 
@@ -434,10 +437,18 @@ def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, 
     leaf = Shape(shape, jnp.int32, sharding=sharding)
     batch = dict.fromkeys(token_arrays(config), leaf)
     if teacher and config.distill.teacher:
-        shape = (*shape, config.distill.top_k)
-        batch[TEACHER_IDS] = Shape(shape, jnp.int32, sharding=sharding)
-        batch[TEACHER_LOG_PROBS] = Shape(shape, jnp.float32, sharding=sharding)
+        entries = (*shape, config.distill.top_k)
+        batch[TEACHER_IDS] = Shape(entries, jnp.int32, sharding=sharding)
+        batch[TEACHER_LOG_PROBS] = Shape(entries, jnp.float32, sharding=sharding)
+        if config.distill.hidden:
+            states = (*shape, *_hidden_sizes(config))
+            batch[TEACHER_HIDDEN] = Shape(states, jnp.dtype(plan.compute), sharding=sharding)
     return batch
+
+
+def _hidden_sizes(config: Config) -> tuple[int, int]:
+    """How many hidden states of a teacher a token has, and their width."""
+    return len(config.distill.hidden), config.distill.hidden_width
 
 
 def token_arrays(config: Config) -> tuple[str, ...]:
@@ -550,6 +561,7 @@ def loss_weights(config: Config) -> LossWeights:
         train.label_smoothing,
         distill.alpha if distill.teacher else 0.0,
         distill.temperature,
+        distill.hidden_weight,
     )
 
 

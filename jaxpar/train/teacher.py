@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled
 
-from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, MemoryConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.hidden_pairs import read_pairs
 from jaxpar.base.sharding import local_bytes
 from jaxpar.data.corpus import Corpus, ReadBeside
 from jaxpar.data.top_k_files import describe, is_top_k_folder, open_answers, tokenizer_hash
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Batch, Params, in_parts
-from jaxpar.models.top_k import top_k
+from jaxpar.models.top_k import TeacherAnswer, teacher_answer
 from jaxpar.models.views import base_config
-from jaxpar.parallel import TopK
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
@@ -66,17 +66,20 @@ class LiveTeacher:
     def answer(self, batch: Batch) -> dict[str, jax.Array]:
         """Return the teacher's arrays of a batch.
 
-        Args:
-          batch: arrays [B, S] in the student's layout.
+          Args:
+            batch: arrays [B, S] in the student's layout.
 
-        Returns:
-          Its most likely entries and their log-probabilities [B, S, k], in the student's layout.
+          Returns:
+            Its most likely entries and their log-probabilities [B, S, k], and its hidden states
+        [B, S, P, T] where they are learned, in the student's layout.
         """
         plan = self.experiment.plan
         asked = {name: batch[name] for name in answered_shapes(self.experiment)}
         found = self.program(self.params, jax.device_put(asked, plan.sharding(TOKENS)))
-        ids, log_probs = jax.device_put(found, self.student.plan.sharding(TOKENS))
-        answers = {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs}
+        top, hidden_BSPT = jax.device_put(found, self.student.plan.sharding(TOKENS))
+        answers = {TEACHER_IDS: top.ids, TEACHER_LOG_PROBS: top.log_probs}
+        if hidden_BSPT is not None:
+            answers[TEACHER_HIDDEN] = hidden_BSPT
         if self.student.platform == "cpu":
             # Programs of two meshes that wait for each other's collectives could stand still there.
             jax.block_until_ready(answers)
@@ -103,6 +106,11 @@ def open_teacher(experiment: Experiment, corpus: Corpus) -> Teacher | None:
         return None
     folder = Path(distill.teacher)
     if is_top_k_folder(folder):
+        if distill.hidden:
+            raise UserError(
+                f"distill.hidden={', '.join(distill.hidden)}: {folder} has answers alone, and no "
+                "hidden states: name the teacher's own folder, so that it runs beside"
+            )
         if distill.step:
             raise UserError(
                 f"distill.step={distill.step} has no effect: {folder} has the answers of one "
@@ -130,6 +138,7 @@ def _open_live(experiment: Experiment, corpus: Corpus, folder: Path) -> Teacher:
             f"{distill.top_k} --out FOLDER`, and name that folder"
         )
     teacher = teacher_experiment(experiment)
+    after = _layers_shown(experiment, teacher)
     theirs = tokenizer_hash(folder_tokenizer(folder, teacher.config))
     ours = tokenizer_hash(corpus.tokenizer)
     if theirs != ours:
@@ -138,12 +147,32 @@ def _open_live(experiment: Experiment, corpus: Corpus, folder: Path) -> Teacher:
             "teacher's, take the teacher's data.tokenizer"
         )
     params = load_params(folder, teacher, distill.step)
-    program = compile_answers(teacher, distill.top_k)
+    dtype = experiment.plan.compute
+    program = compile_answers(teacher, distill.top_k, after, dtype)
     return Teacher(
         f"{sum_of_bits(params):08x}",
         f"teacher: {folder} beside the training, {local_bytes(params) / 2**20:.1f} MiB of a device",
         live=LiveTeacher(teacher, params, program, experiment),
     )
+
+
+def _layers_shown(student: Experiment, teacher: Experiment) -> tuple[int, ...]:
+    """After how many of its layers a teacher shows its hidden states, of the student's pairs."""
+    distill = student.config.distill
+    sizes = teacher.config.model
+    if distill.hidden and distill.hidden_width != sizes.embed:
+        raise UserError(
+            f"distill.hidden_width={distill.hidden_width}: the hidden states of {distill.teacher} "
+            f"have {sizes.embed} features, set it to that"
+        )
+    pairs = read_pairs(distill.hidden)
+    for pair in pairs:
+        if pair.teacher > sizes.layers:
+            raise UserError(
+                f"distill.hidden has {pair.student}:{pair.teacher}, and {distill.teacher} has "
+                f"{sizes.layers} layers: the second number is at most {sizes.layers}"
+            )
+    return tuple(pair.teacher or sizes.layers for pair in pairs)
 
 
 def teacher_experiment(student: Experiment) -> Experiment:
@@ -206,16 +235,20 @@ def answered_shapes(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: leaf for name, leaf in shapes.items() if name != "labels"}
 
 
-def compile_answers(experiment: Experiment, k: int) -> Compiled:
-    """Compile the program `(params, batch) -> TopK` of a teacher, which takes a batch in the
-    microbatches of a training step, one after another.
+def compile_answers(
+    experiment: Experiment, k: int, after: tuple[int, ...] = (), dtype: str = "float32"
+) -> Compiled:
+    """Compile the program `(params, batch) -> TeacherAnswer` of a teacher, which takes a batch in
+    the microbatches of a training step, one after another.
 
     Args:
       experiment: the teacher, on a plan without stages.
       k: how many entries of a token it answers with.
+      after: after how many of its layers it shows its hidden states.
+      dtype: that of the hidden states.
 
     Returns:
-      The program; its answers [B, S, k] have the batch's rows in their own order.
+      The program; its answers [B, S, ...] have the batch's rows in their own order.
 
     Raises:
       UserError: the model is a whole one of one's own, or the CPU could mix up collectives.
@@ -225,11 +258,14 @@ def compile_answers(experiment: Experiment, k: int) -> Compiled:
     accumulation = config.train.accumulation
     model = in_parts(experiment.model, "a teacher's answers")
 
-    def step(params: Params, batch: Batch) -> TopK:
+    def answer(params: Params, rows: Batch) -> TeacherAnswer:
+        return teacher_answer(model, params, rows, plan, k, after, dtype)
+
+    def step(params: Params, batch: Batch) -> TeacherAnswer:
         if accumulation == 1:
-            return top_k(model, params, batch, plan, k)
+            return answer(params, batch)
         cut = cut_microbatches(batch, accumulation, plan)
-        found = jax.lax.map(lambda rows: top_k(model, params, rows, plan, k), cut)
+        found = jax.lax.map(lambda rows: answer(params, rows), cut)
         return jax.tree.map(_in_one, found)
 
     def _in_one(x_ABSk: jax.Array) -> jax.Array:

@@ -85,6 +85,6 @@ def write_top_k(
             here = min(batch, left[0])
             left[0] -= here
             found = program(params, put_batch({name: rows[name] for name in asked}, plan))
-            ids, log_probs = jax.device_get(found)
+            ids, log_probs = jax.device_get(found.top)
             writer.write(ids, log_probs, here)
     return header

@@ -54,6 +54,21 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "distill.alpha": (0.1, {}, {"distill.teacher": "runs/a"}),
     "distill.temperature": (2.0, {}, {"distill.teacher": "runs/a"}),
     "distill.top_k": (5, {}, {"distill.teacher": "runs/a"}),
+    "distill.hidden": (["last"], {}, {"distill.teacher": "runs/a", "distill.hidden_width": 8}),
+    "distill.hidden_width": (
+        8,
+        {"distill.teacher": "runs/a"},
+        {"distill.teacher": "runs/a", "distill.hidden": ["last"]},
+    ),
+    "distill.hidden_weight": (
+        2.0,
+        {"distill.teacher": "runs/a"},
+        {
+            "distill.teacher": "runs/a",
+            "distill.hidden": ["last"],
+            "distill.hidden_width": 8,
+        },
+    ),
     "distill.mesh.data": (2, {}, {"distill.teacher": "runs/a"}),
     "distill.mesh.fsdp": (2, {}, {"distill.teacher": "runs/a"}),
     "distill.mesh.context": (2, {}, {"distill.teacher": "runs/a"}),

@@ -14,16 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
+from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
 from jaxpar.hlo.collective_order import require_order
-from jaxpar.models import AnyModel, Batch, OwnModel, Params
+from jaxpar.models import AnyModel, Batch, Model, OwnModel, Params
+from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.models.lora import lora_scale
 from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums, teacher_targets
@@ -144,6 +146,9 @@ def one_device(
         x_BSD, routed = unrolled.hidden_states(merged, batch, plan)
         soft = teacher_targets(batch, weights.temperature)
         sums = unrolled.score(merged, x_BSD, batch["labels"], plan, weights, soft)
+        if unrolled.projections is not None:
+            far = _hidden_distance(unrolled, merged, batch, plan)
+            sums = sums._replace(loss=sums.loss + weights.hidden * far)
         if routed is None:
             return sums.loss, sums.tokens
         balance = labels * (routed.balance / text)
@@ -171,6 +176,25 @@ def one_device(
         return Answer(loss, by_name(grads), tokens=tokens)
 
     return run
+
+
+def _hidden_distance(model: Model, params: Params, batch: Batch, plan: Plan) -> jax.Array:
+    """Sum the distances of a model's hidden states from a teacher's, apart from
+    `jaxpar.models.hidden`: for each pair of layers the model is run again up to its layer.
+    """
+    assert model.projections is not None
+    counts_BS = batch["labels"] >= 0
+    total = jnp.zeros(())
+    pairs = model.projections.pairs
+    for place, pair in enumerate(pairs):
+        layers = pair.student or model.config.layers
+        first = jax.tree.map(lambda x, layers=layers: x[:layers], params["blocks"])
+        x_BSD, _ = model.hidden_states(params | {"blocks": first}, batch, plan)
+        x_BSD = x_BSD.astype(jnp.float32)
+        projected_BST = jnp.einsum("bsd,dt->bst", x_BSD, params[PROJECTIONS][pair.name])
+        gap_BST = projected_BST - batch[TEACHER_HIDDEN][:, :, place]
+        total += jnp.sum(counts_BS * jnp.mean(jnp.square(gap_BST), axis=-1))
+    return total / len(pairs)
 
 
 def text_of(batch: Rows) -> np.ndarray:
@@ -385,4 +409,9 @@ def _random_answers(config: Config, rng: np.random.Generator) -> Rows:
     vocab = np.tile(np.arange(config.model.vocab_size, dtype=np.int32), (*shape[:2], 1))
     ids = rng.permuted(vocab, axis=-1)[..., : shape[2]]
     log_probs = -np.sort(rng.exponential(2.0, shape), axis=-1)
-    return {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs.astype(np.float32)}
+    answers = {TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs.astype(np.float32)}
+    if config.distill.hidden:
+        sizes = (len(config.distill.hidden), config.distill.hidden_width)
+        states = rng.standard_normal((*shape[:2], *sizes))
+        answers[TEACHER_HIDDEN] = states.astype(np.float32)
+    return answers

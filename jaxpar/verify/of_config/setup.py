@@ -28,7 +28,7 @@ from jaxpar.parallel.ops import attention_calls
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import AnyOptimizer
-from jaxpar.train.plans import check_batch, check_parameters
+from jaxpar.train.plans import check_batch, check_parameters, with_projections
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, few_rows, shrink
 
 SIMULATED = 8
@@ -85,7 +85,7 @@ def prepare(
     small, more = _shrink_alike(config, mesh, used)
     return Setup(
         small,
-        model.with_config(small.model),
+        with_projections(model.with_config(small.model), small),
         used,
         (*notes, *more),
         optimizer,

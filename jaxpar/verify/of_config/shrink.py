@@ -23,6 +23,7 @@ from jaxpar.base.config import (
     rules_of,
 )
 from jaxpar.base.errors import UserError
+from jaxpar.base.hidden_pairs import read_pairs
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.pruning_config import Pruning
@@ -37,6 +38,7 @@ from jaxpar.parallel.ulysses import devices_sharing
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
 _FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one
 _TOP_K = 5  # entries of a teacher
+_HIDDEN_WIDTH = 7  # features of its hidden states
 _VOCAB = 40  # the vocabulary tables have at least this many rows
 _SAID = ("model.", "data.seq_len", "train.accumulation", "overlap.", "pipeline.")
 
@@ -458,6 +460,23 @@ def _masks(whole: Whole, small: Config) -> tuple[str, ...]:
     return tuple(shrink_mask(word, seq_len, small.data.seq_len) for word in words)
 
 
+def _hidden(whole: Whole, small: Config) -> tuple[str, ...]:
+    """The pairs of layers whose hidden states are learned, each between layers where it was."""
+    many = whole.config.model.layers
+    few = small.model.layers
+    words = []
+    for word, pair in zip(
+        whole.config.distill.hidden, read_pairs(whole.config.distill.hidden), strict=True
+    ):
+        if not pair.student:
+            words.append(word)
+        elif pair.student == many:
+            words.append(f"{few}:{pair.teacher}")
+        else:
+            words.append(f"{max(min(pair.student, few - 1), 1)}:{pair.teacher}")
+    return tuple(dict.fromkeys(words))
+
+
 def _max_seq_len(whole: Whole, small: Config) -> int:
     """As long as the sequence, or a little longer if it was longer."""
     if whole.config.data.seq_len == whole.config.model.max_seq_len:
@@ -562,6 +581,12 @@ RULES = (
         "distill.top_k",
         lambda whole, small: min(whole.config.distill.top_k, _TOP_K),
         "a teacher's entries are several, and fewer than the vocabulary",
+    ),
+    Rule("distill.hidden", _hidden, "a pair is there, between the layers that are left"),
+    Rule(
+        "distill.hidden_width",
+        lambda whole, small: min(whole.config.distill.hidden_width, _HIDDEN_WIDTH),
+        "a teacher's width is another than the model's",
     ),
     Rule("model.masks", _masks, "each kind of layer is there, and they still take turns"),
     Rule("model.max_seq_len", _max_seq_len, "a longer table of positions stays longer"),
