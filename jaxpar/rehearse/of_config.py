@@ -19,7 +19,8 @@ from jaxpar.base.sharding import placements
 from jaxpar.hlo.fusions import operations
 from jaxpar.hlo.parse import parse_module
 from jaxpar.rehearse._step import Compiled, compile_for, report_of
-from jaxpar.rehearse.graph.report import fused_row
+from jaxpar.rehearse.graph.report import edges_of, fused_row
+from jaxpar.rehearse.graph.runs import unrolled
 from jaxpar.rehearse.graph.schema import Fused
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
@@ -124,7 +125,8 @@ def unfused(
       say: is called with a line as compiling begins.
 
     Returns:
-      Its tasks and their runs, the bytes that they move, and the seconds of a step.
+      Its tasks, their runs and the edges between these, the bytes that they move, and the seconds
+      of a step.
 
     Raises:
       UserError: as `rehearse`; without fusion a step takes more memory.
@@ -139,7 +141,8 @@ def unfused(
     compiled = compile_step(bare, target, say).compiled
     priced = read_and_price(compiled.text, compiled.mesh, target)
     seconds = replay(priced.program, priced.costs).seconds
-    return fused_row(operations(priced.program), seconds)
+    edges = edges_of(unrolled(priced.program, priced.costs))
+    return fused_row(operations(priced.program), seconds, edges)
 
 
 def on_target(experiment: Config | Experiment, target: Target) -> Experiment:

@@ -273,6 +273,7 @@ def test_edges_say_from_how_many_trips_before() -> None:
     assert written["edges"] == [{"before": 2, "after": 2, "trips": 1}]
     assert written["loops"] == [{"id": 1, "name": "chain", "trips": 4, "loop": None}]
     assert [one["loop"] for one in written["tasks"]] == [None, 1, 1]
+    assert written["fused"].get("edges") == written["run_edges"] == 3
 
 
 @quick
@@ -311,6 +312,7 @@ def without_fusion_there_are_more_tasks(target: str) -> None:
     bare = graph_on(target, without_fusion(mesh))["fused"]
     assert bare["tasks"] > 1.2 * fused["tasks"]
     assert bare["bytes"] > 1.2 * fused["bytes"]
+    assert bare.get("edges", 0) > 1.2 * fused.get("edges", 0) > 0
 
 
 @needs_libtpu

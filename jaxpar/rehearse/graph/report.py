@@ -56,19 +56,20 @@ def task_graph_of(
     paths = paths_of(graph) if graph else None
     slack = _least_slack(graph, paths) if graph and paths else {}
     counted = operations(program)
+    edges = edges_of(graph)
     return {
         "schema": GRAPH_SCHEMA,
         "tasks": list(_task_rows(program, costs, ids, slack)),
         "loops": list(_loop_rows(program.nodes, ids)),
         "edges": list(_edges(program.nodes, ids)),
         "runs": counted.runs,
-        "run_edges": sum(map(len, graph.needs)) if graph else None,
+        "run_edges": edges,
         "work": sum(costs[path].seconds * count for path, _, count in walk_paths(program.nodes)),
         "played": played,
         "as_compiled": _order(program, costs, ids, most_runs),
         "beside_compute": _order(program, beside_compute(program, costs), ids, most_runs),
         "lines": _lines(program, graph, paths) if graph and paths else [],
-        "fused": fused_row(counted),
+        "fused": fused_row(counted, edges=edges),
         "opened": fused_row(operations_opened(text, program)),
     }
 
@@ -90,9 +91,18 @@ def write_graph(report: Rehearsal, path: FilePath | str) -> None:
     write_whole(FilePath(path), json.dumps(whole, allow_nan=False) + "\n")
 
 
-def fused_row(counted: Operations, seconds: float | None = None) -> Fused:
-    """What was counted of a program, and the seconds of a step if they are known."""
+def edges_of(graph: RunGraph | None) -> int | None:
+    """Count the edges between the runs of all tasks; None where there are too many runs."""
+    if graph is None:
+        return None
+    return sum(map(len, graph.needs))
+
+
+def fused_row(counted: Operations, seconds: float | None = None, edges: int | None = None) -> Fused:
+    """What was counted of a program, and the edges and the seconds of a step if they are known."""
     row: Fused = {"tasks": counted.tasks, "runs": counted.runs, "bytes": counted.bytes}
+    if edges is not None:
+        row["edges"] = edges
     if seconds is not None:
         row["seconds"] = seconds
     return row

@@ -91,6 +91,8 @@ class Fused(TypedDict):
     tasks: int
     runs: int
     bytes: int
+    edges: NotRequired[int]
+    """Between the runs, where it was compiled so."""
     seconds: NotRequired[float]
     """What a step takes, where it was compiled so."""
 

@@ -57,7 +57,7 @@ def graph_parts(graph: TaskGraph, most: int = _MOST) -> list[RenderableType]:
         ),
         *titled_table(
             "fusion",
-            ["", "tasks", "runs", "moved", "step"],
+            ["", "tasks", "runs", "edges", "moved", "step"],
             _fusion_rows(graph),
             0,
             3,
@@ -87,7 +87,9 @@ def _fusion_rows(graph: TaskGraph) -> list[list[str]]:
 
 def _fusion_row(name: str, row: Fused, graph: TaskGraph) -> list[str]:
     seconds = graph["played"] if row is graph["fused"] else row.get("seconds")
-    return [name, f"{row['tasks']:,}", f"{row['runs']:,}", bytes_text(row["bytes"]), _text(seconds)]
+    edges = f"{row['edges']:,}" if "edges" in row else _UNKNOWN
+    counts = [f"{row['tasks']:,}", f"{row['runs']:,}", edges]
+    return [name, *counts, bytes_text(row["bytes"]), _text(seconds)]
 
 
 def _text(seconds: float | None) -> str:
