@@ -30,6 +30,8 @@ PackageDirs = Sequence[tuple[str, str]]
 `OWN` stands for all files that belong to no installed package, nor to Python, nor to this library:
 those of somebody else's program."""
 OWN = ("", "")
+_HELPERS = ("models/linears.py:",)
+"""Lines through which all linears of a model go, which tell none of them from another."""
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 _WRAPPERS = words(
@@ -198,7 +200,8 @@ def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
     """Write the innermost frame in the first directory that has any.
 
     Where that calls a program of somebody else, as a model calls a block that it was given, the
-    innermost frame of that program is written.
+    innermost frame of that program is written. A room that many parts of a model call is passed
+    over for the line that calls it.
 
     Args:
       frames: those of an instruction, the innermost first.
@@ -212,10 +215,14 @@ def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
             if own := _own_line(frames, dirs):
                 return own
             continue
-        for depth, frame in enumerate(frames):
-            if _inside(frame.file, folder):
-                line = f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
-                return _own_line(frames[:depth], dirs) or line
+        inside = [
+            (depth, f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}")
+            for depth, frame in enumerate(frames)
+            if _inside(frame.file, folder)
+        ]
+        callers = [(depth, line) for depth, line in inside if not line.startswith(_HELPERS)]
+        for depth, line in callers or inside:
+            return _own_line(frames[:depth], dirs) or line
     return ""
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from jaxpar.hlo.origin import decode, default_dirs, inherit, origin_of, source_line
 from jaxpar.hlo.parse import Frame, parse_module
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop, Node, Origin, Task, Wait, walk
+from jaxpar.models import linears
+from jaxpar.parallel import collectives
 
 pytestmark = pytest.mark.quick
 
@@ -122,6 +126,20 @@ def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
     assert source_line([*frames[:2], block, *frames[2:], script], DIRS) == "palm.py:12"
     assert source_line([*frames, script], DIRS) == "models/layers.py:55"
     assert source_line([Frame("/repo/models_of_mine/x.py", 1, 0)], DIRS) == ""
+
+
+def test_the_room_that_all_linears_go_through_is_passed_over() -> None:
+    through = Frame(str(Path(linears.__file__)), 80, 0)
+    folder = Path(linears.__file__).parent
+    block = Frame(str(folder / "transformer.py"), 258, 0)
+    library = Frame(str(Path(collectives.__file__)), 104, 0)
+    dirs = default_dirs()
+    assert source_line([library, through, block], dirs) == "models/transformer.py:258"
+    assert source_line([library, through], dirs) == "models/linears.py:80"
+    # a block of one's own that calls it is told by its own line
+    mine = Frame("/home/me/palm.py", 12, 0)
+    around = Frame(str(folder / "model.py"), 330, 0)
+    assert source_line([library, through, mine, around], dirs) == "palm.py:12"
 
 
 def test_models_and_the_library_are_found_where_they_are_installed() -> None:
