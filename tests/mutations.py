@@ -70,6 +70,11 @@ MUTATIONS = [
              "tests/base/test_rules.py"),
     Mutation("open_word", "a word of model.masks may show what comes after a token", "models/masks.py",
              "if not (made.looks_ahead or looks_back(mask)):", "if looks_back(mask) is None:", "tests/models/test_masks.py"),
+    # A teacher's hidden states.
+    Mutation("hidden_labels", "tokens without a label learn a teacher's hidden states", "models/hidden.py",
+             "jnp.where(labels_BS >= 0, distance_BS, 0.0)", "distance_BS", "tests/train/test_distil_hidden.py"),
+    Mutation("hidden_layer", "the stream of the layer before is kept", "models/model.py",
+             "number + 1 == one", "number + 2 == one", "tests/train/test_distil_hidden.py"),
     # Masks and kernels.
     Mutation("window", "a mask off by one", "jaxpar/kernels/masks.py",
              "i - j <= self.left", "i - j < self.left", "tests/models/test_masks.py -k shows_what"),
