@@ -9,6 +9,7 @@ import signal
 import sys
 from threading import Thread
 from types import FrameType
+from typing import Any
 
 # Windows has no SIGUSR1
 SIGNALS = tuple(
@@ -61,6 +62,25 @@ def leave(number: int, _: FrameType | None) -> None:
     os._exit(code)
 
 
+def handler_of_the_second(before: Any) -> Any:
+    """The handler of a second Ctrl-C, where the first was taken.
+
+    Args:
+      before: the handler that was there before the first was taken.
+
+    Returns:
+      That handler. In place of `leave` it is one that the thread does not know: it may be told of
+      the *first* Ctrl-C only now.
+    """
+    if before is leave:
+        return _leave_in_turn
+    return before
+
+
+def _leave_in_turn(number: int, frame: FrameType | None) -> None:
+    leave(number, frame)
+
+
 def pass_on_signals() -> None:
     """Have the process that has joined others give a signal to JAX's preemption service, in place
     of leaving them alone: all then stop together. A second Ctrl-C still ends the process.
@@ -74,5 +94,5 @@ def pass_on_signals() -> None:
 
 def _pass_on(number: int, _: FrameType | None) -> None:
     if number == signal.SIGINT:
-        signal.signal(number, leave)
+        signal.signal(number, _leave_in_turn)
     os.kill(os.getpid(), signal.SIGTERM)

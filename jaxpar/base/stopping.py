@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxpar.base.early_signals import SIGNALS
+from jaxpar.base.early_signals import SIGNALS, handler_of_the_second
 
 
 def ask_to_stop() -> None:
@@ -86,7 +86,7 @@ class Stop:
 
     def _take(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
-            signal.signal(number, self._previous[number])
+            signal.signal(number, handler_of_the_second(self._previous[number]))
         self.ask(signal.Signals(number).name)
 
     def close(self) -> None:

@@ -51,6 +51,28 @@ def test_a_signal_before_the_first_step_ends_a_process_that_compiles_at_once(
         assert process.stderr.read() == said
 
 
+FIRST = """
+import signal, time
+from jaxpar.base.early_signals import leave_on_signals
+leave_on_signals()
+from jaxpar.base.stopping import Stop
+stop = Stop()
+stop.listen()
+signal.raise_signal(signal.SIGINT)
+time.sleep(0.3)  # in which the thread hears of it
+print(stop.reached(), flush=True)
+signal.raise_signal(signal.SIGINT)
+print("lives on")
+"""
+
+
+def test_the_first_ctrl_c_asks_also_where_the_thread_hears_of_it_later() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "True\n", "jaxpar: interrupted\n")
+
+
 def test_a_second_ctrl_c_does_what_the_first_would_have_done_and_a_second_sigterm_nothing() -> None:
     stop = Stop()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -141,6 +141,7 @@ def disturb(
     for trial in range(trials):
         number = SIGNALS[trial % len(SIGNALS)]
         # a training that is told before its first step goes on from the same place
+        logged_before = last_row(disturbed)
         wait = draw.uniform(BEFORE_PYTHON, life)
         running = start(disturbed, processes, steps, tokens)
         time.sleep(wait)
@@ -151,6 +152,8 @@ def disturb(
         where = f"trial {trial}, {number.name} after {wait:.2f} of {life:.2f} s"
         assert "Traceback" not in outcome.errors, f"{where}: {outcome.errors}"
         assert_documented(outcome, number, processes, where)
+        if outcome.codes[0] == 130:
+            assert_saved(disturbed, logged_before, where)
         seen[outcome.codes] += 1
         print(f"{where}: {outcome.codes}", flush=True)
         if set(outcome.codes) == {0}:
@@ -173,6 +176,20 @@ def assert_documented(outcome: Outcome, number: int, processes: int, where: str)
     else:
         together = len({*outcome.codes}) == 1 and outcome.codes[0] in (0, 130)
         assert together or at_once in outcome.codes, f"{where}: {outcome}"
+
+
+def last_row(folder: Path) -> int:
+    """The last step that a run has logged."""
+    from jaxpar.train.metrics import read_metrics
+
+    return max((row["step"] for row in read_metrics(folder)), default=0)
+
+
+def assert_saved(folder: Path, before: int, where: str) -> None:
+    """What was trained and logged until it was told to stop is in a checkpoint."""
+    step = last_row(folder)
+    saved = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()]
+    assert step <= max(before, *saved, 0), f"{where}: step {step} was trained, and {saved} saved"
 
 
 def assert_equal(
