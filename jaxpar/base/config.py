@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.distill_config import DistillConfig
+from jaxpar.base.durations import seconds_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.mesh import MeshAxis, MeshSpec
@@ -234,6 +235,9 @@ class TrainConfig:
     steps: Annotated[int, Range(1, MOST_STEPS)] = 1000
     stop_at: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Stop (and save) after this step without changing the schedule; 0 = run to `steps`."""
+    max_time: str = ""
+    """Stop and save before a call has taken so long, such as `11h45m`; empty = no limit. `jaxpar
+    train` counts from the begin of its process."""
     batch: Annotated[int, Range(1, 2**20)] = 32
     """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x
     expert).
@@ -283,6 +287,13 @@ class TrainConfig:
     final_eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 0
     """The same as `eval_batches` for the evaluation after the last step, which takes no more
     batches than the run has steps (or `eval_batches`), and for `jaxpar eval`."""
+
+    @property
+    def most_seconds(self) -> int:
+        """The seconds of `max_time`, 0 = no limit; a UserError where it is no duration."""
+        if not self.max_time:
+            return 0
+        return seconds_of("train.max_time", self.max_time)
 
 
 @dataclass(frozen=True)
@@ -442,6 +453,7 @@ RESUMABLE = (
     "metrics",
     "train.steps",
     "train.stop_at",
+    "train.max_time",
     "train.eval_every",
     "train.eval_batches",
     "train.final_eval_batches",

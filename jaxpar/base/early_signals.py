@@ -48,6 +48,15 @@ def _leave_soon(reading: int) -> None:
             leave(number, None)
 
 
+def end_quietly() -> None:
+    """Ignore SIGUSR1 from now on, at the end of a process: Python itself gives its handlers back
+    while it ends, and the signal would end what has succeeded with a code that says otherwise.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) is leave and number not in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def leave(number: int, _: FrameType | None) -> None:
     """A handler that ends the process at once: with 130 on Ctrl-C, else with 143."""
     if number == signal.SIGINT:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -34,8 +35,14 @@ class Stop:
       reached_already: whether `reached` has said so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asks: Callable[[], str] = lambda: "") -> None:
+        """Begin with nothing asked.
+
+        Args:
+          asks: is called at each `reached`, and returns what asks for a stop now, or nothing.
+        """
         self.why = ""
+        self._asks = asks
         self.reached_already = False
         self._asked = threading.Event()
         self._several = jax.process_count() > 1
@@ -64,6 +71,8 @@ class Stop:
         """Whether to stop here."""
         if not self.reached_already:
             self._calls += 1
+            if why := self._asks():
+                self.ask(why)
             if self._several:
                 self.reached_already = multihost_utils.reached_preemption_sync_point(self._calls)
             else:

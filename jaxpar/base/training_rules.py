@@ -104,6 +104,7 @@ def training_rules(config: Config) -> list[Rule]:
     profile = config.metrics.profile
     left = train.steps - train.warmup_steps
     traced = config.metrics.profiled
+    _ = train.most_seconds  # it refuses what is no duration
     last = train.stop_at or train.steps
     evaluates = train.eval_every > 0 and bool(config.data.val_path or config.data.val_fraction)
     between = next(

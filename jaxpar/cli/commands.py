@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from jaxpar.base.checks import check
 from jaxpar.base.config import Bos, Config, DataConfig
 from jaxpar.base.console import PACKAGES, bytes_text, check_folders, console
+from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
@@ -184,7 +185,8 @@ def train_command(words: list[str]) -> int:
     from jaxpar.launch.local import train_config
 
     name, args = config_args(train_command.__doc__, TrainArgs, words, training=True)
-    result = train_config(args.config, run_folder(name, args.run), args.verify)
+    folder = run_folder(name, args.run)
+    result = train_config(args.config, folder, args.verify, began=process_began())
     return 130 if result.interrupted else 0
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import NamedTuple, NoReturn
 
-from jaxpar.base.early_signals import leave_on_signals
+from jaxpar.base.early_signals import end_quietly, leave_on_signals
 from jaxpar.base.errors import UserError, short, suggest, visible
 
 
@@ -89,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
             return _command(sys.argv[1:] if argv is None else argv)
         finally:
             sys.stdout.flush()  # here, where a reader that has gone can be told
+            if argv is None:
+                end_quietly()
     except UserError as error:
         fail(str(error))
         return error.exit_code

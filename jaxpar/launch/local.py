@@ -30,7 +30,11 @@ _EVERY = 60.0  # seconds between two drawings of loss.png
 
 
 def train_config(
-    config: Config, folder: Path, verify: bool = False, report: Report | None = None
+    config: Config,
+    folder: Path,
+    verify: bool = False,
+    report: Report | None = None,
+    began: float | None = None,
 ) -> Result:
     """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify
     the plan if asked (see `TrainArgs`), and train it.
@@ -40,6 +44,7 @@ def train_config(
       folder: the run folder, which is made if it is absent.
       verify: whether to compare the plan with one device before, and to train only if it is equal.
       report: a function that every process calls with each row (see `jaxpar.train.loop.run`).
+      began: when `train.max_time` began to count, by `time.monotonic`; None = now.
 
     Returns:
       How the run ended.
@@ -47,6 +52,8 @@ def train_config(
     Raises:
       UserError: see `run`; for too little memory it says what would fit.
     """
+    if began is None:
+        began = time.monotonic()
     # what is wrong with the layout or the data is said before a budget is solved
     experiment = make_experiment(config)
     main = jax.process_index() == 0
@@ -76,7 +83,7 @@ def train_config(
 
     try:
         with ThreadPoolExecutor(1) as beside:
-            result = run(settled, folder, watch=watch, report=take_row)
+            result = run(settled, folder, watch=watch, report=take_row, began=began)
     except OutOfMemory as error:
         if error.where != STEP:
             raise

@@ -44,6 +44,7 @@ from jaxpar.train.run_data import keep_data
 from jaxpar.train.run_folder import METRIC
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
+from jaxpar.train.time_limit import TimeLimit, save_seconds
 
 __all__ = ["STEP", "CopiesDiffer", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
 
@@ -70,6 +71,7 @@ def run(
     corpus: Corpus | None = None,
     watch: Watch = lambda *_: None,
     report: Report | None = None,
+    began: float | None = None,
 ) -> Result:
     """Train the run in `folder`, or go on with it.
 
@@ -83,6 +85,7 @@ def run(
       report: a function that every process calls with the step and the numbers of each row of
         metrics.jsonl. The calls are the same in number and order on all of them; speed and
         data_wait are those of the process.
+      began: when `train.max_time` began to count, by `time.monotonic`; None = now.
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
@@ -94,11 +97,12 @@ def run(
     require_local(folder)
     say = console().print if jax.process_index() == 0 else lambda line: None
     opened = open_run(experiment, Path(folder), corpus, say)
-    stop = Stop()
+    limit = _time_limit(opened, time.monotonic() if began is None else began)
+    stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process
     with closing(stop), closing(MachineNotice(stop.ask)):
         try:
-            result = _train(opened, watch, report, stop)
+            result = _train(opened, watch, report, stop, limit)
         except BaseException:
             try:
                 opened.checkpoints.close()
@@ -110,7 +114,22 @@ def run(
     return result
 
 
-def _train(opened: OpenRun, watch: Watch, report: Report | None, stop: Stop) -> Result:
+def _time_limit(opened: OpenRun, began: float) -> TimeLimit:
+    """That of `train.max_time`, which knows from a resumed run how long a save takes."""
+    train = opened.experiment.config.train
+    limit = TimeLimit(train.most_seconds, began, f"train.max_time={train.max_time}")
+    if opened.first:
+        limit.note_save(save_seconds(opened.checkpoints.folder / str(opened.first)))
+    return limit
+
+
+def _train(
+    opened: OpenRun,
+    watch: Watch,
+    report: Report | None,
+    stop: Stop,
+    limit: TimeLimit,
+) -> Result:
     """Run the steps that are left. From the first of them on `stop` takes signals."""
     config = opened.experiment.config
     main = jax.process_index() == 0
@@ -137,11 +156,15 @@ def _train(opened: OpenRun, watch: Watch, report: Report | None, stop: Stop) -> 
         memory_errors(opened.experiment, running),
         _one_thread() as beside,
     ):
-        parts = _Parts(opened, evaluations, log, show, beside, profile, watch)
+        parts = _Parts(opened, evaluations, log, show, beside, profile, watch, limit)
         if opened.first >= opened.last:
             _make_up(parts, missed, entropy)
-            show.say(_done_already(opened))
-            return Result(opened.first, None, evaluations.last_loss, entropy, False)
+            cut_short = evaluations.cut_short
+            if cut_short:
+                show.say(_stopped(opened.first, cut_short, stop.why))
+            else:
+                show.say(_done_already(opened))
+            return Result(opened.first, None, evaluations.last_loss, entropy, cut_short)
         compiling = beside.submit(_compile, opened.experiment)
         start = first_step(opened, show.say)
         for line in banner_lines(opened, start.state, entropy):
@@ -173,6 +196,7 @@ class _Parts(NamedTuple):
       beside: the other thread.
       profile: the trace of some steps.
       watch: the caller's function.
+      limit: the time that the call may take.
     """
 
     run: OpenRun
@@ -182,6 +206,7 @@ class _Parts(NamedTuple):
     beside: ThreadPoolExecutor
     profile: Profile
     watch: Watch
+    limit: TimeLimit
 
 
 class _Loop:
@@ -362,7 +387,10 @@ class _Loop:
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
         beside = beside_state(self.experiment, position, size, self.frozen, teacher)
+        before = run.checkpoints.latest()
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
+        if before is not None:  # which is written to its end by now
+            self.parts.limit.note_save(save_seconds(run.checkpoints.folder / str(before)))
 
     def _save_good(self) -> None:
         """Save what was trained until now, and say so, unless the last step failed or diverged."""

@@ -175,6 +175,7 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     free = own or key in (
         "train.steps",
         "train.stop_at",
+        "train.max_time",
         "train.eval_every",
         "train.eval_batches",
         "train.final_eval_batches",

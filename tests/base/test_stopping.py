@@ -73,6 +73,23 @@ def test_the_first_ctrl_c_asks_also_where_the_thread_hears_of_it_later() -> None
     assert (done.returncode, done.stdout, done.stderr) == (130, "True\n", "jaxpar: interrupted\n")
 
 
+LATE = """
+import os, signal
+from jaxpar.base.early_signals import end_quietly, leave_on_signals
+leave_on_signals()
+end_quietly()
+class Late:
+    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGUSR1):
+        kill(me, number)  # Python has given its handlers back
+import sys
+sys.late = Late()
+"""
+
+
+def test_a_notice_while_python_ends_does_not_spoil_a_success() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE], check=False).returncode == 0
+
+
 def test_a_second_ctrl_c_does_what_the_first_would_have_done_and_a_second_sigterm_nothing() -> None:
     stop = Stop()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

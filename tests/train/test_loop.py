@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,19 @@ def test_a_finished_run_is_not_run_again(
     assert train(config, whole).step == 20
     assert "done already" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_whose_time_is_over_saves_and_the_same_call_goes_on(
+    config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The begin is given: a minute's limit, of which all but 5 s were gone before the call."""
+    folder = tmp_path / "limited"
+    limited = override(config, {"train.max_time": "1m"})
+    result = train(limited, folder, began=time.monotonic() - 55)
+    assert result.interrupted and result.step == 1
+    assert "stopped by train.max_time=1m after step 1, saved" in capsys.readouterr().out
+    assert train(override(config, {"train.max_time": "1h"}), folder).step == 20
+    assert losses(folder) == losses(whole)
 
 
 def test_a_folder_of_another_config_is_refused_and_kept(
