@@ -17,11 +17,13 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import pytest
+from buckets import s3_server
 
 from jaxpar.base.checks import check
 from jaxpar.base.config import Config, ModelConfig, parse
@@ -222,7 +224,7 @@ class Shell:
     def __init__(self, folder: Path, compiled: Path):
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
-        self._environment = {
+        self.environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))
         } | {
             "XDG_CACHE_HOME": str(folder / "cache"),
@@ -240,7 +242,7 @@ class Shell:
             self._process = subprocess.Popen(
                 [sys.executable, ROOT / "tests" / "page_process.py"],
                 cwd=self._folder,
-                env=self._environment,
+                env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -266,7 +268,7 @@ class Shell:
         return subprocess.run(
             [sys.executable, *words],
             cwd=self._folder,
-            env=self._environment,
+            env=self.environment,
             check=False,
             capture_output=True,
             text=True,
@@ -289,6 +291,13 @@ def shell(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
     opened = Shell(folder, shared / "compiled")
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def buckets() -> Iterator[ExitStack]:
+    """What stops the servers of buckets that a page needs."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -326,12 +335,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_line_runs(page: Path, folder: Path, shell: Shell) -> None:
+def test_every_line_runs(page: Path, folder: Path, shell: Shell, buckets: ExitStack) -> None:
     found = blocks(page)
     experiment = next(
         (block.text for block in found if block.language == "toml" and "[train]" in block.text), ""
     )
     (folder / "my_experiment.toml").write_text(experiment)
+    if any("s3://" in block.text for block in found if block.language == "sh"):
+        shell.environment |= buckets.enter_context(s3_server())
     for block in found:
         if block.language != "sh":
             continue

@@ -227,6 +227,8 @@ def test_the_bottom_wing_needs_jax_and_the_console_only(module):
         "jax",
         "numpy",
         "rich",
+        # what opens paths that are URLs
+        *(("filelock", "fsspec") if module == "jaxpar.base.storage" else ()),
         *sys.stdlib_module_names,
     }
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxpar.base.config import Config, DataConfig, ModelConfig
-from jaxpar.base.errors import UserError, require_local, short
+from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.errors import UserError, short
 from jaxpar.base.hidden_pairs import require_layers
 from jaxpar.base.ranges import ranges, require_ranges
 from jaxpar.base.registry import require_names
@@ -38,7 +38,7 @@ def check(config: Config, training: bool = True) -> Config:
 
     Raises:
       UserError: a value has the wrong type, a number is not in its range, a name is not registered,
-        a path is a URL, or settings contradict each other.
+        or settings contradict each other.
     """
     values = flatten(config)
     _require_types(values)
@@ -49,8 +49,6 @@ def check(config: Config, training: bool = True) -> Config:
     require_ranges(Config, read)
     require_names(Config, values)
     _require_size(config)
-    require_local(config.train.init, config.distill.teacher)
-    require_local_data(config.data)
     require_layers(config.distill.hidden, config.model.layers)
     messages = [*_of_model(config.model), *_of_step(config)]
     if training:
@@ -72,18 +70,6 @@ def outdated(config: Config) -> set[str]:
       Their dotted keys.
     """
     return outdated_keys(config, flatten(config), ranges(Config))
-
-
-def require_local_data(data: DataConfig) -> None:
-    """Refuse a path of the data or of the tokenizer that is a URL.
-
-    Args:
-      data: where the data are.
-
-    Raises:
-      UserError: one is.
-    """
-    require_local(data.path, data.val_path, data.tokenizer, *data.mixture)
 
 
 def require_settled(config: Config) -> None:

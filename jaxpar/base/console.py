@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.segment import Segment
 from rich.table import Column
 
-from jaxpar.base.errors import UserError, require_local, visible
+from jaxpar.base.errors import UserError, require_local, visible, with_urls
 from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan
@@ -24,8 +24,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 class PlainConsole(Console):
-    """A rich console that takes every text as it is: names have no markup, and what a terminal
-    would obey is shown.
+    """A rich console that takes every text as it is: names have no markup, what a terminal would
+    obey is shown, and copies of what lies in a bucket have the names that they have there.
     """
 
     def __init__(self, **options: Any):
@@ -36,7 +36,10 @@ class PlainConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=visible(with_urls(segment.text)))
 
 
 def console() -> Console:

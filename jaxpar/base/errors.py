@@ -39,6 +39,34 @@ _KINDS = {
 _MOST_INT = 2**63 - 1
 
 
+_URLS: dict[str, str] = {}
+"""The URL that each copy on this machine is of: for messages alone."""
+
+
+def name_by_url(path: Path, url: str) -> None:
+    """Have messages call a path, and all below it, by the URL that it is a copy of.
+
+    Args:
+      path: the copy on this machine.
+      url: what it is a copy of.
+    """
+    _URLS[str(path)] = url
+
+
+def with_urls(text: str) -> str:
+    """Write the URL in place of each path of this machine that is a copy of one.
+
+    Args:
+      text: a message, or one path.
+
+    Returns:
+      The text.
+    """
+    for path, url in _URLS.items():
+        text = text.replace(path, url)
+    return text
+
+
 class UserError(Exception):
     """A mistake in a config, a file, or a request, in one sentence: what was wrong, what was found,
     what to try.
@@ -48,6 +76,9 @@ class UserError(Exception):
     """
 
     exit_code = 2
+
+    def __init__(self, message: object = ""):
+        super().__init__(with_urls(str(message)))
 
 
 def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
@@ -71,9 +102,22 @@ def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
+def is_url(path: str | Path) -> bool:
+    """Whether a path begins with a scheme, such as `s3://`; `Path` may have made one slash of
+    two.
+
+    Args:
+      path: what was given as a path; empty = none.
+
+    Returns:
+      Whether it does.
+    """
+    return bool(_URL.match(str(path)))
+
+
 def require_local(*paths: str | Path) -> None:
-    """Refuse a URL where a path of this machine is wanted: `Path("s3://bucket/run")` is a local
-    folder named `s3:`.
+    """Refuse a URL where only a path of this machine is read or written: `Path("s3://bucket/run")`
+    is a local folder named `s3:`.
 
     Args:
       paths: files and folders that are about to be read or written; an empty one is none.
@@ -83,13 +127,12 @@ def require_local(*paths: str | Path) -> None:
         `https://`.
     """
     for path in paths:
-        if _URL.match(str(path)):
+        if is_url(path):
             scheme, _, rest = str(path).partition(":/")
             raise UserError(
-                f"{scheme}://{rest.lstrip('/')} is a URL, and only paths of this machine are "
-                "read and written: copy "
-                "the files here, or mount the bucket as a folder (gcsfuse, s3fs, blobfuse2) and "
-                "give that"
+                f"{scheme}://{rest.lstrip('/')} is a URL, and here only paths of this machine are "
+                "read and written: give a path of this machine (run folders, data, tokenizers and "
+                "Hugging Face folders may be URLs)"
             )
 
 

@@ -12,18 +12,19 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
 from jaxpar.base.config import Config, fit_schedule, load_config, override
-from jaxpar.base.errors import UserError, require_local, visible
+from jaxpar.base.errors import UserError, is_url, require_local, visible
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.registry import require_names
+from jaxpar.base.storage import as_url, local_path
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
 from jaxpar.cli.flags import Flag, flags_of, key_of, read_flags, replace_fields
@@ -78,9 +79,9 @@ def config_args(
         schedule of a run.
     """
     words = [*words[:1], *flag_words(words[1:])]
-    (name,) = positional(usage, schema(Config()), words, 1)
+    (name,) = positional(usage, schema(Config()), words, 1, urls=True)
     # a type variable's fields are not known
-    args: Any = parse_words(usage, schema(load(name)), words[1:])
+    args: Any = parse_words(usage, schema(_load(load, name)), words[1:])
     keys = given_keys(words)
     if getattr(args, "on", ""):
         if any(key.startswith("mesh.") for key in keys):
@@ -96,6 +97,20 @@ def config_args(
         _say_what_was_given(name)
     require_effects(name if load is load_config else "", args.config, keys)
     return name, args
+
+
+def _load(load: Callable[[str], Config], name: str) -> Config:
+    """Read the config of a name, which may be the URL of a run folder or of a config.toml."""
+    if load is not load_config or not is_url(name):
+        return load(name)
+    if name.endswith(".toml"):
+        return load(str(local_path(name)))
+    from jaxpar.train.bucket_runs import folder_here  # Orbax, which only a run needs
+
+    folder = folder_here(name)
+    if not (folder / "config.toml").exists():
+        raise UserError(f"{as_url(name)} is no run folder: it has no config.toml")
+    return load(str(folder))
 
 
 def given_keys(words: list[str]) -> set[str]:
@@ -215,7 +230,11 @@ def plain_name(target: str) -> str:
 
 
 def positional(
-    usage: str | None, default: DataclassInstance, words: list[str], count: int
+    usage: str | None,
+    default: DataclassInstance,
+    words: list[str],
+    count: int,
+    urls: bool = False,
 ) -> list[str]:
     """Read the words before the flags: the names and paths that the command cannot do without.
 
@@ -226,18 +245,20 @@ def positional(
       default: the command's arguments, whose values help shows.
       words: the words behind the command.
       count: how many names the command takes.
+      urls: whether they may be URLs.
 
     Returns:
       The first `count` words.
 
     Raises:
-      UserError: there are fewer words than `count`, or one of them is a URL.
+      UserError: there are fewer words than `count`, or one of them is a URL and may be none.
     """
     if {"-h", "--help"}.intersection(words[:count]):
         parse_words(usage, default, ["--help"])
     if len(words) < count or any(word.startswith("-") for word in words[:count]):
         raise UserError(f"usage: {usage}")
-    require_local(*words[:count])
+    if not urls:
+        require_local(*words[:count])
     return words[:count]
 
 
@@ -335,19 +356,27 @@ def _flag_hint(left: list[str], known: list[str]) -> str:
     return hint.replace(f"'{name}'", f"'--{name.replace('_', '-')}'")
 
 
-_NO_PATHS = ("address", "image")
-"""Flags whose value may be a URL: a Ray cluster's address, and a container's image."""
+_MAY_BE_URLS = {
+    "address",
+    "image",
+    "run",
+    "config.data.path",
+    "config.data.val_path",
+    "config.data.tokenizer",
+    "config.train.init",
+    "config.distill.teacher",
+}
+"""Flags whose value may be a URL: a Ray cluster's address, a container's image, and what may lie in
+a bucket.
+"""
 
 
 def _require_local_flags(args: DataclassInstance) -> None:
-    """Raise a UserError where a flag's value is a URL. Prompts, which are text, are tuples, and not
-    looked at.
+    """Raise a UserError where a flag's value is a URL and may be none. Prompts, which are text, are
+    tuples, and not looked at.
     """
-    flags = flatten(args)
-    require_local(
-        *(value for key, value in flags.items() if isinstance(value, str) and key not in _NO_PATHS)
-    )
-    require_local(*flags.get("config.data.mixture", ()))
+    values = {key: value for key, value in flatten(args).items() if isinstance(value, str)}
+    require_local(*(value for key, value in values.items() if key not in _MAY_BE_URLS))
 
 
 def run_folder(name: str, given: str = "") -> Path:
@@ -361,6 +390,17 @@ def run_folder(name: str, given: str = "") -> Path:
     Returns:
       The folder, which need not be there; `given` where it is not empty.
     """
+    if is_url(given):
+        from jaxpar.train.bucket_runs import run_here  # Orbax, which only a run needs
+
+        return run_here(given)
+    if is_url(name):
+        from jaxpar.train.bucket_runs import run_here
+
+        url = as_url(name)
+        is_run = not url.endswith(".toml") or url.endswith("/config.toml")
+        folder = url.removesuffix("/config.toml")
+        return run_here(folder) if is_run else Path("runs") / PurePosixPath(url).stem
     path = Path(name)
     if path.name == "config.toml":
         folder = path.parent

@@ -17,7 +17,7 @@ from jaxpar.base.checks import check
 from jaxpar.base.config import Bos, Config, DataConfig
 from jaxpar.base.console import PACKAGES, bytes_text, check_folders, console
 from jaxpar.base.durations import process_began
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.ranges import Range
@@ -192,10 +192,13 @@ def train_command(words: list[str]) -> int:
 
 def watch_command(words: list[str]) -> int:
     """jaxpar watch RUN|FOLDER [--once] [--profile [--target T]]"""
-    folder = Path(positional(watch_command.__doc__, WatchArgs(), words, 1)[0])
+    from jaxpar.train.bucket_runs import copy_of, folder_here
+
+    (name,) = positional(watch_command.__doc__, WatchArgs(), words, 1, urls=True)
     args = parse_words(watch_command.__doc__, WatchArgs(), words[1:])
     if args.target and not args.profile:
         raise UserError("--target has no effect: it is what --profile predicts for")
+    folder = folder_here(name)
     if args.profile:
         from jaxpar.show.profile import profile_parts
 
@@ -204,7 +207,8 @@ def watch_command(words: list[str]) -> int:
     else:
         from jaxpar.show.watch import watch
 
-        watch(folder, args.once)
+        copy = copy_of(folder)
+        watch(folder, args.once, copy.refresh_page if copy is not None else lambda: None)
     return 0
 
 
@@ -274,13 +278,17 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D]
     [--adapter | --compressed]
     """
-    names = positional(convert_command.__doc__, ConvertArgs(Config()), words, 2)
-    source = Path(names[0])
-    target = Path(names[1])
+    from jaxpar.train.bucket_runs import folder_here, run_here, send, writing_folder
+
+    names = positional(convert_command.__doc__, ConvertArgs(Config()), words, 2, urls=True)
+    source = folder_here(names[0])
     if (source / "config.toml").exists():
-        _export(source, target, words[2:])
+        with writing_folder(names[1]) as target:
+            _export(source, target, words[2:])
     else:
+        target = run_here(names[1])
         _import(source, target, words[2:])
+        send(target)
     return 0
 
 
@@ -364,7 +372,8 @@ def tokenize_command(words: list[str]) -> int:
     from jaxpar.data.corpus import unigram_entropy
     from jaxpar.data.tokens import tokenize
 
-    path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2)
+    path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2, urls=True)
+    require_local(out)
     args = parse_words(tokenize_command.__doc__, TokenizeArgs(), words[2:])
     source = "stdlib" if path == "stdlib" else "text"
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:

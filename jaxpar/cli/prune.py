@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxpar.base.config import Config
@@ -34,12 +33,13 @@ def prune_command(words: list[str]) -> int:
     ...]
     """
     from jaxpar.train import restore
+    from jaxpar.train.bucket_runs import folder_here, run_here, send
     from jaxpar.train.pruned_run import prune_run
     from jaxpar.train.run_folder import is_run, read_run_config
 
-    names = positional(prune_command.__doc__, PruneArgs(Config()), words, 2)
-    source = Path(names[0])
-    target = Path(names[1])
+    names = positional(prune_command.__doc__, PruneArgs(Config()), words, 2, urls=True)
+    source = folder_here(names[0])
+    target = run_here(names[1])
     base = read_run_config(source) if is_run(source) else restore.config_of(source, target)
     args = parse_words(prune_command.__doc__, PruneArgs(base), words[2:])
     form = args.config.model.sparsity.form
@@ -59,6 +59,7 @@ def prune_command(words: list[str]) -> int:
         args.batches,
         console().print,
     )
+    send(target)
     console().print(
         f"pruned {source} by {args.criterion}: {zeros:.1%} of the blocks' matrices are zero in "
         f"step 0 of {target}"

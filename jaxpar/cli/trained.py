@@ -23,6 +23,7 @@ from jaxpar.base.toml import flatten
 from jaxpar.base.training_rules import only_training
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
 from jaxpar.data.answers import missing_names
+from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
 from jaxpar.train.sampling import Sampling
@@ -116,7 +117,7 @@ def generate_command(words: list[str]) -> int:
     """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T]
     [--mesh.data N ...]
     """
-    (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
+    (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1, urls=True)
     args = parse_words(generate_command.__doc__, GenerateArgs(), flag_words(words[1:]))
     if bool(args.prompt) == bool(args.prompts):
         raise UserError("generate needs --prompt TEXT, once or several times, or --prompts FILE")
@@ -128,7 +129,7 @@ def generate_command(words: list[str]) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     given = list(args.prompt) or read_prompts(Path(args.prompts))
     folder_args = (args.template_args, args.template_date)
-    trained = open_trained(Path(folder), args.mesh, args.dtype, args.step, *folder_args)
+    trained = open_trained(folder, args.mesh, args.dtype, args.step, *folder_args)
     prompts = encode_prompts(trained, given, args.chat)
     main = jax.process_index() == 0
     if main:
@@ -241,8 +242,9 @@ def eval_command(words: list[str]) -> int:
     [--section.key value ...]
     """
     name, args = config_args(
-        eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name))
+        eval_command.__doc__, EvalArgs, words, lambda name: read_config(folder_here(name))
     )
+    folder = folder_here(name)
     out = console()
     if args.batch < 1 or args.limit < 0:
         raise UserError(
@@ -253,7 +255,7 @@ def eval_command(words: list[str]) -> int:
     if args.tasks and args.top_k:
         raise UserError("--tasks has no effect beside --top-k: give one of them")
     if args.tasks:
-        results = _run_tasks(Path(name), args)
+        results = _run_tasks(folder, args)
         if args.json:
             out.print(json.dumps(results, default=str))
             return 0
@@ -268,14 +270,14 @@ def eval_command(words: list[str]) -> int:
             )
             out.print(f"{task}: {values}")
         return 0
-    _require_effect_on_loss(Path(name), args.config, bool(args.top_k))
+    _require_effect_on_loss(folder, args.config, bool(args.top_k))
     for flag in ("limit", "num_fewshot", "chat", "template_args", "template_date", "batch"):
         if getattr(args, flag) != getattr(EvalArgs, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
     if args.top_k:
-        return _write_answers(Path(name), args)
+        return _write_answers(folder, args)
     found = evaluate_folder(
-        args.config, Path(name), args.step, (lambda line: None) if args.json else out.print
+        args.config, folder, args.step, (lambda line: None) if args.json else out.print
     )
     if found.bits_per_byte is None:
         bits = ""

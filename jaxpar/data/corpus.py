@@ -14,7 +14,6 @@ import grain
 import grain.experimental
 import numpy as np
 
-from jaxpar.base.checks import require_local_data
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.registry import SOURCES
@@ -29,6 +28,7 @@ from jaxpar.data.tokens import (
     read_windows,
     window_count,
 )
+from jaxpar.data.urls import data_here
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
         document offsets that `data.pack` needs, has more tokens in its vocabulary than the
         model, or cannot be corrupted as `data.objective` asks.
     """
-    require_local_data(data)
+    data = data_here(data)
     shares = [_share(entry) for entry in data.mixture] or [(data.path, 1.0)]
     paths = [path for path, _ in shares] + [data.val_path] * bool(data.val_path)
     source: Source = SOURCES[data.source]

@@ -13,6 +13,7 @@ from rich.progress import track
 
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, reading
+from jaxpar.data.ranged import RangedFile, RangedIds
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 """Magic numbers of llm.c's token files, for GPT-2 and for LLaMA 3, each with its version and
@@ -55,6 +56,33 @@ def look_at(path: Path) -> IdFile:
     with reading(path), path.open("rb") as file:
         beginning = file.read(_LLM_C_BYTES)
         size = path.stat().st_size
+    return look_at_beginning(beginning, size, str(path))
+
+
+def look_at_ranged(file: RangedFile) -> IdFile:
+    """Look at the beginning of a .bin file in a bucket, as `look_at` does.
+
+    Raises:
+      UserError: as of `look_at`, or the bucket cannot be read.
+    """
+    beginning = file.read(0, min(_LLM_C_BYTES, file.size))
+    return look_at_beginning(beginning, file.size, file.url)
+
+
+def look_at_beginning(beginning: bytes, size: int, path: str) -> IdFile:
+    """Look at the first bytes of a .bin file, as `look_at` does.
+
+    Args:
+      beginning: the first 1,024 bytes, or all of a shorter file.
+      size: the bytes of the file.
+      path: what a message calls it.
+
+    Returns:
+      What the file says.
+
+    Raises:
+      UserError: as of `look_at`.
+    """
     for magic, what in _FOREIGN.items():
         if beginning.startswith(magic):
             raise UserError(f"{path} holds no raw token ids, it is {what}")
@@ -82,7 +110,7 @@ def look_at(path: Path) -> IdFile:
     return IdFile(_LLM_C_BYTES, dtype, True)
 
 
-def require_guess(ids: np.ndarray, path: Path) -> None:
+def require_guess(ids: np.ndarray | RangedIds, path: str) -> None:
     """Refuse ids that nobody said to be uint16, where each second is nearly 0: they are of 32 or 64
     bits.
 
@@ -106,15 +134,16 @@ def require_guess(ids: np.ndarray, path: Path) -> None:
         (64, "write them as uint32") if is_64 else (32, 'if so, write {"dtype": "uint32"} into it')
     )
     raise UserError(
-        f"{path} looks like ids of {bits} bits, and no {path.name}.json beside it says their "
+        f"{path} looks like ids of {bits} bits, and no {Path(path).name}.json beside it says their "
         f"dtype: {fix} "
         '({"dtype": "uint16"} takes it as it is)'
     )
 
 
-def require_ids(ids: np.ndarray, vocab_size: int, origin: str) -> None:
+def require_ids(ids: np.ndarray | RangedIds, vocab_size: int, origin: str) -> None:
     """Look at every id of a file, before a training begins that would end at a bad one; processes
-    share the work.
+    share the work. Of a file in a bucket only the first are read: the others are looked at as they
+    are trained on.
 
     Raises:
       UserError: the vocabulary does not have an id.
@@ -127,10 +156,12 @@ def require_ids(ids: np.ndarray, vocab_size: int, origin: str) -> None:
         count = jax.process_count()
         index = jax.process_index()
     chunks = list(range(0, len(ids), _CHUNK))[index::count]
+    if isinstance(ids, RangedIds):
+        chunks = [0]
     quiet = len(ids) < _LARGE or index > 0
     said = PlainConsole(stderr=True, quiet=quiet)
     for first in track(chunks, f"looking at the ids of {origin}", console=said, disable=quiet):
-        part = ids[first : first + _CHUNK]
+        part = np.asarray(ids[first : first + _CHUNK])
         if part.max() >= vocab_size:
             place = int(part.argmax())
             raise unknown_id(int(part[place]), origin, first + place, vocab_size)

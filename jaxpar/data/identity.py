@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.base.errors import reading
+from jaxpar.base.errors import reading, with_urls
 from jaxpar.data.corpus import Corpus, Mixture
 from jaxpar.data.parts import Part
+from jaxpar.data.ranged import RangedFile
 
 _WHOLE = 2**23
 """Bytes of a file that is hashed from its beginning to its end."""
@@ -114,17 +115,27 @@ def _say_new(piece: Piece, gone: Sequence[Piece]) -> str:
     return f"{piece.name} has other content than before{length}"
 
 
-def _of_file(file: Path) -> Piece:
+def _of_file(file: Path | RangedFile) -> Piece:
     made = hashlib.sha256()
-    with reading(file), file.open("rb") as opened:
-        size = file.stat().st_size
-        if size <= _WHOLE:
-            made.update(opened.read())
-        else:
-            for place in np.linspace(0, size - _PIECE, _PIECES).astype(int).tolist():
-                opened.seek(place)
-                made.update(opened.read(_PIECE))
-    return Piece(str(file), size, made.hexdigest()[:16])
+    if isinstance(file, RangedFile):
+        size = file.size
+        for start, stop in _sampled(size):
+            made.update(file.read(start, stop))
+    else:
+        with reading(file), file.open("rb") as opened:
+            size = file.stat().st_size
+            for start, stop in _sampled(size):
+                opened.seek(start)
+                made.update(opened.read(stop - start))
+    return Piece(with_urls(str(file)), size, made.hexdigest()[:16])
+
+
+def _sampled(size: int) -> list[tuple[int, int]]:
+    """Where the samples of a file begin and end: all of a short one."""
+    if size <= _WHOLE:
+        return [(0, size)]
+    places = np.linspace(0, size - _PIECE, _PIECES).astype(int).tolist()
+    return [(place, place + _PIECE) for place in places]
 
 
 def _of_part(part: Part) -> Piece:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
+from jaxpar.data.ranged import RangedFile
 from jaxpar.data.skipped import Skipped
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Part(Protocol):
         ...
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Path | RangedFile, ...]:
         """The files that they were read from, as far as there are any: a resumed run compares
         them.
         """
@@ -88,7 +89,7 @@ class Part(Protocol):
 class PartDefaults:
     """What most parts have in common."""
 
-    files: tuple[Path, ...] = ()
+    files: tuple[Path | RangedFile, ...] = ()
     skipped: Skipped | None = None
 
     def rows(

@@ -19,13 +19,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from rich.progress import track
 
-from jaxpar.base.checks import require_local_data
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import PlainConsole
-from jaxpar.base.errors import UserError, read_json, reading, require_local
+from jaxpar.base.errors import UserError, is_url, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
-from jaxpar.data.id_files import look_at, require_guess, require_ids, unknown_id
+from jaxpar.base.storage import as_url, local_path
+from jaxpar.data.id_files import look_at, look_at_ranged, require_guess, require_ids, unknown_id
 from jaxpar.data.parts import PartDefaults
+from jaxpar.data.ranged import RangedFile, RangedIds
 from jaxpar.data.special_tokens import carry_declared
 from jaxpar.data.tokenizer import (
     UTF16_MARKS,
@@ -36,6 +37,7 @@ from jaxpar.data.tokenizer import (
     read_text,
     token_dtype,
 )
+from jaxpar.data.urls import data_here
 
 HostBatch = dict[str, np.ndarray]
 """`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and
@@ -59,16 +61,16 @@ _STDLIB_LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Tokens(PartDefaults):
-    """A stream of tokens, unsigned ids [N], in memory or memory-mapped."""
+    """A stream of tokens, unsigned ids [N], in memory, memory-mapped, or in a bucket."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | RangedIds
     document_starts: np.ndarray | None
     """Where each document begins, sorted int64 [documents], the first at 0; None = not known."""
     origin: str
     """The name of the file, folder or corpus, for messages."""
     offset: int = 0
     """How many tokens of `origin` come before these."""
-    files: tuple[Path, ...] = ()
+    files: tuple[Path | RangedFile, ...] = ()
     """The files that they were read from, as far as there are any."""
     note: str = ""
     """What was left out."""
@@ -83,6 +85,8 @@ class Tokens(PartDefaults):
 
     @property
     def sample(self) -> np.ndarray:
+        if isinstance(self.tokens, RangedIds):
+            return np.asarray(self.tokens[:_SAMPLE])
         return self.tokens
 
     @property
@@ -144,6 +148,8 @@ def load_texts(
     return streams, tokenizer
 
 
+_SAMPLE = 2**24
+"""Ids of a file in a bucket that are read for their frequencies."""
 NOTHING_IN_IT = "is empty: there is no document with text in it"
 
 
@@ -238,8 +244,8 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     memory at a time, progress goes to stderr, and each file appears whole or not at all. A
     UserError says what is wrong with the source or the name, or why a file cannot be written.
     """
-    require_local_data(data)
     require_local(out)
+    data = data_here(data)
     out = Path(out)
     if out.suffix != ".bin" or data.source == "tokens":
         raise UserError(
@@ -286,7 +292,7 @@ def load_token_files(
     named = data.tokenizer
     for stream in streams:
         require_ids(stream.tokens, vocab_size, stream.origin)
-    files = {path: Path(path).with_suffix(".bin.tokenizer.json") for path in paths}
+    files = {path: _place_of(path).with_suffix(".bin.tokenizer.json") for path in paths}
     # Presets name a tokenizer file that need not exist, because a .bin brings its own.
     if named.endswith(".json") and (Path(named).exists() or not files[paths[0]].exists()):
         files = {f"data.tokenizer={named}": Path(named)} | files
@@ -312,7 +318,7 @@ def load_token_files(
 
 def _require_begin(stream: Tokens, begin: int | None) -> None:
     """Refuse a token file whose documents begin otherwise than texts do under `data.bos`."""
-    described = Path(stream.origin).with_suffix(".bin.json")
+    described = _place_of(stream.origin).with_suffix(".bin.json")
     if described.exists():
         meta = read_json(described)
     else:
@@ -343,17 +349,18 @@ def _require_begin(stream: Tokens, begin: int | None) -> None:
 
 
 def open_tokens(path: str | Path) -> Tokens:
-    """Open a token file, memory-mapped, with those beside it; a UserError if one is missing, cut
-    short or another's.
+    """Open a token file, memory-mapped or, in a bucket, by range, with those beside it; a UserError
+    if one is missing, cut short or another's.
     """
-    path = Path(path)
-    if path.suffix != ".bin":
+    place = _place_of(path)
+    if place.suffix != ".bin":
         raise UserError(
             f"{path} is not a .bin file, which data.source=tokens reads: for text set "
             "data.source=text"
         )
-    described = path.with_suffix(".bin.json")
-    itself = look_at(path)
+    described = place.with_suffix(".bin.json")
+    file = RangedFile(str(path)) if is_url(path) else place
+    itself = look_at_ranged(file) if isinstance(file, RangedFile) else look_at(file)
     kinds = {"dtype": str, "tokens": int, "documents": int}
     meta: dict[str, Any] = (
         read_json(described, kinds) if described.exists() else {"dtype": itself.dtype}
@@ -364,16 +371,17 @@ def open_tokens(path: str | Path) -> Tokens:
         )
     if itself.says and meta["dtype"] != itself.dtype:
         raise UserError(
-            f"{path} has llm.c's header for {itself.dtype}, and {described} says {meta['dtype']}"
+            f"{file} has llm.c's header for {itself.dtype}, and {described} says {meta['dtype']}"
         )
-    tokens = _memory_map(
-        path,
-        np.dtype(meta["dtype"]).newbyteorder("<"),
-        itself.offset,
-    )
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    if isinstance(file, RangedFile):
+        count = _require_ids_of(file.size - itself.offset, dtype, file.url)
+        tokens = RangedIds(file, dtype, itself.offset, count)
+    else:
+        tokens = _memory_map(file, dtype, itself.offset)
     if not (itself.says or described.exists()):
-        require_guess(tokens, path)
-    docs = path.with_suffix(".bin.docs")
+        require_guess(tokens, str(file))
+    docs = place.with_suffix(".bin.docs")
     if docs.exists():
         starts = _memory_map(docs, np.dtype("<i8"))
     else:
@@ -381,17 +389,31 @@ def open_tokens(path: str | Path) -> Tokens:
     for what, found in (("tokens", tokens), ("documents", starts)):
         if found is not None and len(found) != meta.get(what, len(found)):
             raise UserError(
-                f"{path} has {len(found)} {what}, its .json says {meta[what]}: "
+                f"{file} has {len(found)} {what}, its .json says {meta[what]}: "
                 "one of them was cut short or is from another run, so write them again with "
                 "`jaxpar tokenize`"
             )
     if starts is not None and not _begin_documents(starts, len(tokens)):
         raise UserError(
-            f"{docs} is damaged: its documents do not begin one after another in {path}, so "
+            f"{docs} is damaged: its documents do not begin one after another in {file}, so "
             "write them again"
         )
-    there = tuple(file for file in (path, docs) if file.exists())
-    return Tokens(tokens, starts, str(path), files=there)
+    if docs.exists():
+        files = (file, docs)
+    else:
+        files = (file,)
+    return Tokens(tokens, starts, str(file), files=files)
+
+
+def _place_of(path: str | Path) -> Path:
+    """Where the files beside a token file lie on this machine; those of a bucket are copied."""
+    if not is_url(path):
+        return Path(path)
+    folder, _, name = as_url(path).rpartition("/")
+    if not name.endswith(".bin"):
+        return Path(name)
+    beside = local_path(folder, lambda other: other.startswith(f"{name}."), f"beside {name}")
+    return beside / name
 
 
 def _begin_documents(starts: np.ndarray, count: int) -> bool:
@@ -401,14 +423,19 @@ def _begin_documents(starts: np.ndarray, count: int) -> bool:
 
 def _memory_map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
     with reading(path):
-        size = path.stat().st_size - offset
-        if size == 0 or size % dtype.itemsize:
-            raise UserError(
-                f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} "
-                f"({dtype.name}): "
-                "it was cut short, or needs a .bin.json beside it that gives another dtype"
-            )
+        _require_ids_of(path.stat().st_size - offset, dtype, str(path))
         return np.memmap(path, dtype, mode="r", offset=offset)
+
+
+def _require_ids_of(size: int, dtype: np.dtype, path: str) -> int:
+    """Return how many ids so many bytes are; refuse none, and a part of one."""
+    if size == 0 or size % dtype.itemsize:
+        raise UserError(
+            f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} "
+            f"({dtype.name}): "
+            "it was cut short, or needs a .bin.json beside it that gives another dtype"
+        )
+    return size // dtype.itemsize
 
 
 # Windows.
@@ -436,7 +463,10 @@ def read_windows(
     Raises:
       UserError: the vocabulary does not have an id that was read.
     """
-    ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
+    if isinstance(stream.tokens, RangedIds):
+        ids_BT = stream.tokens.windows(starts_B, seq_len + 1)
+    else:
+        ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
     if ids_BT.max() >= vocab_size:
         row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
         at = stream.offset + starts_B[row] + place

@@ -19,6 +19,7 @@ from jaxpar.plan import resolve
 from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
+from jaxpar.train.bucket_runs import run_here, send
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
@@ -31,7 +32,7 @@ _EVERY = 60.0  # seconds between two drawings of loss.png
 
 def train_config(
     config: Config,
-    folder: Path,
+    folder: str | Path,
     verify: bool = False,
     report: Report | None = None,
     began: float | None = None,
@@ -41,7 +42,7 @@ def train_config(
 
     Args:
       config: every setting.
-      folder: the run folder, which is made if it is absent.
+      folder: the run folder, which is made if it is absent; or its URL in a bucket.
       verify: whether to compare the plan with one device before, and to train only if it is equal.
       report: a function that every process calls with each row (see `jaxpar.train.loop.run`).
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
@@ -54,6 +55,7 @@ def train_config(
     """
     if began is None:
         began = time.monotonic()
+    folder = run_here(folder)
     # what is wrong with the layout or the data is said before a budget is solved
     experiment = make_experiment(config)
     main = jax.process_index() == 0
@@ -93,6 +95,7 @@ def train_config(
         raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
     if main and (folder / "metrics.jsonl").exists():
         draw()
+        send(folder)
         say(f"wrote {folder / 'loss.png'}")
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_text
-from jaxpar.base.errors import UserError, visible
+from jaxpar.base.errors import UserError, visible, with_urls
 from jaxpar.base.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.metrics import read_metrics
@@ -49,12 +50,13 @@ _NUMBERS = {
 """The name of a metric on the page, its text, and the colour of it and its curve."""
 
 
-def watch(folder: Path, once: bool = False) -> None:
+def watch(folder: Path, once: bool = False, refresh: Callable[[], None] = lambda: None) -> None:
     """Show a run, or the runs in a folder, until Ctrl-C.
 
     Args:
       folder: a run folder, or one that has run folders in it.
       once: print it and return, as in a pipe.
+      refresh: is called before each look at the folder, as one in a bucket needs.
 
     Raises:
       UserError: there is no run, or the settings of the only one cannot be read.
@@ -66,6 +68,7 @@ def watch(folder: Path, once: bool = False) -> None:
     ):
         while out.is_terminal and not once:
             time.sleep(2)
+            refresh()
             live.update(page(folder, out.width), refresh=True)
 
 
@@ -190,7 +193,7 @@ def _run_page(folder: Path, width: int) -> RenderableType:
     parts = batch, bar, "", *_curves(rows, width - 4, 8), grid
     return Panel(
         Group(*parts),
-        title=Text(visible(str(folder)), "bold"),
+        title=Text(visible(with_urls(str(folder))), "bold"),
         title_align="left",
         subtitle=state,
         width=width,

@@ -17,13 +17,14 @@ from jax.stages import Compiled
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import UserError
 from jaxpar.base.machine_notice import MachineNotice
 from jaxpar.base.runtime import Batches, raised_together, run_together
 from jaxpar.base.stopping import Stop, ask_to_stop
 from jaxpar.data.corpus import Corpus, HostBatch, skipped_records
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Params
+from jaxpar.train.bucket_runs import run_here
 from jaxpar.train.evaluations import FINAL, Evaluations, is_due
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.failures import (
@@ -79,7 +80,7 @@ def run(
       experiment: the experiment, or the config of one, with nothing left open:
         `jaxpar.plan.resolve` settles a memory budget and `overlap auto`. If the folder already has
         a config, the two may differ only in layout and reporting.
-      folder: the run folder, which is made if it is absent.
+      folder: the run folder, which is made if it is absent; or its URL in a bucket.
       corpus: the data, if they are already loaded and are not the experiment's.
       watch: a function that the first process calls in a thread beside the loop.
       report: a function that every process calls with the step and the numbers of each row of
@@ -94,9 +95,9 @@ def run(
       UserError: the user can mend it: config, devices or data are bad, or the folder has another
         config.
     """
-    require_local(folder)
+    folder = run_here(folder)
     say = console().print if jax.process_index() == 0 else lambda line: None
-    opened = open_run(experiment, Path(folder), corpus, say)
+    opened = open_run(experiment, folder, corpus, say)
     limit = _time_limit(opened, time.monotonic() if began is None else began)
     stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process

@@ -22,6 +22,7 @@ from jaxpar.base.sharding import local_bytes
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.parallel.host_memory import require_right_gradients
+from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import other_optimizer_note
 from jaxpar.train.learning_rate import schedule_note
@@ -160,7 +161,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
     if run.is_new:
         params = None
         if config.train.init:
-            params = load_params(Path(config.train.init), experiment)
+            params = load_params(folder_here(config.train.init), experiment)
         model = experiment.model
         state = init_state(model, config, experiment.plan, params, experiment.optimizer)
         return FirstStep(state, data)

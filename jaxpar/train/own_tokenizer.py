@@ -30,6 +30,7 @@ from jaxpar.data.special_tokens import (
     read_special_tokens,
 )
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from jaxpar.data.urls import tokenizer_here
 from jaxpar.train.run_folder import finished_steps, is_run, read_run_config
 
 _FORMS = ("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -226,9 +227,10 @@ def with_own_tokenizer(
     """
     own = folder / TOKENIZER
     steps = finished_steps(folder)
+    data = replace(data, tokenizer=tokenizer_here(data.tokenizer))
     if not (own.exists() and is_run(folder) and steps):
         return data
-    as_made = read_run_config(folder).data.tokenizer
+    as_made = tokenizer_here(read_run_config(folder).data.tokenizer)
     kept = replace(data, tokenizer=str(own))
     if not _is_the_same(data, own):
         if data.tokenizer != as_made:

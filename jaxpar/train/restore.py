@@ -21,7 +21,7 @@ from jaxpar.base.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from jaxpar.base.errors import UserError, read_json, require_kinds, short
+from jaxpar.base.errors import UserError, read_json, require_kinds, short, with_urls
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.plan import Plan
@@ -37,6 +37,7 @@ from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
 from jaxpar.models.views import base_config, fold_views
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import GIVEN
 from jaxpar.train.optimizer import Optimizer
@@ -187,7 +188,7 @@ def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) 
     """Return the parameters with those that are frozen beside LoRA, which `train.init` has."""
     config = experiment.config
     model = experiment.model
-    source = Path(config.train.init)
+    source = folder_here(config.train.init)
     frozen = init_state(model, config, experiment.plan, load_params(source, experiment)).params
     if fingerprint(model, frozen) != data.get(FROZEN):
         raise UserError(
@@ -381,7 +382,7 @@ def frozen_folder(source: Path, lora: Lora) -> Path:
         if peft.is_adapter(source):
             source = peft.base_folder(source)
         else:
-            source = Path(read_run_config(source).train.init)
+            source = folder_here(read_run_config(source).train.init)
     return source.absolute()
 
 
@@ -486,7 +487,7 @@ def folder_config(source: Path, target: Path) -> Config:
     overridden. It has no data."""
     model = model_of(source)
     seq_len = min(DataConfig.seq_len, model.max_seq_len)
-    data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
+    data = DataConfig(source="text", tokenizer=with_urls(str(target / TOKENIZER)), seq_len=seq_len)
     return Config(model=model, mesh=MeshSpec(data=-1), data=data)
 
 
@@ -558,7 +559,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     """
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)
-        config = replace(config, train=replace(config.train, init=str(base)))
+        config = replace(config, train=replace(config.train, init=with_urls(str(base))))
     experiment = make_experiment(config)
     require_new_run(target, config)
     keep_import(experiment, load_params(source, experiment), source, target)
@@ -628,8 +629,8 @@ def export_run(
     model = in_parts(experiment.model, "an export")
     step, params = load_run(source, step, experiment)
     if adapter:
-        base = frozen_folder(Path(config.train.init), config.model.lora)
-        peft.export_adapter(params, model, target, str(base))
+        base = frozen_folder(folder_here(config.train.init), config.model.lora)
+        peft.export_adapter(params, model, target, with_urls(str(base)))
     elif compressed:
         export_compressed(params, model, target, dtype)
     else:

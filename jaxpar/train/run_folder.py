@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
+from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.checks import outdated
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
@@ -26,6 +27,7 @@ from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.models import FAMILIES
+from jaxpar.train.bucket_runs import RunCopy, Sender, copy_of
 
 
 def is_run(folder: Path) -> bool:
@@ -214,6 +216,9 @@ class Checkpoints:
         self._config = config
         require_local(folder)
         self.folder = folder.absolute()
+        self._copy = copy_of(self.folder.parent)
+        if self._copy is not None and config is not None:
+            self._copy.start_sending()
         # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
         # evaluated.
         self._losses = {} if config is None else self._read_losses()
@@ -228,11 +233,9 @@ class Checkpoints:
             preservation_policy=managers.AnyPreservationPolicy(policies),
             create=config is not None,
             cleanup_tmp_directories=config is not None,
+            multiprocessing_options=_processes(self._copy),
         )
-        handlers: dict[str, Any] = {
-            "state": ocp.PyTreeCheckpointHandler(),
-            "data": ocp.JsonCheckpointHandler(),
-        }
+        handlers = _handlers(self._copy)
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder, options=options, item_handlers=handlers
@@ -281,13 +284,15 @@ class Checkpoints:
             # The save waits for the one before, and then removes old checkpoints: no loss is
             # written into those.
             with self._writing():
-                self._manager.wait_until_finished()
+                self._wait()
                 self._write_losses()
                 self._losses.pop(step, None)  # of a checkpoint that was there before and is not
                 items = ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
                 )
                 self._manager.save(step, args=items)
+                if self._sender is not None:
+                    self._sender.send_step(step)
         if val_loss is not None:
             self.record(step, val_loss)
 
@@ -340,6 +345,7 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         with self._readable(step):
+            self._complete(step)
             found: Any = self._manager.item_metadata(step)
             leaves = jax.tree_util.tree_leaves_with_path(found.state)
         return [path_name(path) for path, _ in leaves]
@@ -364,6 +370,7 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         with self._readable(step):
+            self._complete(step)
             found: Any = self._manager.item_metadata(step)
             saved, wanted = (
                 {
@@ -410,7 +417,7 @@ class Checkpoints:
         be written.
         """
         with self._writing():
-            self._manager.wait_until_finished()
+            self._wait()
             self._write_losses()
 
     def close(self) -> None:
@@ -418,9 +425,29 @@ class Checkpoints:
         say).
         """
         with self._writing():
-            self._manager.wait_until_finished()
+            self._wait()
             self._write_losses()
             self._manager.close()
+            if self._sender is not None:
+                self._sender.send()
+
+    @property
+    def _sender(self) -> Sender | None:
+        """What sends the steps that are written here to a bucket; None = nothing does."""
+        if self._copy is None or self._config is None:
+            return None
+        return self._copy.sender
+
+    def _wait(self) -> None:
+        """Wait until what was saved is written, and where the run is in a bucket, is there."""
+        self._manager.wait_until_finished()
+        if self._sender is not None:
+            self._sender.wait()
+
+    def _complete(self, step: int) -> None:
+        """Have the arrays of a step on this machine, where the run is in a bucket."""
+        if self._copy is not None:
+            self._copy.complete(step)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -430,6 +457,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            if self._sender is not None:
+                self._sender.give_up()
             why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
             raise UserError(
                 f"{why}: look at the space that is left, and start again from the last one"
@@ -450,6 +479,34 @@ class Checkpoints:
         for step in steps:
             if step not in kept:
                 self._manager.delete(step)
+
+
+def _processes(copy: RunCopy | None) -> MultiprocessingOptions:
+    """Who writes: the first process writes what all have, or, where each has a folder of its own,
+    each does.
+    """
+    if copy is None or jax.process_count() == 1:
+        return MultiprocessingOptions()
+    return MultiprocessingOptions(primary_host=None)
+
+
+def _handlers(copy: RunCopy | None) -> dict[str, Any]:
+    """What writes the parts of a checkpoint. Where each process has a folder of its own, a part of
+    an array is a file of its own too (by default those of a process are in few files, which the
+    first one joins).
+    """
+    if copy is None or jax.process_count() == 1:
+        return {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+    processes = _processes(copy)
+    arrays = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler(primary_host=None, replica_id=0))
+    )
+    return {
+        "state": ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, multiprocessing_options=processes, type_handler_registry=arrays
+        ),
+        "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+    }
 
 
 def _first_line(error: Exception) -> str:

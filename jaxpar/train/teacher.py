@@ -30,6 +30,7 @@ from jaxpar.models import Batch, Params, in_parts
 from jaxpar.models.top_k import TeacherAnswer, teacher_answer
 from jaxpar.models.views import base_config
 from jaxpar.parallel.token_order import TOKENS
+from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import load_params, sum_of_bits
@@ -104,7 +105,7 @@ def open_teacher(experiment: Experiment, corpus: Corpus) -> Teacher | None:
     distill = config.distill
     if not distill.teacher:
         return None
-    folder = Path(distill.teacher)
+    folder = folder_here(distill.teacher)
     if is_top_k_folder(folder):
         if distill.hidden:
             raise UserError(
@@ -190,7 +191,7 @@ def teacher_experiment(student: Experiment) -> Experiment:
     """
     config = student.config
     distill = config.distill
-    folder = Path(distill.teacher)
+    folder = folder_here(distill.teacher)
     theirs = read_config(folder)
     if theirs.model.vocab_size != config.model.vocab_size:
         raise UserError(
@@ -226,7 +227,7 @@ def teacher_experiment(student: Experiment) -> Experiment:
 def runs_beside(config: Config) -> bool:
     """Whether a config has a teacher that runs beside the training."""
     folder = config.distill.teacher
-    return bool(folder) and not is_top_k_folder(Path(folder))
+    return bool(folder) and not is_top_k_folder(folder_here(folder))
 
 
 def answered_shapes(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:

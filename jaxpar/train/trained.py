@@ -20,6 +20,7 @@ from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
 from jaxpar.models.views import base_config
+from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import folder_config, load_params
@@ -51,8 +52,8 @@ def open_trained(
     """Load the parameters of a folder on the plan for generating.
 
     Args:
-      folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT.
-        LoRA is merged.
+      folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT,
+        or its URL in a bucket. LoRA is merged.
       mesh: the mesh, or only its platform; see `decode_mesh` for the axes where none is given.
       dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and on GPUs
         that have no bfloat16 (a T4), and bfloat16 elsewhere.
@@ -68,7 +69,7 @@ def open_trained(
         has more tokens than the model, the run's objective is not the next token, or the mesh does
         not fit.
     """
-    folder = Path(folder)
+    folder = folder_here(folder)
     try:
         config = check(read_config(folder), training=False)
     except UserError as error:

@@ -49,36 +49,51 @@ def run(capsys):
     return call
 
 
-URLS = [
-    "train gs://b/run",
-    "train tiny --run s3://b/run",
-    "train tiny --data.source text --data.path hf://b",
-    "train tiny --data.val-path gs://b/v",
-    "train tiny --data.mixture 'az://b/x 0.5'",
-    "train tiny --train.init s3://b",
-    "train tiny --data.tokenizer https://b/tokenizer.json",
-    "tokenize s3://b out.bin",
+NO_URLS = [
     "tokenize stdlib gs://b/t.bin",
-    "convert gs://b run",
-    "convert run gs://b",
-    "generate gs://b --prompt x",
     "generate run --prompts s3://b/p",
-    "eval s3://b",
-    "watch gs://b",
     "sweep tiny --over train.seed=1 --run gs://b",
     "show tiny --out gs://b/p.png",
-    "launch slurm tiny --target h100x8 --run s3://b",
-    "launch ray tiny --workers 2 --run gs://b",
     "rehearse tiny --target v5e-8 --json gs://b/r.json",
-    "verify gs://b/c.toml",
+    "eval run --top-k 2 --out s3://b/answers",
+]
+
+
+@pytest.mark.parametrize("words", NO_URLS)
+def test_a_bucket_is_refused_where_only_a_path_of_this_machine_will_do(
+    words, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    assert "://b" in (line := refused(*shlex.split(words))) and "is a URL" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+URLS = [
+    "train nowhere://b/run",
+    "train tiny --run nowhere://b/run",
+    "train tiny --data.source text --data.path nowhere://b",
+    "train tiny --data.source text --data.mixture 'nowhere://b 0.5'",
+    "train tiny --train.init nowhere://b",
+    "train tiny --data.tokenizer nowhere://b/tokenizer.json",
+    "tokenize nowhere://b out.bin",
+    "convert nowhere://b run",
+    "generate nowhere://b --prompt x",
+    "eval nowhere://b",
+    "watch nowhere://b",
+    "verify nowhere://b/c.toml",
 ]
 
 
 @pytest.mark.parametrize("words", URLS)
-def test_a_bucket_is_refused_wherever_a_path_is_taken(words, refused, tmp_path, monkeypatch):
+def test_a_url_that_nothing_reads_is_refused_and_makes_no_folder(
+    words, refused, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert "://b" in (line := refused(*shlex.split(words))) and "is a URL" in line
-    assert not list(tmp_path.iterdir())
+    line = refused(*shlex.split(words))
+    assert "nowhere://b" in line and "s3:// and gs://" in line
+    assert not [path for path in tmp_path.iterdir() if ":" in path.name]
 
 
 @pytest.fixture

@@ -1,0 +1,89 @@
+"""The data of a config whose paths are URLs: files and folders are copied to this machine, and so
+is a tokenizer with what lies beside it. Token files are read by range (`jaxpar.data.ranged`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from fnmatch import fnmatch
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.errors import is_url
+from jaxpar.base.storage import as_url, local_path
+
+_PATTERN = re.compile(r"[*?\[]")
+_SPLIT = re.compile(r":(?!//)(?![^\[]*\])")
+"""What parts a data set's path from its config and its split."""
+_OF_A_TOKENIZER = ("*.json", "*.jinja", "tokenizer.model", "vocab.json", "merges.txt")
+_LARGE_INDEX = "*.index.json"
+
+
+def data_here(data: DataConfig) -> DataConfig:
+    """Copy to this machine what a config reads from URLs.
+
+    Args:
+      data: the data, of which any path may be a URL.
+
+    Returns:
+      The same with paths of this machine, but for token files, which stay URLs.
+
+    Raises:
+      UserError: a bucket cannot be read.
+    """
+    tokenizer = tokenizer_here(data.tokenizer)
+    if data.source == "tokens":
+        return replace(data, tokenizer=tokenizer)
+    return replace(
+        data,
+        path=_path_here(data.path, data.source),
+        val_path=_path_here(data.val_path, data.source),
+        mixture=tuple(_entry_here(entry, data.source) for entry in data.mixture),
+        tokenizer=tokenizer,
+    )
+
+
+def tokenizer_here(path: str) -> str:
+    """Copy a tokenizer to this machine, with the files beside it that say how it is used.
+
+    Args:
+      path: a `data.tokenizer`, which may be a URL.
+
+    Returns:
+      The path on this machine; what is no URL is returned as it is.
+
+    Raises:
+      UserError: a bucket cannot be read.
+    """
+    if not is_url(path):
+        return path
+    folder, _, name = as_url(path).rpartition("/")
+
+    def belongs(other: str) -> bool:
+        return other == name or any(
+            fnmatch(other, pattern) and not fnmatch(other, _LARGE_INDEX)
+            for pattern in _OF_A_TOKENIZER
+        )
+
+    return str(local_path(folder, belongs, f"tokenizer {name}") / name)
+
+
+def _entry_here(entry: str, source: str) -> str:
+    """One entry of a mixture, a path and its weight."""
+    path, space, weight = entry.rpartition(" ")
+    return f"{_path_here(path.strip(), source)}{space}{weight}" if is_url(path) else entry
+
+
+def _path_here(path: str, source: str) -> str:
+    if not is_url(path):
+        return path
+    if source == "hf":
+        path, *names = _SPLIT.split(path)
+        return ":".join([str(local_path(path)), *names])
+    if _PATTERN.search(path):
+        url = as_url(path)
+        folder = url[: _PATTERN.search(url).start()].rpartition("/")[0]  # pyright: ignore
+        pattern = url[len(folder) + 1 :]
+        found = local_path(folder, lambda name: fnmatch(name, pattern), pattern)
+        return f"{found}/{pattern}"
+    return str(local_path(path))

@@ -1,0 +1,159 @@
+"""Checkpoints of a run in a bucket, on fsspec's file system in memory, and without a training."""
+
+import re
+import uuid
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.base.config import CheckpointConfig, Config
+from jaxpar.base.errors import UserError
+from jaxpar.base.storage import Bucket
+from jaxpar.train import bucket_runs
+from jaxpar.train.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
+from jaxpar.train.run_folder import Checkpoints, is_run, keep_config
+
+STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch) -> Bucket:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bucket_runs, "_COPIES", {})
+    return Bucket(f"memory://{uuid.uuid4().hex}/run")
+
+
+def another_process(bucket: Bucket) -> Path:
+    """The copy that another process makes of the run."""
+    bucket_runs._COPIES.clear()
+    return run_here(bucket.url)
+
+
+def state(times: float) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda x: jax.numpy.asarray(x * times), STATE)
+
+
+def restored(folder: Path, step: int) -> np.ndarray:
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(1)
+    )
+    return np.asarray(Checkpoints(folder / "checkpoints").restore(step, shapes)["w"])
+
+
+def train(folder: Path, *steps: int, keep: int = 2) -> None:
+    """What a training writes into its folder."""
+    keep_config(folder, Config())
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=keep, keep_best=False))
+    for step in steps:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        checkpoints.save(step, state(step), {"place": step})
+        checkpoints.record(step, 1 / step)
+    checkpoints.remove_old()
+    checkpoints.close()
+
+
+def test_what_one_process_saved_another_goes_on_with(bucket):
+    assert not is_run(run_here(bucket.url))
+    train(run_here(bucket.url), 1, 2)
+    folder = another_process(bucket)
+    assert is_run(folder) and folder_here(bucket.url) == folder
+    checkpoints = Checkpoints(folder / "checkpoints")
+    assert checkpoints.steps() == [1, 2] and checkpoints.best() == 2
+    assert checkpoints.data(2) == {"place": 2}
+    # arrays are fetched when they are read
+    assert not (folder / "checkpoints/2/state").exists()
+    np.testing.assert_array_equal(restored(folder, 2), 2 * STATE["w"])
+    assert (folder / "metrics.jsonl").read_text().count("step") == 2
+    train(folder, 3)
+    assert Checkpoints(another_process(bucket) / "checkpoints").steps() == [2, 3]
+    left = {name.split("/")[1] for name in bucket.files() if name.startswith("checkpoints")}
+    assert left == {"2", "3"}
+
+
+def test_a_step_without_its_last_object_is_none_and_is_cleared_away(bucket):
+    train(run_here(bucket.url), 1, 2)
+    whole = bucket.files("checkpoints/2")
+    bucket.remove([f"checkpoints/2/{UPLOADED}"])
+    folder = another_process(bucket)
+    assert Checkpoints(folder / "checkpoints").steps() == [1]
+    assert bucket.files("checkpoints/2").keys() == whole.keys() - {
+        UPLOADED,
+        f"checkpoints/2/{UPLOADED}",
+    }
+    train(folder, 3)
+    assert not bucket.files("checkpoints/2")
+    np.testing.assert_array_equal(restored(another_process(bucket), 1), STATE["w"])
+
+
+def test_a_save_that_is_cut_leaves_the_step_before(bucket, monkeypatch):
+    train(run_here(bucket.url), 1, keep=1)
+    send_object = Bucket.send
+
+    def cut(self, file, name):
+        if "checkpoints/2/state" in name:
+            raise UserError(f"{self.url}/{name} cannot be written: 503")
+        send_object(self, file, name)
+
+    monkeypatch.setattr(Bucket, "send", cut)
+    with pytest.raises(UserError, match=r"a checkpoint could not be written to memory://.*: 503"):
+        train(another_process(bucket), 2, keep=1)
+    folder = another_process(bucket)
+    assert Checkpoints(folder / "checkpoints").steps() == [1]
+    np.testing.assert_array_equal(restored(folder, 1), STATE["w"])
+
+
+def test_the_old_step_goes_after_the_last_object_of_the_new(bucket, monkeypatch):
+    done = list[str]()
+    write = Bucket.write
+    remove = Bucket.remove
+    monkeypatch.setattr(
+        Bucket, "write", lambda self, name, text: (done.append(name), write(self, name, text))
+    )
+
+    def removing(self, names):
+        names = list(names)
+        done.extend(f"-{name}" for name in names)
+        remove(self, names)
+
+    monkeypatch.setattr(Bucket, "remove", removing)
+    train(run_here(bucket.url), 1, 2, keep=1)
+    new = done.index(f"checkpoints/2/{UPLOADED}")
+    # a reader that finds it has all of a step, and without it none
+    gone = [place for place, name in enumerate(done) if name.startswith("-checkpoints/1/")]
+    assert gone and min(gone) > new
+    assert done[min(gone)] == f"-checkpoints/1/{UPLOADED}"
+
+
+def test_an_array_that_is_not_as_it_was_sent_is_refused(bucket):
+    train(run_here(bucket.url), 1)
+    name = max(bucket.files("checkpoints/1/state"), key=lambda name: bucket.files()[name].size)
+    content = bytearray(bucket.read(name))
+    content[-1] ^= 1
+    bucket.write(name, bytes(content))
+    with pytest.raises(UserError, match=f"{re.escape(name)} is not as it was sent"):
+        restored(another_process(bucket), 1)
+
+
+def test_files_beside_the_checkpoints_are_sent_when_they_change(bucket):
+    folder = run_here(bucket.url)
+    train(folder, 1)
+    (folder / "loss.png").write_bytes(b"picture")
+    send(folder)
+    assert bucket.read("loss.png") == b"picture"
+    (folder / "loss.png").unlink()
+    send(folder)
+    assert bucket.find("loss.png") is None
+
+
+def test_the_copies_of_processes_that_are_gone_are_removed(bucket, tmp_path, monkeypatch):
+    mine = run_here(bucket.url).parent
+    gone = mine.with_name(mine.name.replace(str(bucket_runs.os.getpid()), str(2**22 + 1)))
+    elsewhere = mine.with_name(f"7@another-machine-{mine.name.rpartition('-')[2]}")
+    for folder in (gone, elsewhere):
+        folder.mkdir()
+    run_here(f"{bucket.url}2")
+    assert mine.exists() and elsewhere.exists() and not gone.exists()
+    assert copy_of(tmp_path) is None
