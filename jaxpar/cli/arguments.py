@@ -55,6 +55,7 @@ def config_args(
     words: list[str],
     load: Callable[[str], Config] = load_config,
     training: bool = False,
+    urls: bool = True,
 ) -> tuple[str, Args]:
     """Read the first word (a preset's name or a path), and the flags, with the config that it names
     as their default.
@@ -68,6 +69,7 @@ def config_args(
       load: reads the config of a name.
       training: the schedule is that of the run in the folder of the arguments' `run`, if there is
         one.
+      urls: whether the first word and the run folder may be URLs.
 
     Returns:
       The first word, and the arguments. Where help is asked for, it is printed and the command
@@ -79,9 +81,11 @@ def config_args(
         schedule of a run.
     """
     words = [*words[:1], *flag_words(words[1:])]
-    (name,) = positional(usage, schema(Config()), words, 1, urls=True)
+    (name,) = positional(usage, schema(Config()), words, 1, urls)
     # a type variable's fields are not known
     args: Any = parse_words(usage, schema(_load(load, name)), words[1:])
+    if not urls:
+        require_local(getattr(args, "run", ""))
     keys = given_keys(words)
     if getattr(args, "on", ""):
         if any(key.startswith("mesh.") for key in keys):

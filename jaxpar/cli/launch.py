@@ -89,12 +89,12 @@ def launch_command(words: list[str]) -> int:
         )
     usage = f"jaxpar launch {kind} CONFIG [--target T] [--run DIR] [--section.key value ...]"
     if kind != "ray":
-        name, args = config_args(usage, ScriptArgs, rest)
+        name, args = config_args(usage, ScriptArgs, rest, urls=False)
         print(script(kind, name, args.config, args), end="")
         return 0
     from jaxpar.launch.gang import launch
 
-    name, args = config_args(usage, RayArgs, rest, training=True)
+    name, args = config_args(usage, RayArgs, rest, training=True, urls=False)
     if args.workers and args.target:
         raise UserError("--workers has no effect: a target has a process for each of its hosts")
     if args.target:

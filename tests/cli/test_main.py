@@ -56,6 +56,8 @@ NO_URLS = [
     "show tiny --out gs://b/p.png",
     "rehearse tiny --target v5e-8 --json gs://b/r.json",
     "eval run --top-k 2 --out s3://b/answers",
+    "launch slurm tiny --target h100x8 --run s3://b",
+    "launch ray tiny --workers 2 --run gs://b",
 ]
 
 
