@@ -40,9 +40,12 @@ def is_number(value: Any) -> bool:
 
 
 def test_every_number_has_a_range_that_holds_its_default() -> None:
-    """Those of lists too: the layers of a pipeline's stages, and the sides of a sparse block."""
+    """Those of lists too: the layers of a pipeline's stages, the sides of a sparse block, and shares
+    of zeros by depth.
+    """
     numbers = {key for key, value in DEFAULTS.items() if is_number(value)}
-    assert ranges(Config).keys() == numbers | {"pipeline.layers", "model.sparsity.block"}
+    lists = {"pipeline.layers", "model.sparsity.block", "pruning.sparsity_by_depth"}
+    assert ranges(Config).keys() == numbers | lists
     assert all(ranges(Config)[key].holds(DEFAULTS[key]) for key in numbers)
     assert all(
         math.isfinite(end) for one in ranges(Config).values() for end in (one.least, one.most)
