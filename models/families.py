@@ -122,8 +122,8 @@ def family_of(config: ModelConfig) -> Family:
 
     Raises:
       UserError: there is no such family, it has no experts, grouped kv heads, types of tokens or
-        RoPE and the config asks for them, heads that RoPE turns have an odd size, or its sublayers
-        cannot be parallel.
+        RoPE and the config asks for them, heads that RoPE turns have an odd size, its sublayers
+        cannot be parallel, or it cannot have a query layer.
     """
     name = config.family
     standard = ModelConfig()
@@ -147,6 +147,8 @@ def family_of(config: ModelConfig) -> Family:
         raise UserError(
             f"model.sublayers=parallel: {why}: set it to serial, or take a family without"
         )
+    if config.query_layer:
+        _require_query_layer(config, family)
     if config.experts and config.activation not in ("family", family.activation):
         raise UserError(
             f"model.activation={config.activation}: experts have that of their family, "
@@ -173,3 +175,18 @@ def family_of(config: ModelConfig) -> Family:
             "model.head_dim"
         )
     return family
+
+
+def _require_query_layer(config: ModelConfig, family: Family) -> None:
+    """Refuse a query layer where positions have no table, or attention is not between a norm and
+    the stream.
+    """
+    if family.positions != "learned":
+        why = f"{config.family} turns queries by their positions, and has no table of them"
+    elif family.norm_after:
+        why = f"{config.family} norms the stream after attention is added to it"
+    elif config.sublayers == "parallel":
+        why = "model.sublayers=parallel reads queries and the MLP's input at once"
+    else:
+        return
+    raise UserError(f"model.query_layer=true: {why}: set it to false, or take gpt2, serial")

@@ -608,6 +608,7 @@ def hf_config(config: ModelConfig) -> Json:
         "rope_scaling": "rope_scaling" in family.fixed and config.rope_factor != 1,
         "shared_experts": config.shared_experts,
         "sublayers": config.sublayers != "serial",
+        "query_layer": config.query_layer,
         "activation": config.activation not in ("family", family_of(config).activation),
         "router": config.router != "token_choice",
         "token_types": "token_types" in family.sizes and not config.token_types,

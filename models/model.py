@@ -31,10 +31,13 @@ from jaxpar.models.parts import (
     Maker,
     Params,
     Parts,
+    Split,
     init_part,
     part_name,
+    split_part,
     split_parts,
 )
+from jaxpar.models.query_layer import QueryLayer
 from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.transformer import Block, Embed
 from jaxpar.parallel.cross_entropy import (
@@ -49,7 +52,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
-from jaxpar.parallel.remat import named
+from jaxpar.parallel.remat import named, remat
 from jaxpar.parallel.sequence_halves import ops_of_parts
 from jaxpar.parallel.token_order import (
     Places,
@@ -60,6 +63,8 @@ from jaxpar.parallel.token_order import (
     whole_batch,
 )
 
+_QUERY = 2**31 - 1
+"""What the key of the query layer is made with, which no layer's number is."""
 Batch = Mapping[str, jax.Array]
 OpsMaker = Callable[[Plan], Any]
 """Makes the ops that blocks call from a plan: `Ops`, or a class with the same methods."""
@@ -104,7 +109,7 @@ class Model:
             hash((config, self.parts, ops))
         except TypeError as error:
             raise UserError(f"a part of a model is the key of caches: {error}") from error
-        self._split = split_parts(config, self.parts)
+        self._split = _split_model(config, self.parts)
         self.axes: Params = {name: copy.deepcopy(split.axes) for name, split in self._split.items()}
         self.axes["blocks"] = _stacked(self.axes["blocks"])
         if projections is not None:
@@ -232,12 +237,14 @@ class Model:
                 stacked,
             )
         part = self._init_part
-        params = {
+        made = {
             "embed": part("embed", embed_key),
             "blocks": stacked,
             "head": part("head", head_key),
         }
-        return params | self.init_projections(key)
+        if self.config.query_layer:
+            made["query"] = init_part(self.config, "query", QueryLayer, query_key_of(key))
+        return made | self.init_projections(key)
 
     def init_projections(self, key: jax.Array) -> Params:
         """Make fresh projections.
@@ -479,7 +486,10 @@ class Model:
         types_BS = batch.get("token_types")
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key, types_BS)
         places = Places(positions_BS, segments_BS, batch.get("text"))
-        return self._run_blocks(params["blocks"], x_BSD, places, plan, blocks_key, after)
+        found = self._run_blocks(params["blocks"], x_BSD, places, plan, blocks_key, after)
+        if not self.config.query_layer:
+            return found
+        return found._replace(last=self.query(params, found.last, places, plan, blocks_key))
 
     def blocks(
         self,
@@ -562,6 +572,61 @@ class Model:
         }
         streams = tuple(by_number.get(one, last) for one in after)
         return Streams(last, jax.tree.map(jnp.mean, routed), streams)
+
+    def query(
+        self,
+        params: Params,
+        x_BSD: Float[Array, "B S D"],
+        places: Places,
+        plan: Plan,
+        key: jax.Array | None = None,
+    ) -> Float[Array, "B S D"]:
+        """Run the query layer, which follows the last block where `config.query_layer` is set.
+
+        Args:
+          params: the parameters, of which those of `query` are read.
+          x_BSD: the residual stream after the last block, in its layout.
+          places: the places and documents of the tokens.
+          plan: says how it runs on several devices, and what it keeps for its backward.
+          key: the dropout key of the blocks; None = no dropout.
+
+        Returns:
+          The stream that the head takes.
+        """
+        if key is not None:
+            key = query_key_of(key)
+        part_places = places_of_halves(places, plan)
+
+        def run(layer: Params, xs: tuple[Array, ...]) -> tuple[Array, ...]:
+            part_ops = ops_of_parts(self.ops(plan), plan)
+            return tuple(
+                self._query_part(layer, x_BSD, place, ops, key)
+                for x_BSD, place, ops in zip(xs, part_places, part_ops, strict=True)
+            )
+
+        xs = halves(x_BSD, STORED, plan)
+        ys = remat(run, plan, False)(params["query"], xs)
+        return whole_batch(ys, STORED, plan)
+
+    def _query_part(
+        self, layer: Params, x_BSD: Array, place: Places, ops: Any, key: jax.Array | None
+    ) -> Array:
+        """Run the query layer on one of the `halves` of a batch."""
+        with jax.named_scope("query_layer"):
+            return self._split["query"](
+                layer,
+                named(x_BSD, "block_input"),
+                positions_BS=place.positions,
+                segments_BS=place.segments,
+                ops=ops,
+                key=key,
+                kind=self._query_kind,
+            )
+
+    @property
+    def _query_kind(self) -> int:
+        """The kind of the query layer: that of a layer after the last."""
+        return self.config.layers % self.config.kinds
 
     def layer(
         self,
@@ -754,7 +819,7 @@ class Model:
 
     def parameter_count(self) -> int:
         """Count the parameters, without the padding of the vocabulary."""
-        return sum(self._count(name) for name in Parts._fields)
+        return sum(self._count(name) for name in self._split)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recompute: the
@@ -785,9 +850,12 @@ class Model:
             pairs = jax.tree.leaves(self.trained(self.shapes()))
             trained = sum(math.prod(x.shape) for x in pairs)
             multiplying = (4 * multiplying + 2 * trained) / 6
+        if config.query_layer:
+            looked_up = config.max_seq_len * config.embed
+            multiplying += self._count("query") - looked_up
         if self.projections is not None:
             multiplying += len(self.projections.pairs) * config.embed * self.projections.width
-        words = [config.masks[i % config.kinds] for i in range(config.layers)]
+        words = [config.masks[i % config.kinds] for i in range(config.layers + config.query_layer)]
         keys = sum(reach(word, seq_len) for word in words)
         return 6.0 * multiplying + 12.0 * config.heads * config.head_size * keys
 
@@ -831,6 +899,22 @@ class Model:
             math.prod(shape) for axes, shape in self._leaves("blocks") if "experts" in axes
         )
         return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
+
+
+def query_key_of(key: jax.Array) -> jax.Array:
+    """Return the key of the query layer, given that of a model's parameters, or of the dropout of
+    its blocks.
+    """
+    return jax.random.fold_in(key, _QUERY)
+
+
+def _split_model(config: ModelConfig, parts: Parts) -> dict[str, Split]:
+    """Take the parts of a model apart, in the order of its forward pass."""
+    found = dict(split_parts(config, parts))
+    if config.query_layer:
+        head = found.pop("head")
+        found |= {"query": split_part(config, "query", QueryLayer), "head": head}
+    return found
 
 
 # Cached, because a budget asks for the same model some hundred times.

@@ -134,9 +134,11 @@ class HeadPart(Protocol):
     ): ...
 
 
+_OF_BLOCKS = frozenset({"positions_BS", "segments_BS", "ops", "key", "kind", "text_BS", "layer"})
 _GIVEN: dict[str, frozenset[str]] = {
     "embed": frozenset({"positions_BS", "ops", "key", "types_BS"}),
-    "blocks": frozenset({"positions_BS", "segments_BS", "ops", "key", "kind", "text_BS", "layer"}),
+    "blocks": _OF_BLOCKS,
+    "query": _OF_BLOCKS,
     "head": frozenset({"embedding_VD", "ops"}),
 }
 """The arguments that each part is given by name, after the first."""
@@ -246,7 +248,7 @@ def split_parts(config: ModelConfig, parts: Parts) -> Mapping[str, Split]:
       UserError: one is no such part, or takes nothing of what the config needs: see `BlockPart`.
     """
     makers = parts._asdict()
-    found = {name: _split(config, name, maker) for name, maker in makers.items()}
+    found = {name: split_part(config, name, maker) for name, maker in makers.items()}
     needs = {"kind": config.kinds > 1, "key": config.dropout > 0}
     whys = {
         "kind": f"model.masks has {config.kinds} masks in turn",
@@ -258,8 +260,20 @@ def split_parts(config: ModelConfig, parts: Parts) -> Mapping[str, Split]:
     return found
 
 
-def _split(config: ModelConfig, name: str, maker: Maker) -> Split:
-    """Take a part apart, without making its arrays."""
+def split_part(config: ModelConfig, name: str, maker: Maker) -> Split:
+    """Take a part apart, without making its arrays.
+
+    Args:
+      config: the sizes of the model.
+      name: what the part is: `embed`, `blocks`, `query` or `head`.
+      maker: makes it.
+
+    Returns:
+      The part.
+
+    Raises:
+      UserError: it is no such part.
+    """
     names = list[str]()
 
     def make() -> nnx.Module:

@@ -194,7 +194,8 @@ def _require_size(config: Config) -> None:
     attention = 2 * model.embed * model.head_size * heads
     mlp = 2 * model.embed * model.mlp * max(model.experts + model.shared_experts, 1)
     tables = model.embed * (model.vocab_size + model.max_seq_len)
-    parameters = tables + model.layers * (attention + mlp)
+    layers = model.layers + model.query_layer
+    parameters = tables + layers * (attention + mlp)
     if parameters > _MOST_PARAMETERS:
         raise UserError(
             f"model.layers={model.layers:,}, embed={model.embed:,}, mlp={model.mlp:,}, "

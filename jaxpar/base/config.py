@@ -70,6 +70,9 @@ class ModelConfig:
     """Hidden size of the MLP, or of one expert."""
     token_types: Annotated[int, Range(0, 65_536)] = 0
     """Types of tokens, such as BERT's two for the sentences of a pair; 0 = tokens have no types."""
+    query_layer: bool = False
+    """One more layer on top of `layers`, whose queries are made of an embedding of the next
+    position in place of the residual stream (PanGu-alpha, arXiv:2104.12369, section 3.1)."""
     sublayers: Literal["serial", "parallel"] = "serial"
     """`parallel` takes attention and the MLP from one norm and adds both at once (PaLM,
     arXiv:2204.02311, section 2): one gather and one scatter a block where there are two.

@@ -70,6 +70,7 @@ _WORDS = {
     ),
     "model.embed": "n_embd n_embed hidden_size d_model dim embed_dim emb_dim base_emb_dim width",
     "model.mlp": "intermediate_size ffn_hidden_size d_ff mlp_dim hidden_dim ffn_dim base_mlp_dim",
+    "model.query_layer": "top_query_layer use_top_query_attention query_embedding",
     "model.experts": "num_experts n_experts num_local_experts moe_num_experts",
     "model.shared_experts": "n_shared_experts num_shared_experts moe_shared_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk topk experts_per_tok",

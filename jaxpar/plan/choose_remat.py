@@ -212,6 +212,7 @@ def items_of(experiment: Experiment, hardware: Hardware, offload: bool) -> list[
         blocks = config.model.layers
     else:
         blocks = layers.places * plan.pipeline.virtual
+    blocks += config.model.query_layer
     # how often a device runs a block in a step
     times = blocks * config.train.accumulation * experiment.microbatches
     rate = _link_rate(hardware)

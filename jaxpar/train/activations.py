@@ -101,15 +101,19 @@ def unnamed_bytes(experiment: Experiment) -> int:
 
 
 def blocks_kept(experiment: Experiment) -> int:
-    """Return how many blocks a device keeps activations of at a time, each for one microbatch."""
+    """Return how many blocks a device keeps activations of at a time, each for one microbatch; the
+    query layer is one.
+    """
     plan = experiment.plan
-    layers = layers_in(plan, experiment.config.model.layers)
+    model = experiment.config.model
+    layers = layers_in(plan, model.layers)
     if layers is None:
-        return experiment.config.model.layers
+        return model.layers + model.query_layer
     pipeline = plan.pipeline
     table = schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
     by_stage = plan.recomputes and pipeline.stash == "stage"
-    return layers.places * (1 if by_stage else program(table).stash)
+    stashed = layers.places * (1 if by_stage else program(table).stash)
+    return stashed + model.query_layer
 
 
 def check_names(experiment: Experiment) -> None:

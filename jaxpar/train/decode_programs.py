@@ -22,6 +22,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps
+from jaxpar.parallel.token_order import Places
 from jaxpar.train.sampling import Sampling, draw
 
 
@@ -171,6 +172,8 @@ def _run(
             kind=i % model.config.kinds,
             number=i,
         )
+    if model.config.query_layer:
+        x_BSD = model.query(params, x_BSD, Places(positions_BS, None, None), plan)
     return x_BSD
 
 

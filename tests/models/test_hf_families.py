@@ -284,6 +284,8 @@ def test_gpt2_has_no_free_head_dim():
     beside = ModelConfig(family="llama", sublayers="parallel")
     with pytest.raises(UserError, match=r"a llama checkpoint cannot say model.sublayers=parallel"):
         hf_config(beside)
+    with pytest.raises(UserError, match=r"a gpt2 checkpoint cannot say model.query_layer=True"):
+        hf_config(dataclasses.replace(GPT2, query_layer=True))
     squared = ModelConfig(family="llama", activation="relu2")
     with pytest.raises(UserError, match=r"a llama checkpoint cannot say model.activation=relu2"):
         hf_config(squared)

@@ -304,7 +304,7 @@ def test_what_depends_on_the_last_argument_is_kept_and_the_rest_computed_again()
 class Waves:
     """A model whose layers are `sin(w x)` plus a number of the key."""
 
-    config = SimpleNamespace(layers=4, experts=0, scan_layers=True, kinds=1)
+    config = SimpleNamespace(layers=4, experts=0, scan_layers=True, kinds=1, query_layer=False)
     numbers_layers = False
 
     @property
@@ -493,31 +493,36 @@ DROPPING = config_of(model__dropout=0.3)
 
 
 @functools.cache
-def accumulated() -> tuple[Any, Any]:
+def accumulated(query_layer: bool = False) -> tuple[Any, Any]:
     """What eight microbatches after another drop; that they drop at all."""
+    config = override(DROPPING, {"model.query_layer": query_layer})
     want, grads = gradients(
-        override(DROPPING, {"train.accumulation": 8}),
+        override(config, {"train.accumulation": 8}),
         jax.random.key(3),
     )
-    assert abs(gradients(DROPPING)[0].loss - want.loss) > 1.0
+    assert abs(gradients(config)[0].loss - want.loss) > 1.0
     return want, grads
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "policy"),
+    ("schedule", "policy", "query_layer"),
     [
-        ("interleaved", "full"),
-        ("1f1b", "none"),
-        pytest.param("1f1b", "full", marks=pytest.mark.long),
+        ("interleaved", "full", False),
+        ("1f1b", "none", False),
+        ("1f1b", "none", True),
+        pytest.param("1f1b", "full", False, marks=pytest.mark.long),
     ],
 )
-def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
+def test_dropout_is_that_of_accumulated_microbatches(
+    schedule: str, policy: str, query_layer: bool
+) -> None:
     """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation
     drops.
     """
-    dropping = override(DROPPING, {"memory.policy": policy})
-    want, want_grads = accumulated()
+    changes = {"memory.policy": policy, "model.query_layer": query_layer}
+    dropping = override(DROPPING, changes)
+    want, want_grads = accumulated(query_layer)
     piped = {
         "mesh.stage": 2,
         "pipeline.microbatches": 8,

@@ -127,6 +127,16 @@ def test_parallel_sublayers_generate_what_they_score(plan_of: Callable[..., Plan
     test_each_token_is_the_most_likely_after_those_before(model, params, plan_of)
 
 
+@pytest.mark.slow
+def test_a_query_layer_generates_what_it_scores(plan_of: Callable[..., Plan]) -> None:
+    masks = ("window(6)", "causal")
+    model = Model(
+        replace(CONFIG, family="gpt2", kv_heads=0, layers=3, masks=masks, query_layer=True)
+    )
+    params = jax.jit(model.init)(jax.random.key(0))
+    test_each_token_is_the_most_likely_after_those_before(model, params, plan_of)
+
+
 def test_scores_are_those_of_the_whole_model(model, params, plan_of: Callable[..., Plan]) -> None:
     plan = plan_of()
     counted = [2, 9, 1]

@@ -35,7 +35,9 @@ class _Functions:
     ):
         (self._embed, self._block, self._score) = functions
         self.axes = axes
-        self.config = SimpleNamespace(layers=layers, experts=0, scan_layers=True, kinds=1)
+        self.config = SimpleNamespace(
+            layers=layers, experts=0, scan_layers=True, kinds=1, query_layer=False
+        )
 
     def trained(self, tree: PyTree) -> PyTree:
         return tree
@@ -69,6 +71,9 @@ class _Functions:
         (x_BSD,) = xs
         (here,) = places
         return (self._block(layer, x_BSD, here.positions),), None
+
+    def query(self, params: Params, x_BSD: Array, places: Places, plan: Plan, key: Any) -> Array:
+        raise NotImplementedError("its config has no query layer")
 
     def score(
         self,

@@ -44,7 +44,7 @@ _Shape = Any
 
 class PipelinedModel(Protocol):
     """What a pipeline needs of a `models.Model`, and of its config: `layers`, `experts`,
-    `scan_layers` and `kinds`.
+    `scan_layers`, `kinds` and `query_layer`.
     """
 
     @property
@@ -73,6 +73,9 @@ class PipelinedModel(Protocol):
         kind: int,
         number: Any = None,
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
+    def query(
+        self, params: Params, x_BSD: Array, places: Places, plan: Plan, key: Any
+    ) -> Array: ...
     def score(
         self,
         params: Params,

@@ -60,6 +60,8 @@ class MicrobatchKeys(NamedTuple):
     """The embedding's key."""
     layers: Array | None
     """A key for each layer of the model, [layers]."""
+    blocks: Array | None
+    """The key that those of the layers are made of, and that of the query layer."""
 
 
 class StageInputs(NamedTuple):
@@ -75,9 +77,10 @@ class StageInputs(NamedTuple):
     def keys(self, i: ArrayLike) -> MicrobatchKeys:
         """Return the keys of microbatch `i`, as `Model.hidden_states` makes them."""
         if self.arrays.key is None:
-            return MicrobatchKeys(None, None)
+            return MicrobatchKeys(None, None, None)
         embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
-        return MicrobatchKeys(embed, jax.random.split(blocks, self.task.model.config.layers))
+        layers = jax.random.split(blocks, self.task.model.config.layers)
+        return MicrobatchKeys(embed, layers, blocks)
 
     def layer_context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
         """Return what the layer at place `j` of a chunk is told about microbatch `i`."""
@@ -111,6 +114,13 @@ class StageInputs(NamedTuple):
             **types,
         )
         return self.task.plan.constrain(x_BSD, STORED)
+
+    def query(self, ends: Params, i: ArrayLike, x_BSD: Array) -> Array:
+        """Return what the query layer makes of the last block's output of microbatch `i`."""
+        row = self.row(i)
+        places = Places(row["positions"], row.get("segments"), row.get("text"))
+        y_BSD = self.task.model.query(ends, x_BSD, places, self.task.plan, self.keys(i).blocks)
+        return self.task.plan.constrain(y_BSD, STORED)
 
     def router_weights(self) -> RouterSums | None:
         """Return the weights of a layer's router sums in the loss, or None in a model without

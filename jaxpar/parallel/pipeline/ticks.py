@@ -311,7 +311,11 @@ class Stage:
         """Compute the loss of the last stage's output, and its gradients, with a part of the tokens
         on each stage.
         """
-        part_BSD = share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
+        y_BSD = jnp.where(row.scores > 0, y_BSD, 0)
+        query_pull = None
+        if self.model.config.query_layer:
+            y_BSD, query_pull = jax.vjp(partial(self._query, row), self.trained_ends, y_BSD)
+        part_BSD = share_tokens(y_BSD, self.plan)
         rows = self.inputs.row(row.scored)
         labels_BS = jnp.where(row.some_score, own_labels(rows["labels"], self.plan), -1)
         soft = teacher_targets(rows, self.task.weights.temperature)
@@ -341,8 +345,18 @@ class Stage:
         )
         dy_BSD = gather_tokens(dpart_BSD, y_BSD.shape[1], self.plan)
         ends = _add_gradients(carry.ends, dends)
+        if query_pull is not None:
+            dends, dy_BSD = query_pull(dy_BSD)
+            ends = _add_gradients(ends, dends)
         cotangents = write(carry.cotangents, dy_BSD, row.cotangent)
         return carry._replace(sums=_add_sums(carry.sums, sums), ends=ends, cotangents=cotangents)
+
+    def _query(self, row: Rows, trained: Params, y_BSD: Array) -> Array:
+        """Run the query layer, of which only the stage counts that has the last layer: the others
+        would wait for it, and have zeros instead.
+        """
+        z_BSD = self.inputs.query(self.arrays.ends | trained, row.scored, y_BSD)
+        return jnp.where(row.scores > 0, z_BSD, 0)
 
     def _backward(self, carry: Carry, row: Rows, shares: Shares) -> Carry:
         """Take the cotangent through the layers, to leave, or at the first virtual stage into the

@@ -373,7 +373,7 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
     ]
 
 
-_PARTS = ("embed", "blocks", "head")
+_PARTS = ("embed", "blocks", "query", "head")
 """The parts of a model in the order of its forward pass."""
 
 
