@@ -29,7 +29,8 @@ def print_table(
     say(["---"] * (len(head) + 3))
     for cells, found in plans:
         count += 1
-        check, *rounded = found.checks
+        check, *others = found.checks
+        rounded = [one for one in others if not one.of_update]
         largest = max(check.rows, key=lambda row: row.error)
         worst = max(worst, largest.error)
         shares = [row.error / row.tolerance for one in rounded for row in one.rows]

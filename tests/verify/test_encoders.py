@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
 from jaxpar.verify.of_config import checks as verify
@@ -37,8 +38,36 @@ MODERN_STAGES = {"model.layers": 12, "pipeline.layers": (6, 6)}
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_an_encoder_gives_the_gradients_of_one_device(family: str, mesh: str) -> None:
+    found = verified(family, mesh)
+    assert found.equal, str(found)
+
+
+def verified(family: str, mesh: str) -> verify.Verification:
     model = BERT
     if family == "modernbert":
         model = MODERN | (MODERN_STAGES if "stage" in mesh else {})
-    found = verify.verify(override(Config(), COMMON | model | MESHES[mesh]))
-    assert found.equal, str(found)
+    return verify.verify(override(Config(), COMMON | model | MESHES[mesh]))
+
+
+@pytest.mark.long
+def test_the_table_of_encoders(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the encoders' table of docs/verify.md."""
+    rows = (
+        ([family, *words(mesh)], verified(family, mesh))
+        for family in ("bert", "modernbert")
+        for mesh in MESHES
+    )
+    assert not print_table(["model", "mesh", "with"], rows, capsys)
+
+
+def words(mesh: str) -> tuple[str, str]:
+    """A mesh and its other settings in a table's cells."""
+    sizes = []
+    others = []
+    for name, value in MESHES[mesh].items():
+        table, key = name.split(".")
+        if table == "mesh":
+            sizes.append(f"{key}={value}")
+        else:
+            others.append(f"{key} {str(value).lower()}")
+    return " x ".join(sizes), ", ".join(others)
