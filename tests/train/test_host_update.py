@@ -2,15 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from traced_steps import config_of
 
-from jaxpar.base.config import override
+from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.train.host_update import require_host_update
+from jaxpar.train.loop import run
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.plans import make_experiment
+from jaxpar.train.restore import restore_state
+from jaxpar.train.run_folder import Checkpoints
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)}
 AXES = {"w": ("embed", "mlp")}
@@ -89,3 +93,64 @@ def test_the_state_of_an_absent_gpu_lies_in_host_memory(place):
     assert report["time"]["host_stall"] > 0
     computed = report["time"]["by_category"].get("host_compute", 0.0)
     assert (computed > 0) == (place == "host")
+
+
+@pytest.mark.slow
+def test_a_run_whose_host_updates_resumes_to_the_bit(tmp_path):
+    """The moments are saved from host memory and come back there, on the same mesh."""
+    changes = {
+        "memory.optimizer": "host",
+        "mesh.platform": "cpu",
+        "mesh.data": 1,
+        "mesh.tensor": 1,
+        "data.max_bytes": 200_000,
+        "data.seq_len": 32,
+        "model.layers": 2,
+        "model.embed": 32,
+        "model.mlp": 64,
+        "train.batch": 8,
+        "train.steps": 4,
+        "train.warmup_steps": 1,
+        "train.eval_every": 0,
+        "train.final_eval_batches": 1,
+        "checkpoint.every": 2,
+    }
+    config = override(load_config("tiny"), changes)
+    run(config, tmp_path / "whole")
+    run(override(config, {"train.stop_at": 2}), tmp_path / "cut")
+    run(config, tmp_path / "cut")
+    experiment = make_experiment(config)
+    states = [
+        restore_state(Checkpoints(tmp_path / name / "checkpoints"), 4, experiment)[0]
+        for name in ("whole", "cut")
+    ]
+    assert any(jax.tree.leaves(experiment.in_host.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    first = restore_state(Checkpoints(tmp_path / "cut" / "checkpoints"), 2, experiment)[0]
+    assert not np.array_equal(first.params["blocks"]["up"], states[0].params["blocks"]["up"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", ["device", "offload"])
+def test_what_the_host_works_with_is_what_the_compiler_takes(parameters):
+    """The account's host memory beside that of the step, compiled for two A100.
+
+    Tolerance: arrays are padded to whole pages and a few scalars go down, 0.3 % here.
+    """
+    targets = pytest.importorskip("jaxpar.rehearse.targets")
+    if not targets.compilers()["cuda"].startswith("jax-cuda"):
+        pytest.skip(targets.compilers()["cuda"])
+    from jaxpar.plan.memory_account import memory_account
+    from jaxpar.rehearse.of_config import compile_step
+
+    target = targets.load_target("a100x2")
+    sizes = {"model.embed": 256, "model.mlp": 1024, "model.layers": 4, "model.vocab_size": 4096}
+    asked = {"memory.optimizer": "host", "memory.parameters": parameters}
+    config = override(config_of("gpt2", fsdp=2), asked | sizes)
+    experiment = make_experiment(config, target.devices())
+    taken = compile_step(experiment, target).compiled.stats
+    new = taken.host_output_size_in_bytes - taken.host_alias_size_in_bytes
+    compiled = taken.host_argument_size_in_bytes + new + taken.host_temp_size_in_bytes
+    parts = {part.name: part.host for part in memory_account(experiment, "cuda")}
+    assert parts["host update"] > parts["optimizer"]
+    assert sum(parts.values()) == pytest.approx(compiled, rel=0.02)
