@@ -5,6 +5,8 @@ found at its place whatever the batch and the mesh, and refused where it is anot
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.top_k_files import describe, open_answers, writing_answers
+from jaxpar.models import Params
+from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_folder import Checkpoints, keep_config
 from jaxpar.train.state_memory import teacher_bytes
-from jaxpar.train.step import batch_shapes, empty_batch
+from jaxpar.train.step import batch_shapes, empty_batch, gradients, loss_weights
 from jaxpar.train.teacher import open_teacher
 from jaxpar.train.write_top_k import write_top_k
 
@@ -174,6 +179,85 @@ def test_a_teacher_beside_and_its_answers_on_disk_are_the_same(
     size = teacher_bytes(student)
     on_one = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(held.params)]
     assert size == sum(on_one)
+
+
+LAYOUTS = [
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"train.accumulation": 2}),
+    ({"fsdp": 2, "context": 2, "tensor": 2}, {"data": 8, "fsdp": 1}, {}),
+    ({"data": 2, "tensor": 2, "stage": 2}, None, {"model.layers": 2, "train.accumulation": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "theirs", "changes"), LAYOUTS, ids=str)
+def test_a_teacher_gives_the_gradients_of_one_device_on_any_layout(
+    text: Path,
+    teacher: Path,
+    written: Path,
+    mesh: dict[str, int],
+    theirs: dict[str, int] | None,
+    changes: dict[str, Any],
+) -> None:
+    """Of a teacher that runs beside, and of its answers on disk; a pipeline takes the latter too.
+
+    Tolerance: float32 sums in another order, of the student and of the teacher.
+    """
+    one = {"mesh.data": 1, "mesh.tensor": 1, "train.accumulation": 1}
+    alone = student_of(text, written, **changes | one)
+    rows = rows_of(alone, written, 8, 1)[0]
+    want = loss_and_gradients(make_experiment(alone), rows)
+    sizes = {f"mesh.{axis}": size for axis, size in ({"data": 1, "tensor": 1} | mesh).items()}
+    student = make_experiment(student_of(text, written, **changes | sizes))
+    compare(loss_and_gradients(student, rows), want)
+    if theirs is None:
+        return
+    its_mesh = {f"distill.mesh.{axis}": size for axis, size in theirs.items()}
+    config = student_of(text, teacher, **changes | sizes | its_mesh)
+    student = make_experiment(config)
+    opened = open_teacher(student, load_corpus(config.data, config.model.vocab_size))
+    assert opened is not None
+    assert opened.live is not None
+    tokens = {name: rows[name] for name in ("tokens", "labels")}
+    given = jax.device_put(tokens, student.plan.sharding(("batch", None)))
+    compare(loss_and_gradients(student, {**given, **opened.live.answer(given)}), want)
+
+
+def loss_and_gradients(student: Experiment, batch: Mapping[str, Any]) -> tuple[Any, Params]:
+    """The loss and the gradients of fresh parameters, with the layers in the model's order."""
+    plan = student.plan
+    config = student.config
+    model = student.model
+    key = jax.random.key(config.train.seed)
+    order = stored_order(plan, config.model.layers)
+    shapes = model.shapes(order)
+
+    @partial(jax.jit, out_shardings=plan.sharding(model.axes, shapes))
+    def init() -> Params:
+        return model.init(key, order)
+
+    @jax.jit
+    def run(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Params]:
+        sums, grads = gradients(
+            model, params, batch, plan, None, config.train.accumulation, loss_weights(config)
+        )
+        return sums.loss, grads
+
+    there = jax.device_put(dict(batch), plan.sharding(("batch", None)))
+    loss, grads = jax.device_get(run(init(), there))
+    assert order is None or list(order) == sorted(order)
+    return loss, grads
+
+
+def compare(got: tuple[Any, Params], want: tuple[Any, Params]) -> None:
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    # The gradient of a key's bias is zero, but for rounding.
+    least = 1e-2 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(want[1]))
+
+    def one(found: np.ndarray, wanted: np.ndarray) -> None:
+        scale = max(np.abs(wanted).max(), least)
+        np.testing.assert_allclose(found, wanted, atol=2e-5 * scale)
+
+    jax.tree.map(one, got[1], want[1])
 
 
 def test_a_row_is_found_whatever_the_batch(text: Path, answers: Path) -> None:
