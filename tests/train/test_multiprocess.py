@@ -15,6 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.base.config import load_config, override
+from jaxpar.data.corpus import load_corpus
+from jaxpar.data.top_k_files import describe, writing_answers
 from jaxpar.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -85,22 +88,34 @@ def launch_pair(
     folder: Path, *flags: str, only: tuple[Sequence[str], Sequence[str]] = ((), ())
 ) -> list[Process]:
     """Two processes with the same flags, and each with `only` its own besides."""
+    return [
+        launch(folder, environment, "--mesh.distributed", "True", *flags, *own)
+        for environment, own in zip(environments(), only, strict=True)
+    ]
+
+
+def pair_of(words: Sequence[str]) -> list[Process]:
+    """Two processes of one command, by its words."""
+    command = [sys.executable, "-c", START, *words, "--mesh.distributed", "True"]
+    return [
+        subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True
+        )
+        for environment in environments()
+    ]
+
+
+def environments() -> list[dict[str, str]]:
+    """What tells two processes of each other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     return [
-        launch(
-            folder,
-            {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(index),
-            },
-            "--mesh.distributed",
-            "True",
-            *flags,
-            *only[index],
-        )
+        {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": str(index),
+        }
         for index in range(2)
     ]
 
@@ -133,6 +148,48 @@ def test_a_folder_that_one_process_refuses_is_refused_by_both(tmp_path: Path) ->
     (tmp_path / "a_file").write_text("of the user's")
     assert wait(launch_pair(tmp_path)) == [2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+
+
+def test_answers_on_disk_are_read_by_both_and_a_teacher_beside_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers = tmp_path / "answers"
+    draw_answers(answers, 3)
+    told = ("--distill.teacher", str(answers), "--distill.top-k", "3", "--train.eval-every", "0")
+    assert wait(launch_pair(tmp_path / "two", *told)) == [0, 0]
+    assert launch(tmp_path / "one", {}, *told).wait(timeout=240) == 0
+    two, one = (
+        [row["objective"] for row in read_metrics(tmp_path / name) if "objective" in row]
+        for name in ("two", "one")
+    )
+    assert len(one) == 6
+    # Collectives of gloo and of one process sum in different orders.
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+    capfd.readouterr()
+    beside = ("--distill.teacher", str(tmp_path / "one"), "--train.eval-every", "0")
+    assert wait(launch_pair(tmp_path / "refused", *beside)) == [2, 2]
+    said = capfd.readouterr().err
+    assert f"distill.teacher={tmp_path / 'one'} runs beside in one process alone" in said
+    assert "write its answers with `jaxpar eval" in said
+    writes = ("--top-k", "3", "--out", str(tmp_path / "none"))
+    assert wait(pair_of(["eval", str(tmp_path / "one"), *writes])) == [2, 2]
+    assert "--top-k writes from one process, and these are 2" in capfd.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def draw_answers(folder: Path, k: int) -> None:
+    """Answers of nobody to the data of `launch`."""
+    words = [word.removeprefix("--").replace("-", "_") for word in FLAGS[::2]]
+    given = dict(zip(words, map(int, FLAGS[1::2]), strict=True))
+    config = override(load_config("tiny"), given | {"data.max_bytes": 200_000})
+    vocab = config.model.vocab_size
+    corpus = load_corpus(config.data, vocab)
+    header = describe(corpus, config.data, vocab, k)
+    count = header.windows[0]
+    rng = np.random.default_rng(0)
+    shape = (count, config.data.seq_len, k)
+    with writing_answers(folder, header._replace(teacher="nobody", step=1)) as writer:
+        writer.write(rng.integers(0, vocab, shape), -rng.exponential(1.0, shape), count)
 
 
 @pytest.mark.parametrize(
