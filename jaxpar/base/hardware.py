@@ -239,6 +239,8 @@ class Cloud:
     """The software version of a TPU VM."""
     skypilot: str = ""
     """A GPU's name; a TPU's is that of its slice."""
+    env: tuple[str, ...] = ()
+    """`NAME=value` of the environment in which several of its nodes work best together."""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,26 @@ import shlex
 import textwrap
 from dataclasses import dataclass, replace
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import Cloud, load_chip
 from jaxpar.base.toml import find_toml, flatten, presets
+from jaxpar.launch.staging import (
+    FILES,
+    Package,
+    StagedFile,
+    exports,
+    local_inputs,
+    package_for,
+    require_environment,
+    require_seen,
+    stage_inputs,
+)
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 
 
@@ -36,7 +48,16 @@ class Placement:
     spot: bool = False
     """Take machines that may be taken back (not under Slurm)."""
     image: str = ""
-    """GKE: the container image, with jaxpar in it."""
+    """GKE and Slurm: the container image, with jaxpar in it and its tag; the repository's
+    Dockerfile makes one. Under Slurm it needs Pyxis; empty = none there."""
+    package: str = ""
+    """TPU VMs and SkyPilot: what pip installs on the hosts, a wheel, jaxpar[tpu]==0.1.0 or
+    git+URL@COMMIT; empty = the commit or the version that prints the script."""
+    env: tuple[str, ...] = ()
+    """Variables that the script sets, each NAME=value."""
+    secrets: tuple[str, ...] = ()
+    """Names of variables whose values the script hands on and does not contain, HF_TOKEN
+    WANDB_API_KEY."""
     claim: str = ""
     """GKE: the PersistentVolumeClaim of the storage, which many pods write."""
     ray: bool = False
@@ -76,6 +97,8 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
             f"jaxpar launch {kind} needs --target, such as "
             f"{'h100x64' if kind == 'slurm' else 'v5p-64'}"
         )
+    require_local(where.run)
+    require_environment(where.env, where.secrets)
     target = load_target(where.target)
     _require_place(kind, where, target, load_chip(target.chip).cloud)
     if target.platform == "cuda":
@@ -86,7 +109,13 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
     config = check(replace(config, mesh=mesh))
     check_mesh(mesh, target)
     run = _run_of(kind, source, config, where, target)
+    if kind == "gke":
+        require_seen(run.config, Path(run.folder).parent)
     values = _common_values(run)
+    if kind == "slurm":
+        values |= _slurm_values(run)
+    if kind == "tpu-vm":
+        values |= _tpu_vm_values(run)
     if kind == "skypilot":
         values |= _skypilot_values(run)
     if kind == "gke":
@@ -115,6 +144,12 @@ class _Run:
     """The run folder."""
     command: list[str]
     """What each host runs."""
+    config: Config
+    """What each host trains, with the paths of its files there."""
+    staged: list[StagedFile]
+    """The files that are sent to the hosts."""
+    package: Package
+    """What is installed there, where nothing is yet."""
 
     @property
     def on_gpu(self) -> bool:
@@ -123,6 +158,12 @@ class _Run:
     @property
     def cloud(self) -> Cloud:
         return load_chip(self.target.chip).cloud
+
+    @property
+    def env(self) -> list[str]:
+        """`NAME=value` of what is set for the processes."""
+        ours = [] if self.target.hosts == 1 else list(self.cloud.env)
+        return [*ours, *self.where.env]
 
     @property
     def chips(self) -> int:
@@ -138,6 +179,11 @@ def _run_of(
     target: Target,
 ) -> _Run:
     stem = Path(source).stem
+    staged: list[StagedFile] = []
+    package = Package("")
+    if kind in ("tpu-vm", "skypilot"):
+        config, staged = stage_inputs(config)
+        package = package_for(where.package, "cuda" if target.platform == "cuda" else "tpu")
     if source in presets("jaxpar.configs"):
         file = ""
     else:
@@ -166,21 +212,22 @@ def _run_of(
     else:
         command = [f"{_VENV}/bin/jaxpar", "train", there]
     command += [f"--run={folder}", *_settings(load_config(source), config)]
-    return _Run(source, where, target, file, there, folder, command)
+    if package.wheel is not None:
+        staged.append(package.wheel)
+    return _Run(source, where, target, file, there, folder, command, config, staged, package)
 
 
 def _common_values(run: _Run) -> dict[str, Any]:
     """What templates of several kinds name."""
     stem = Path(run.source).stem
     words = shlex.join(run.command)
-    extra = "cuda" if run.on_gpu else "tpu"
+    requirement = shlex.quote(run.package.requirement)
     setup = [
         "python3 -m pip install --quiet uv",
         f"python3 -m uv venv --quiet --clear --python 3.12 {_VENV}",
-        f"python3 -m uv pip install --quiet --python {_VENV} "
-        f"'jaxpar[{extra}] @ git+https://github.com/jaxpar/jaxpar'",
+        f"python3 -m uv pip install --quiet --python {_VENV} {requirement}",
     ]
-    copy_config = f"send_to_hosts {shlex.quote(run.file)} {run.there}"
+    note = run.package.note
     return {
         "config": run.source,
         "target": run.target.name,
@@ -194,12 +241,58 @@ def _common_values(run: _Run) -> dict[str, Any]:
         "max_failures": run.where.max_failures,
         "spot": "--spot" if run.where.spot else "",
         "command": words,
-        "quoted_command": shlex.quote(words),
         "command_list": json.dumps(run.command),
         "entrypoint": json.dumps(words),
-        "copy_config": copy_config if run.file else "",
+        "exports": "\n".join(exports(run.env)),
+        "package_note": f"# Note: {note}." if note else "",
         "setup": " && ".join(setup),
     }
+
+
+def _slurm_values(run: _Run) -> dict[str, Any]:
+    """What a batch script names besides. Its nodes share a file system."""
+    container = []
+    if image := run.where.image:
+        container = [f"--container-image={image}", "--container-workdir=$PWD"]
+        container.append("--container-mounts=$PWD:$PWD")
+    wanted = f"jaxpar {version('jaxpar')}"
+    check = f"""[[ $(jaxpar --version) == "{wanted}" ]] || {{
+  echo "this script is for {wanted}, and here is $(jaxpar --version)" >&2
+  exit 2
+}}"""
+    files = [run.file] if run.file else []
+    files += [path for path in local_inputs(run.config).values() if path not in files]
+    looks = [
+        f"[[ -e {shlex.quote(path)} ]] || {{ echo {shlex.quote(f'{path} is not here')} >&2; "
+        "exit 2; }"
+        for path in files
+    ]
+    asks = [
+        f': "${{{name}:?sbatch hands on the environment: export {name} before}}"'
+        for name in run.where.secrets
+    ]
+    return {
+        "container": " ".join(f'"{word}"' for word in container),
+        "check_version": "" if container else check,
+        "check_files": "\n".join(looks),
+        "check_secrets": "\n".join(asks),
+    }
+
+
+def _tpu_vm_values(run: _Run) -> dict[str, Any]:
+    """What the script for TPU VMs names besides. The hosts read secrets from Secret Manager."""
+    files = [StagedFile(run.file, run.there)] if run.file else []
+    files += run.staged
+    sends = [f"send_to_hosts {shlex.quote(file.here)} {shlex.quote(file.there)}" for file in files]
+    if run.staged:
+        sends.insert(0, f'on_hosts all "mkdir -p {FILES}"')
+    sets = exports(run.env)
+    sets += [
+        f'export {name}="$(gcloud secrets versions access latest --secret={name})"'
+        for name in run.where.secrets
+    ]
+    remote = " && ".join([*sets, shlex.join(run.command)])
+    return {"send_files": "\n".join(sends), "quoted_command": shlex.quote(remote)}
 
 
 _JOIN_SKYPILOT = """export JAX_COORDINATOR_ADDRESS="${SKYPILOT_NODE_IPS%%$'\\n'*}:8476"
@@ -209,12 +302,17 @@ export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES" JAX_PROCESS_ID="$SKYPILOT_NODE_RA
 def _skypilot_values(run: _Run) -> dict[str, Any]:
     """What SkyPilot's task names. It takes a TPU slice for one node, and runs on all its hosts."""
     runtime = f"accelerator_args: {{runtime_version: {run.cloud.runtime}}}"
+    mounts = [StagedFile(run.file, run.there)] if run.file else []
+    mounts += run.staged
+    mounted = [f"{json.dumps(file.there)}: {json.dumps(file.here)}" for file in mounts]
     values = {
+        "network": "",
+        "secrets": "\n".join(f"{name}: null" for name in run.where.secrets),
+        "mounts": "\n".join(mounted),
         "nodes": 1,
         "accelerators": f"tpu-{run.target.vendor_name}",
         "accelerator_args": runtime,
         "spot": "use_spot: true" if run.where.spot else "",
-        "mount_config": f"{run.there}: {run.file}" if run.file else "",
         "join": "",
     }
     if run.on_gpu:
@@ -222,8 +320,9 @@ def _skypilot_values(run: _Run) -> dict[str, Any]:
             "nodes": run.target.hosts,
             "accelerators": f"{run.cloud.skypilot}:{run.chips}",
             "accelerator_args": "",
-            "join": _JOIN_SKYPILOT if run.target.hosts > 1 else "",
         }
+        if run.target.hosts > 1:
+            values |= {"join": _JOIN_SKYPILOT, "network": "network_tier: best"}
     return values
 
 
@@ -247,7 +346,12 @@ def _require_place(kind: str, where: Placement, target: Target, cloud: Cloud) ->
             "jaxpar launch gke needs --image, a container with jaxpar, and --claim, for the run "
             "folder"
         )
-    unused = {"gke": (), "slurm": ("spot", "image", "claim", "ray")}.get(
+    if kind == "gke" and not re.search(r":(?!latest$)[\w.-]+$|@sha256:", where.image):
+        raise UserError(
+            f"--image={where.image} does not say which version it is, and each pod would take what "
+            "it finds: give its tag, such as my-registry/jaxpar:1, or its digest"
+        )
+    unused = {"gke": ("package",), "slurm": ("spot", "claim", "ray", "package")}.get(
         kind, ("image", "claim", "ray")
     )
     if found := [f"--{name}" for name in unused if getattr(where, name)]:
@@ -275,7 +379,6 @@ def _kubernetes_values(run: _Run, name: str) -> dict[str, Any]:
     values = {
         "image": run.where.image,
         "grace": 25 if run.where.spot else 120,
-        "env": "",
         "tolerations": "",
         "config_map": _config_map(run.file, name) if run.file else "",
         **_volumes(run, name),
@@ -285,8 +388,6 @@ def _kubernetes_values(run: _Run, name: str) -> dict[str, Any]:
         jobs = target.hosts if run.where.ray else 1
         node = f"cloud.google.com/gke-accelerator: {run.cloud.gke}"
         values |= {"resource": "nvidia.com/gpu", "annotations": ""}
-        if target.hosts > 1:
-            values["env"] = _cluster_env(name, target)
     else:
         jobs = target.slices
         key = "cloud.google.com/gke-tpu"
@@ -297,7 +398,31 @@ def _kubernetes_values(run: _Run, name: str) -> dict[str, Any]:
         node += '\ncloud.google.com/gke-spot: "true"'
         spot = 'key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule'
         values["tolerations"] = f"tolerations: [{{{spot}}}]"
+    env = _pod_env(run, name)
+    if run.on_gpu and target.hosts > 1 and not run.where.ray:
+        env = [*_cluster_env(name, target), *env]
+    values["env"] = "\n".join(["env:", *env]) if env else ""
+    values["secret_note"] = _secret_note(run, name)
     return values | {"jobs": jobs, "pods": target.hosts // jobs, "node": node}
+
+
+def _pod_env(run: _Run, name: str) -> list[str]:
+    """The environment of a pod: what is set, and what it reads from a Secret of the cluster."""
+    split = [pair.partition("=") for pair in run.env]
+    plain = [f"- {{name: {key}, value: {json.dumps(value)}}}" for key, _, value in split]
+    hidden = [
+        f"- {{name: {key}, valueFrom: {{secretKeyRef: {{name: {name}-env, key: {key}}}}}}}"
+        for key in run.where.secrets
+    ]
+    return [*plain, *hidden]
+
+
+def _secret_note(run: _Run, name: str) -> str:
+    """How the Secret is made that the pods read."""
+    if not run.where.secrets:
+        return ""
+    given = " ".join(f'--from-literal={key}="${key}"' for key in run.where.secrets)
+    return f"#   kubectl create secret generic {name}-env {given}"
 
 
 def _volumes(run: _Run, name: str) -> dict[str, str]:
@@ -346,11 +471,12 @@ def _fill(template: str, values: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cluster_env(name: str, target: Target) -> str:
+def _cluster_env(name: str, target: Target) -> list[str]:
     """The variables by which the pods of a job set find each other."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    return f"""env:
-- {{name: JAX_COORDINATOR_ADDRESS, value: "{name}-workers-0-0.{name}:8476"}}
-- {{name: JAX_NUM_PROCESSES, value: "{target.hosts}"}}
-- name: JAX_PROCESS_ID
-  valueFrom: {{fieldRef: {{fieldPath: "{index}"}}}}"""
+    return [
+        f'- {{name: JAX_COORDINATOR_ADDRESS, value: "{name}-workers-0-0.{name}:8476"}}',
+        f'- {{name: JAX_NUM_PROCESSES, value: "{target.hosts}"}}',
+        "- name: JAX_PROCESS_ID",
+        f'  valueFrom: {{fieldRef: {{fieldPath: "{index}"}}}}',
+    ]

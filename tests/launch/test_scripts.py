@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from jaxpar.rehearse.targets import load_target
 SHELLCHECK = shutil.which(
     "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 )
+GCLOUD = Path(__file__).with_name("pretended_gcloud.py")
 SLICES = {"mesh.dcn.data": 2, "mesh.fsdp": -1}
 
 
@@ -35,7 +37,7 @@ def make(
         load_config(source), {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 4, **settings}
     )
     if kind in ("jobset", "rayjob"):
-        gke = {"image": "some/image", "claim": "runs", "ray": kind == "rayjob"}
+        gke = {"image": "some/image:1", "claim": "runs", "ray": kind == "rayjob"}
     else:
         gke = {}
     if gke:
@@ -167,6 +169,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+VERSION = f"echo jaxpar {version('jaxpar')}"
 NEXT_CODE = 'code=$(head -n1 codes); sed -i 1d codes; echo "$@" >> calls; '
 
 
@@ -186,6 +189,7 @@ def test_a_batch_script_does_what_an_exit_code_asks_for(
 ) -> None:
     (tmp_path / "codes").write_text("\n".join(codes.split()) + "\n")
     (tmp_path / "job.sh").write_text(make("slurm", "h100x64"))
+    pretend("jaxpar", VERSION)
     pretend("srun", NEXT_CODE + "exit $code")
     pretend("squeue", f"echo {state}")
     pretend("scontrol", 'echo "$@" > requeued')
@@ -201,6 +205,7 @@ def test_a_batch_script_does_what_an_exit_code_asks_for(
 
 def test_a_batch_script_outlives_the_signal_that_stops_its_step(pretend, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(make("slurm", "h100x64"))
+    pretend("jaxpar", VERSION)
     pretend("srun", "trap 'exit 130' TERM; touch begun; sleep 20 & wait")
     pretend("squeue", "echo RUNNING")
     pretend("scontrol", 'echo "$@" > requeued')
@@ -230,7 +235,8 @@ def test_a_tpu_vm_is_replaced_where_it_was_taken_and_released_at_the_end(
     (tmp_path / "job.sh").write_text(make("tpu-vm", "v5e-8"))
     pretend(
         "gcloud",
-        f"""echo "$@" >> calls
+        f"""{sys.executable} {GCLOUD} "$@" || exit 2
+echo "$@" >> calls
 case "$*" in
   *" create "*) echo ACTIVE > state ;;
   *" describe "*) cat state ;;

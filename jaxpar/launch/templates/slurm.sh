@@ -16,16 +16,21 @@
 #SBATCH --output=%x-%j.log
 
 # source .venv/bin/activate       # where jaxpar[cuda] is installed
+{{check_secrets}}
+{{check_version}}
+{{check_files}}
+{{exports}}
 export JAX_LOCAL_DEVICE_IDS={{devices}}  # under Slurm JAX gives a process one GPU, unless told otherwise
 trap : TERM                       # this shell outlives the signal, to read what its step returns
 
 command=({{command}})
+container=({{container}})
 for ((failures = 0; ; failures++)); do
   code=0
-  srun --kill-on-bad-exit=0 --wait=120 "${command[@]}" || code=$?
+  srun --kill-on-bad-exit=0 --wait=120 "${container[@]}" "${command[@]}" || code=$?
   case $code in
     0) exit 0 ;;                  # the run is at its last step
-    2) exit 2 ;;                  # the config, the data or the devices: the line above says what to change
+    2) exit 2 ;;                  # the config, the data or the devices: the log says what to change
     130 | 143)                    # told to stop: its state is saved
       if [[ $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") == RUNNING ]]; then
         scontrol requeue "$SLURM_JOB_ID"

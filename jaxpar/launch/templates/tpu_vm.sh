@@ -13,7 +13,7 @@ train={{quoted_command}}
 
 state() { "${queue[@]}" describe "$name" "${where[@]}" --format='value(state.state)' 2>/dev/null || true; }
 on_hosts() { gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"; }
-send_to_hosts() { gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all; }
+send_to_hosts() { gcloud compute tpus tpu-vm scp --recurse "$1" "$name:$2" "${where[@]}" --worker=all; }
 release() { "${queue[@]}" delete "$name" "${where[@]}" --force --quiet; }
 
 create() {
@@ -23,7 +23,8 @@ create() {
     case $(state) in FAILED | SUSPENDED) return 1 ;; esac
     sleep 30
   done
-  {{copy_config}}
+  {{send_files}}
+  {{package_note}}
   on_hosts all "sudo mkdir -p {{storage}} && sudo mount -t nfs $SHARE {{storage}} && sudo chmod a+rwx {{storage}} &&
     {{setup}}"
 }

@@ -1,0 +1,218 @@
+"""What a run needs on other machines: the library in one version, the files that its config names,
+and the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import jaxpar
+from jaxpar.base.config import Config, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.toml import flatten
+
+REPOSITORY = "https://github.com/jaxpar/jaxpar"
+FILES = "/tmp/jaxpar_files"
+"""The folder on a host where staged files lie."""
+_KEYS = ("data.path", "data.val_path", "data.tokenizer", "train.init", "distill.teacher")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A file or folder of this machine that goes to the hosts.
+
+    Attributes:
+      here: its path here.
+      there: its path on every host.
+    """
+
+    here: str
+    there: str
+
+
+def local_inputs(config: Config) -> dict[str, str]:
+    """Return the settings that name files or folders which lie on this machine, with their paths.
+
+    Args:
+      config: every setting.
+
+    Returns:
+      The path of each dotted key, as it is given.
+
+    Raises:
+      UserError: a part of a mixture is one, which cannot be staged.
+    """
+    values = flatten(config)
+    for part in config.data.mixture:
+        path = part.rpartition(" ")[0].strip() or part
+        if path and Path(path).exists() and not Path(path).is_absolute():
+            raise UserError(
+                f"data.mixture names {path}, which lies on this machine: give each part by its "
+                "absolute path on storage that the hosts have"
+            )
+    found = {key: str(values[key]) for key in _KEYS if values.get(key)}
+    return {key: path for key, path in found.items() if Path(path).exists()}
+
+
+def stage_inputs(config: Config) -> tuple[Config, list[StagedFile]]:
+    """Have a config's files of this machine taken along.
+
+    Args:
+      config: every setting.
+
+    Returns:
+      The config with their paths on the hosts, and the files that must be sent there.
+    """
+    staged: dict[str, StagedFile] = {}
+    changes: dict[str, str] = {}
+    for key, path in local_inputs(config).items():
+        name = Path(path).resolve().name
+        file = staged.setdefault(path, StagedFile(path, f"{FILES}/{len(staged)}_{name}"))
+        changes[key] = file.there
+    return override(config, changes), list(staged.values())
+
+
+def require_seen(config: Config, storage: Path) -> None:
+    """Refuse files of this machine where the hosts see one storage only.
+
+    Args:
+      config: every setting.
+      storage: the folder that the storage is mounted at on every host.
+
+    Raises:
+      UserError: a setting names a file that lies here and not below that folder.
+    """
+    for key, path in local_inputs(config).items():
+        if not Path(path).is_absolute() or storage not in Path(path).parents:
+            raise UserError(
+                f"{key}={path} lies on this machine, and a pod sees only the claim, at {storage}: "
+                f"copy it there, and give {key}={storage / Path(path).name}"
+            )
+
+
+@dataclass(frozen=True)
+class Package:
+    """What pip installs on the hosts.
+
+    Attributes:
+      requirement: for pip; a wheel's path is that on the hosts.
+      wheel: the wheel that must be sent there; None = pip fetches it.
+      note: what a user should know of it; empty = nothing.
+    """
+
+    requirement: str
+    wheel: StagedFile | None = None
+    note: str = ""
+
+
+def package_for(given: str, extra: str) -> Package:
+    """Return what the hosts install: one version of the library, the one that is here unless
+    another is given.
+
+    Args:
+      given: a wheel's path or URL, a requirement of pip with its version, or empty.
+      extra: `cuda` or `tpu`.
+
+    Raises:
+      UserError: what is given does not say which version it is.
+    """
+    if not given:
+        return _package_here(extra)
+    if given.endswith(".whl"):
+        name = Path(given).name
+        if "://" in given:
+            return Package(f"jaxpar[{extra}] @ {given}")
+        if not Path(given).exists():
+            raise UserError(f"--package={given} is no file here: build it with `make release`")
+        there = f"{FILES}/{name}"
+        return Package(f"jaxpar[{extra}] @ file://{there}", StagedFile(given, there))
+    commit = re.search(r"@[0-9a-f]{7,40}$|@v\d[\w.]*$", given)
+    if "==" not in given and not ("git+" in given and commit):
+        raise UserError(
+            f"--package={given} does not say which version: give a wheel, jaxpar[{extra}]==0.1.0, "
+            f"or git+{REPOSITORY}@COMMIT"
+        )
+    if given.startswith("git+"):
+        given = f"jaxpar[{extra}] @ {given}"
+    return Package(given)
+
+
+def _package_here(extra: str) -> Package:
+    """The version that runs here: the commit of a clone, or of what pip installed from one."""
+    clone = Path(jaxpar.__file__).parent.parent
+    commit = ""
+    note = ""
+    if (clone / ".git").exists():
+        commit = _git(clone, "rev-parse", "HEAD")
+        if _git(clone, "status", "--porcelain", "--untracked-files=no"):
+            note = "the clone that printed this has changes that the commit does not have"
+    else:
+        commit = _installed_commit()
+    if commit:
+        return Package(f"jaxpar[{extra}] @ git+{REPOSITORY}@{commit}", note=note)
+    return Package(f"jaxpar[{extra}]=={version('jaxpar')}")
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says; empty where there is no git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return "" if done.returncode else done.stdout.strip()
+
+
+def _installed_commit() -> str:
+    """The commit that pip installed (PEP 610); empty where it was none."""
+    try:
+        text = distribution("jaxpar").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return ""
+    if text is None:
+        return ""
+    return json.loads(text).get("vcs_info", {}).get("commit_id", "")
+
+
+def require_environment(env: Sequence[str], secrets: Sequence[str]) -> None:
+    """Check the variables that a script sets or hands on.
+
+    Args:
+      env: `NAME=value` pairs, which stand in the script.
+      secrets: names, whose values never do.
+
+    Raises:
+      UserError: a pair is none, a value looks like a secret, or a name is none.
+    """
+    for pair in env:
+        name, equals, _ = pair.partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            raise UserError(f"--env {pair} is no NAME=value: try --env HF_HOME=/mnt/cache")
+        if _SECRET.search(name):
+            raise UserError(
+                f"--env {name}=... would print its value in the script: try --secrets {name}, "
+                "which hands it on by its name"
+            )
+    for name in secrets:
+        if not _NAME.fullmatch(name):
+            raise UserError(f"--secrets {name} is no name of a variable: try --secrets HF_TOKEN")
+
+
+def exports(pairs: Sequence[str]) -> list[str]:
+    """The lines of a shell that set some variables.
+
+    Args:
+      pairs: `NAME=value`.
+    """
+    split = [pair.partition("=") for pair in pairs]
+    return [f"export {name}={shlex.quote(value)}" for name, _, value in split]
