@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-import jaxpar
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
@@ -148,7 +147,7 @@ def package_for(given: str, extra: str) -> Package:
 
 def _package_here(extra: str) -> Package:
     """The version that runs here: the commit of a clone, or of what pip installed from one."""
-    clone = Path(jaxpar.__file__).parent.parent
+    clone = Path(__file__).parents[2]
     commit = ""
     note = ""
     if (clone / ".git").exists():
