@@ -451,6 +451,15 @@ def told_by_first(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def number_from_first(value: int) -> int:
+    """Return on every process the number that the first one gives, of 31 bits; all must call
+    this.
+    """
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
 _TOGETHER = "raised_on_all_processes"
 
 

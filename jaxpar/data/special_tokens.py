@@ -200,7 +200,7 @@ def carry_declared(source: Path | None, target: Path, keep: bool = False) -> Non
         copy = _place(target, name)
         if not copy.exists() or copy.read_bytes() != content:
             write_whole(copy, content)
-    for name in () if keep else _declaring(target):
+    for name in () if keep else declaring_files(target):
         if name not in declared:
             _place(target, name).unlink()
 
@@ -213,7 +213,7 @@ def read_declared(tokenizer: Path) -> dict[str, bytes]:
       UserError: one of them cannot be read.
     """
     found: dict[str, bytes] = {}
-    for name in _declaring(tokenizer):
+    for name in declaring_files(tokenizer):
         file = _place(tokenizer, name)
         with reading(file):
             found[name] = file.read_bytes()
@@ -224,9 +224,12 @@ def read_declared(tokenizer: Path) -> dict[str, bytes]:
     return found
 
 
-def _declaring(tokenizer: Path) -> list[str]:
+def declaring_files(tokenizer: Path) -> list[str]:
     """Return the names of the files beside a tokenizer that say something of it, but for the
     model's config.json.
+
+    Args:
+      tokenizer: the tokenizer.json, which may be absent.
     """
     names = (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, PROCESSOR_TEMPLATE, GENERATION, TOKEN_IDS)
     found = [name for name in names if beside(tokenizer, name).exists()]

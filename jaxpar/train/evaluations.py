@@ -22,8 +22,8 @@ from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.failures import EVALUATION, STEP, Running
 from jaxpar.train.metrics import MetricsLog, read_metrics
 from jaxpar.train.open_run import OpenRun
-from jaxpar.train.run_folder import METRIC
 from jaxpar.train.step import compile_eval_step
+from jaxpar.train.val_losses import METRIC
 
 FINAL = "final_"
 """What stands before the metrics of the evaluation after the last step."""

@@ -37,15 +37,16 @@ from jaxpar.train.failures import (
     divergence_message,
     memory_errors,
 )
+from jaxpar.train.manifest import DamagedCheckpoint
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report
 from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
 from jaxpar.train.replicas import ReplicaCheck, mismatch_message, replicas_note
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
 from jaxpar.train.run_data import keep_data
-from jaxpar.train.run_folder import METRIC
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
 from jaxpar.train.time_limit import TimeLimit, save_seconds
+from jaxpar.train.val_losses import METRIC
 
 __all__ = ["STEP", "CopiesDiffer", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
 
@@ -97,11 +98,32 @@ def run(
     """
     folder = run_here(folder)
     say = console().print if jax.process_index() == 0 else lambda line: None
-    opened = open_run(experiment, folder, corpus, say)
-    limit = _time_limit(opened, time.monotonic() if began is None else began)
+    began = time.monotonic() if began is None else began
+    while True:
+        opened = open_run(experiment, folder, corpus, say)
+        try:
+            return _train_and_close(opened, watch, report, began, say)
+        except DamagedCheckpoint as error:
+            # A step without a manifest shows its damage when it is read, and of several processes
+            # perhaps to one alone.
+            place = opened.checkpoints.folder / str(opened.first)
+            if jax.process_count() > 1 or opened.is_new or str(place) not in str(error):
+                raise
+            opened.checkpoints.set_aside(opened.first, str(error))
+
+
+def _train_and_close(
+    opened: OpenRun,
+    watch: Watch,
+    report: Report | None,
+    began: float,
+    say: Callable[[str], None],
+) -> Result:
+    """Run the steps that are left, and give the folder back."""
+    limit = _time_limit(opened, began)
     stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process
-    with closing(stop), closing(MachineNotice(stop.ask)):
+    with closing(opened.lock), closing(stop), closing(MachineNotice(stop.ask)):
         try:
             result = _train(opened, watch, report, stop, limit)
         except BaseException:
@@ -288,6 +310,8 @@ class _Loop:
             jax.block_until_ready(before)
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
+            if jax.process_count() == 1:
+                self.opened.require_lock()
             stop = asked.reached() or step == last
             if self._compares_replicas(step):
                 self._aside(metrics, lambda step=step: self._require_alike(step))
@@ -387,7 +411,7 @@ class _Loop:
         position = self.positions[step]
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
-        beside = beside_state(self.experiment, position, size, self.frozen, teacher)
+        beside = beside_state(self.experiment, position, size, self.frozen, teacher, step)
         before = run.checkpoints.latest()
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
         if before is not None:  # which is written to its end by now

@@ -31,7 +31,15 @@ from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, restore_state
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
-from jaxpar.train.run_folder import Checkpoints, compare_run, keep_config, replaced_values
+from jaxpar.train.run_folder import (
+    CHECKPOINTS,
+    Checkpoints,
+    compare_run,
+    keep_config,
+    replaced_values,
+)
+from jaxpar.train.run_identity import require_tokenizer_files, run_identity
+from jaxpar.train.run_lock import SharedLock
 from jaxpar.train.step import TrainState, batch_rows, init_state
 from jaxpar.train.teacher import Teacher, open_teacher
 
@@ -49,6 +57,7 @@ class OpenRun(NamedTuple):
       compared: what is known of the data that the run had before.
       first: the step to go on after; 0 = none was trained.
       is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
+      lock: that of the folder.
       teacher: its teacher; None = it has none.
     """
 
@@ -59,6 +68,7 @@ class OpenRun(NamedTuple):
     compared: Compared
     first: int
     is_new: bool
+    lock: SharedLock
     teacher: Teacher | None = None
 
     @property
@@ -66,6 +76,15 @@ class OpenRun(NamedTuple):
         """The step to stop after."""
         train = self.experiment.config.train
         return min(train.stop_at or train.steps, train.steps)
+
+    def require_lock(self) -> None:
+        """Require that the run folder is still this training's, as far as the heartbeat has seen.
+
+        Raises:
+          UserError: another training has it, or it is gone.
+        """
+        if self.lock.lost:
+            raise UserError(self.lock.lost)
 
 
 class FirstStep(NamedTuple):
@@ -105,6 +124,27 @@ def open_run(
         say(teacher.note)
     compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
     before = compare_run(folder, config, compared.known)
+    lock = SharedLock(folder, say)
+    try:
+        return _open_locked(experiment, folder, corpus, say, lock, compared, before, teacher)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _open_locked(
+    experiment: Experiment,
+    folder: Path,
+    corpus: Corpus,
+    say: Say,
+    lock: SharedLock,
+    compared: Compared,
+    before: Config | None,
+    teacher: Teacher | None,
+) -> OpenRun:
+    """Write what makes a folder a run folder, and find the step to go on after."""
+    main = jax.process_index() == 0
+    config = experiment.config
     # From now on it is a run folder; that of a run is written once nothing can be refused. Only
     # process 0 knows which.
     if told_by_first(before is None):
@@ -112,8 +152,10 @@ def open_run(
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
         run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    latest = checkpoints.latest()
+    identity = run_together(lambda: run_identity(folder, compared.pieces))
+    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint, identity, say, lock.require)
+    latest, manifest = checkpoints.newest_whole()
+    run_together(lambda: require_tokenizer_files(folder, manifest, say))
     first = latest or 0
     notes = [compared.note]
     if before is not None:
@@ -122,8 +164,17 @@ def open_run(
             notes.append(schedule_note(before.train, config.train, first))
     for note in filter(None, notes):
         say(note)
-    is_new = latest is None
-    return OpenRun(folder, experiment, corpus, checkpoints, compared, first, is_new, teacher)
+    return OpenRun(
+        folder,
+        experiment,
+        corpus,
+        checkpoints,
+        compared,
+        first,
+        is_new=latest is None,
+        lock=lock,
+        teacher=teacher,
+    )
 
 
 def _checked(experiment: Config | Experiment) -> Experiment:

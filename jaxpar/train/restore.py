@@ -5,6 +5,7 @@ into the other.
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxpar.base.errors import UserError, read_json, require_kinds, short, with_
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
 from jaxpar.base.plan import Plan
+from jaxpar.base.runtime import number_from_first, run_together, told_by_first
 from jaxpar.base.sparsity_config import Sparsity
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
@@ -40,17 +42,23 @@ from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.given_optimizer import GIVEN
+from jaxpar.train.in_use import in_use
+from jaxpar.train.manifest import DamagedCheckpoint
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_experiment, with_projections
 from jaxpar.train.run_folder import (
+    CHECKPOINTS,
     Checkpoints,
     compare_run,
     finished_steps,
     is_run,
     keep_config,
     read_run_config,
+    warn,
 )
+from jaxpar.train.run_identity import require_tokenizer_files
+from jaxpar.train.run_lock import locked
 from jaxpar.train.step import (
     TrainState,
     evaluation_params,
@@ -60,6 +68,7 @@ from jaxpar.train.step import (
     state_shardings,
 )
 
+STEP = "step"
 ORDER = "layer_order"
 FROZEN = "frozen"
 PARTS = "parts"
@@ -67,6 +76,7 @@ OPTIMIZER = "optimizer"
 OPTIMIZER_FINGERPRINT = "optimizer_fingerprint"
 TEACHER = "teacher"
 _BESIDE_KINDS = {
+    STEP: int | None,
     "iterator": dict[str, Any] | None,
     "training_tokens": int | None,
     ORDER: list[int] | None,
@@ -92,7 +102,9 @@ _FREE = {
 def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Params]:
     """Load the parameters of a run's checkpoint. The optimizer's state is not read.
 
-    Where a run that trains beside has removed the checkpoint that was chosen, another is.
+    A checkpoint that is damaged is left out, and said, and the one that is chosen without it is
+    taken. While it is read it is marked, so that a run that trains beside keeps it; where that
+    run has removed it all the same, another is taken.
 
     Args:
       folder: the run folder.
@@ -103,35 +115,82 @@ def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Para
       The step, and the parameters on the mesh.
 
     Raises:
+      DamagedCheckpoint: the checkpoint of `step` is damaged, or all are.
       UserError: there is no such checkpoint, or it cannot be read.
     """
+    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    damaged = set[int]()
     for _ in range(_TRIES):
-        checkpoints = Checkpoints(folder / "checkpoints")
-        chosen = step or _best_or_newest(checkpoints)
-        if chosen not in (steps := checkpoints.steps()):
-            raise UserError(
-                f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}"
-            )
-        try:
-            return chosen, restore_state(checkpoints, chosen, experiment, whole=False)[0].params
-        except UserError:
-            # Of several processes all would have to choose alike.
-            if step or jax.process_count() > 1 or not _is_removed(folder, chosen):
-                raise
+        chosen = number_from_first(run_together(lambda: _choose(checkpoints, step, damaged)))
+        with in_use(folder, chosen):
+            problem = _find_damage(checkpoints, chosen)
+            if problem is None:
+                try:
+                    state, _ = restore_state(checkpoints, chosen, experiment, whole=False)
+                    return chosen, state.params
+                except DamagedCheckpoint as error:
+                    # Of several processes all would have to find this.
+                    if jax.process_count() > 1:
+                        raise
+                    problem = error
+        if told_by_first(_is_removed(folder, chosen)):
+            warn(f"the run in {folder} has removed step {chosen} meanwhile")
+        elif step:
+            raise problem
+        else:
+            damaged.add(chosen)
+            warn(f"warning: {problem}: it is left out")
     raise UserError(
         f"a run removes the checkpoints of {folder} faster than they are read: try again"
     )
 
 
-_TRIES = 5
+_TRIES = 100
 
 
-def _best_or_newest(checkpoints: Checkpoints) -> int:
+def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | None:
+    """Compare a step, and the tokenizer beside the checkpoints, with what was saved. All processes
+    find the same.
+
+    Raises:
+      UserError: the tokenizer is another.
+    """
+
+    def compare() -> DamagedCheckpoint | None:
+        if jax.process_index() != 0:
+            return None
+        try:
+            manifest = checkpoints.require_whole(step)
+        except DamagedCheckpoint as error:
+            return error
+        require_tokenizer_files(checkpoints.folder.parent, manifest, warn)
+        return None
+
+    problem = run_together(compare)
+    if not told_by_first(problem is not None):
+        return None
+    return problem or DamagedCheckpoint(f"the first process finds step {step} damaged")
+
+
+def _choose(checkpoints: Checkpoints, step: int, damaged: Container[int]) -> int:
+    """Return the step that is asked for, or the best of those that are not damaged, or the newest.
+
+    Raises:
+      UserError: there is none.
+    """
     steps = checkpoints.steps()
-    if not steps:
-        raise UserError(f"{checkpoints.folder} has no finished checkpoint")
-    best = checkpoints.best()
-    return steps[-1] if best is None else best
+    if step and step not in steps:
+        raise UserError(
+            f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}"
+        )
+    if step:
+        return step
+    left = [one for one in steps if one not in damaged]
+    if not left:
+        what = "checkpoint that is whole" if steps else "finished checkpoint"
+        raise UserError(f"{checkpoints.folder} has no {what}")
+    best = checkpoints.best(without=damaged)
+    return left[-1] if best is None else best
 
 
 def _is_removed(folder: Path, step: int) -> bool:
@@ -177,6 +236,8 @@ def restore_state(
     state: TrainState[Any] = _restore_trained(
         checkpoints, step, experiment, data, whole or averages
     )
+    if whole:
+        _require_step(checkpoints, step, int(jax.device_get(state.step)))
     if config.model.lora.rank:
         state = state._replace(params=_with_frozen(experiment, state.params, data))
     if averages and not whole:
@@ -217,6 +278,9 @@ def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, 
     """Return what `beside_state` had saved, or raise a UserError where it is damaged."""
     place = f"what is beside the state of {checkpoints.folder / str(step)}"
     data = require_kinds(checkpoints.data(step), _BESIDE_KINDS, place)
+    # None in those of earlier versions
+    if data.get(STEP) is not None:
+        _require_step(checkpoints, step, data[STEP])
     order = data.get(ORDER)
     if order is None:
         return data
@@ -227,6 +291,14 @@ def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, 
             f"{place}: {ORDER} is not the numbers of {layers} layers, found {short(order)}"
         )
     return data
+
+
+def _require_step(checkpoints: Checkpoints, step: int, found: int) -> None:
+    """Refuse a checkpoint whose folder has been given the name of another step."""
+    if found != step:
+        raise DamagedCheckpoint(
+            f"checkpoint {checkpoints.folder / str(step)} is step {found} under another name"
+        )
 
 
 def _require_parts(model: AnyModel, saved: dict[str, str], place: Path) -> None:
@@ -343,11 +415,12 @@ def beside_state(
     tokens: int | None,
     frozen: int | None,
     teacher: str | None = None,
+    step: int | None = None,
 ) -> dict[str, Any]:
     """Return what is saved beside a state: the data iterator's state, its number of tokens, the
     layers' order, the `fingerprint` of the frozen parameters, the names of parts of one's own, the
-    optimizer's name, the fingerprint of one that a program gave, and what tells its teacher from
-    another.
+    optimizer's name, the fingerprint of one that a program gave, what tells its teacher from
+    another, and the step.
     """
     model = experiment.model
     order = stored_order(experiment.plan, model.config.layers)
@@ -360,6 +433,7 @@ def beside_state(
         OPTIMIZER: experiment.optimizer.name,
         OPTIMIZER_FINGERPRINT: experiment.optimizer_fingerprint,
         TEACHER: teacher,
+        STEP: step,
     }
 
 
@@ -593,16 +667,20 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
     model = experiment.model
     config = experiment.config
     state = init_state(model, config, experiment.plan, params)
-    keep_config(target, config)
-    checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
-    if jax.process_index() == 0:
-        adapter = peft.is_adapter(source)
-        if adapter:
-            carry_tokenizer(peft.base_folder(source), target)
-        carry_tokenizer(source, target, keep=adapter)
-    beside = beside_state(experiment, None, None, fingerprint(model, state.params))
-    checkpoints.save(0, saved_part(state, model), beside, None)
-    checkpoints.close()
+    with locked(target, warn) as lock:
+        keep_config(target, config)
+        if jax.process_index() == 0:
+            adapter = peft.is_adapter(source)
+            if adapter:
+                carry_tokenizer(peft.base_folder(source), target)
+            carry_tokenizer(source, target, keep=adapter)
+        identity = run_identity(target, ())
+        checkpoints = Checkpoints(
+            target / CHECKPOINTS, config.checkpoint, identity, warn, lock.require
+        )
+        beside = beside_state(experiment, None, None, fingerprint(model, state.params), step=0)
+        checkpoints.save(0, saved_part(state, model), beside, None)
+        checkpoints.close()
 
 
 def export_run(

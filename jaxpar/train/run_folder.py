@@ -4,12 +4,11 @@ manager.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,29 @@ from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.checks import outdated
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
-from jaxpar.base.errors import UTF8, UserError, read_json, reading, require_local
-from jaxpar.base.runtime import run_together, write_whole
+from jaxpar.base.console import PlainConsole
+from jaxpar.base.errors import UTF8, UserError, reading, require_local
+from jaxpar.base.runtime import number_from_first, run_together, told_by_first, write_whole
+from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.models import FAMILIES
 from jaxpar.train.bucket_runs import RunCopy, Sender, copy_of
+from jaxpar.train.disk_space import require_space
+from jaxpar.train.in_use import steps_in_use
+from jaxpar.train.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Depth,
+    Manifest,
+    require_whole,
+    write_manifest,
+)
+from jaxpar.train.steps import DAMAGED, clear_up, set_aside, steps_in
+from jaxpar.train.val_losses import Losses, lowest
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that has its checkpoints, each in a folder of its step."""
 
 
 def is_run(folder: Path) -> bool:
@@ -45,17 +61,13 @@ def read_run_config(folder: Path) -> Config:
         raise UserError(f"{folder} is no run folder: it has no config.toml")
     with reading(path):
         text = path.read_text(encoding=UTF8)
+    require_intact(text, str(path))
     return parse(text, str(path))
 
 
 def finished_steps(folder: Path) -> list[int]:
     """Return the steps of a run folder's finished checkpoints, as they are at the moment."""
-    checkpoints = folder / "checkpoints"
-    # also where the name is too long, which is an error of `glob`
-    if not os.path.isdir(checkpoints):
-        return []
-    names = [path.name for path in checkpoints.glob("[0-9]*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    return steps_in(folder / CHECKPOINTS)
 
 
 def moved_data(changes: Sequence[str]) -> list[str]:
@@ -153,7 +165,7 @@ def keep_config(folder: Path, config: Config) -> None:
     a UserError).
     """
     main = jax.process_index() == 0
-    text = to_toml(_for_next_call(config), RESOLVED)
+    text = seal(to_toml(_for_next_call(config), RESOLVED))
     run_together(lambda: write_whole(folder / "config.toml", text) if main else None)
 
 
@@ -162,7 +174,6 @@ def _for_next_call(config: Config) -> Config:
     return replace(config, data=replace(config.data, accept_changed=False))
 
 
-METRIC = "val_loss"
 PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
 
 
@@ -178,7 +189,7 @@ class _Best:
         """Return for each checkpoint whether it is the best; Orbax asks this before it removes
         any.
         """
-        best = _lowest(self._losses, [info.step for info in checkpoints])
+        best = lowest(self._losses, [info.step for info in checkpoints])
         return [info.step == best for info in checkpoints]
 
 
@@ -187,6 +198,15 @@ def _lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
     return min(
         (step for step in steps if step in losses), key=lambda step: losses[step], default=None
     )
+
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""What the name of a step ends in while it is written."""
+
+
+def warn(line: str) -> None:
+    """Say a line on standard error, where the program has no other way to say it."""
+    PlainConsole(stderr=True, soft_wrap=True).print(line)
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -203,6 +223,18 @@ logging.getLogger("absl").addFilter(_is_not_of_orbax)
 logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
+class _InUse:
+    """For Orbax, keeps the checkpoints that are being read at the moment."""
+
+    def __init__(self, run: Path):
+        self._run = run
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint whether a reader has marked it."""
+        read = steps_in_use(self._run)
+        return [info.step in read for info in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints of one run, which are written in the background; the newest few and the best
     one are kept.
@@ -212,66 +244,173 @@ class Checkpoints:
     leftover.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig | None = None,
+        identity: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = warn,
+        guard: Callable[[], None] = lambda: None,
+    ):
+        """Open the checkpoints of a run.
+
+        Args:
+          folder: the folder that has them, each in a folder of its step.
+          config: which are kept; None = they are only read.
+          identity: what tells the data and the tokenizer of the run from others.
+          say: gets a line about each checkpoint that is damaged or has no manifest.
+          guard: is called on the first process before each save, and raises where another training
+            has the run, or its folder is gone.
+
+        Raises:
+          UserError: Orbax cannot open them, or one that is damaged cannot be moved aside.
+        """
         self._config = config
+        self._identity = identity or {}
+        self._say = say
+        self._guard = guard
         require_local(folder)
         self.folder = folder.absolute()
         self._copy = copy_of(self.folder.parent)
-        if self._copy is not None and config is not None:
-            self._copy.start_sending()
         # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
         # evaluated.
-        self._losses = {} if config is None else self._read_losses()
-        self._unwritten: dict[int, float] = {}
-        policies: list[Any] = [managers.LatestN(config.keep if config else None)]
-        if config and config.keep_best:
-            policies.append(_Best(self._losses))
-        # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips
-        # a save.
-        options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=True,
-            preservation_policy=managers.AnyPreservationPolicy(policies),
-            create=config is not None,
-            cleanup_tmp_directories=config is not None,
+        self._losses = Losses(self.folder, say)
+        self._saving: int | None = None
+        # Each step is opened by itself, so that a damaged one is no hindrance to another.
+        self._reader = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(**_handlers(self._copy)),
             multiprocessing_options=_processes(self._copy),
         )
-        handlers = _handlers(self._copy)
-        try:
-            self._manager = ocp.CheckpointManager(
-                self.folder, options=options, item_handlers=handlers
-            )
-        # Orbax reads a few files of every checkpoint, and hands on what their parsers raise
-        except Exception as error:
-            raise UserError(self._damage(error)) from error
+        self._manager: ocp.CheckpointManager | None = None
+        if config is not None:
+            if self._copy is not None:
+                self._copy.start_sending()
+            else:  # what a bucket has is a step only once all of it is there
+                self._clear_up(config)
+            self._losses.read()
+            self._manager = self._open(config)
 
-    def _damage(self, error: Exception) -> str:
-        """Say which file of the checkpoints kept them from being opened, as far as that can be
-        told.
-        """
-        for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA")) + sorted(
-            self.folder.glob("*/metrics/metrics")
-        ):
-            try:
-                read_json(file)
-            except UserError as found:
-                return f"{found}: bring the checkpoint back whole, or move its folder away"
-        return f"the checkpoints in {self.folder} cannot be opened: {_first_line(error)}"
+    def _clear_up(self, config: CheckpointConfig) -> None:
+        """Take away what Orbax would stumble over, and say what."""
+        if jax.process_index() == 0:
+            best = self.best() if config.keep_best else None
+            lines = run_together(lambda: clear_up(self.folder, config.keep, best))
+        else:
+            lines = run_together(list[str])
+        for line in lines:
+            self._say(line)
+
+    def _open(self, config: CheckpointConfig) -> ocp.CheckpointManager:
+        policies: list[Any] = [managers.LatestN(config.keep), _InUse(self.folder.parent)]
+        if config.keep_best:
+            policies.append(_Best(self._losses.known))
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+            preservation_policy=managers.AnyPreservationPolicy(policies),
+            create=True,
+            cleanup_tmp_directories=True,
+            multiprocessing_options=_processes(self._copy),
+        )
+        try:
+            handlers = _handlers(self._copy)
+            return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        # Orbax makes the folder, reads a few files of every checkpoint, and hands on what fails
+        except Exception as error:
+            why = _first_line(error)
+            raise UserError(f"the checkpoints in {self.folder} cannot be opened ({why})") from error
 
     def latest(self) -> int | None:
         """Return the newest finished step, or None."""
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """Return every finished step, sorted."""
+        """Return every finished step, sorted, and that which is being saved."""
+        if self._manager is None:
+            return steps_in(self.folder)
         return sorted(self._manager.all_steps())
 
-    def best(self) -> int | None:
-        """Return the step with the lowest validation loss among those kept, or None."""
-        if self._config:
-            losses = self._losses
-        else:
-            losses = self._read_losses()
-        return _lowest(losses, self._manager.all_steps())
+    def best(self, without: Container[int] = ()) -> int | None:
+        """Return the step with the lowest validation loss among those kept, or None.
+
+        Args:
+          without: steps that are left out.
+        """
+        if self._manager is None:
+            self._losses.read()
+        return lowest(self._losses.known, [step for step in self.steps() if step not in without])
+
+    def require_whole(self, step: int, depth: Depth = "sample") -> Manifest | None:
+        """Compare a step with its manifest, and say where it has none.
+
+        Args:
+          step: the step.
+          depth: how much of it is read.
+
+        Returns:
+          The manifest, or None.
+
+        Raises:
+          DamagedCheckpoint: it is not as it was saved.
+        """
+        place = self.folder / str(step)
+        try:
+            self._complete(step)
+            found = require_whole(place, step, depth)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"checkpoint {place} is damaged: {error}") from error
+        if found is None:
+            self._say(
+                f"checkpoint {place} has no {MANIFEST}, as those of an earlier version: it is "
+                "taken as it is, unchecked"
+            )
+        return found
+
+    def newest_whole(self) -> tuple[int | None, Manifest | None]:
+        """Find the step to go on after, and move those aside that are newer and damaged.
+
+        All processes must call this.
+
+        Returns:
+          The step, or None where there is none; and on the first process its manifest.
+
+        Raises:
+          UserError: all are damaged.
+        """
+        main = jax.process_index() == 0
+        found = run_together(lambda: self._newest_whole() if main else (None, None))
+        step = number_from_first(-1 if found[0] is None else found[0])
+        self._reload()
+        return (None if step < 0 else step), found[1]
+
+    def _newest_whole(self) -> tuple[int | None, Manifest | None]:
+        steps = steps_in(self.folder)
+        for step in reversed(steps):
+            try:
+                return step, self.require_whole(step)
+            except DamagedCheckpoint as error:
+                self._say(set_aside(self.folder / str(step), str(error.__cause__)))
+        if steps:
+            raise UserError(
+                f"no checkpoint of {self.folder.parent} is whole, and they were moved to its "
+                f"folder {DAMAGED}: bring one back, or start again, which begins the run anew"
+            )
+        return None, None
+
+    def set_aside(self, step: int, problem: str) -> None:
+        """Move a step aside that cannot be read, and say so. For one process alone.
+
+        Args:
+          step: the step.
+          problem: what is wrong with it.
+        """
+        self._say(set_aside(self.folder / str(step), problem))
+        self._reload()
+
+    def _reload(self) -> None:
+        """Have Orbax look again at what is there."""
+        if self._manager is not None:
+            self._manager.reload()
 
     def save(
         self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None = None
@@ -279,59 +418,64 @@ class Checkpoints:
         """Save in the background, unless the step is already saved; `val_loss` may also follow, see
         `record`.
         """
-        assert self._config, "opened for reading"
-        if step not in self._manager.all_steps():
+        assert self._manager, "opened for reading"
+        if step not in self.steps():
             # The save waits for the one before, and then removes old checkpoints: no loss is
             # written into those.
             with self._writing():
-                self._wait()
-                self._write_losses()
-                self._losses.pop(step, None)  # of a checkpoint that was there before and is not
+                self._finish_save()
+                self._losses.forget(step)  # of a checkpoint that was there before and is not
+                run_together(lambda: self._require_room(state))
                 items = ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
                 )
+                self._saving = step
                 self._manager.save(step, args=items)
                 if self._sender is not None:
                     self._sender.send_step(step)
         if val_loss is not None:
             self.record(step, val_loss)
 
+    def _require_room(self, state: PyTree) -> None:
+        """Require on the first process that the run is still this one's, and that a save has
+        room.
+        """
+        if jax.process_index() != 0:
+            return
+        self._guard()
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        require_space(self.folder, size)
+
+    def _write_manifest(self) -> None:
+        """Write the manifest of the step that is being saved; Orbax calls this in its thread, once
+        all files are there and before the step has its name.
+        """
+        if jax.process_index() == 0 and self._saving is not None:
+            step = self._saving
+            for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
+                write_manifest(folder, step, self._identity)
+
+    def _finish_save(self) -> None:
+        """Wait until what was saved is there, with its manifest and its loss."""
+        assert self._manager
+        self._manager.wait_until_finished()
+        if self._sender is not None:
+            self._sender.wait()
+        step = self._saving
+        self._saving = None
+        if jax.process_index() == 0 and step is not None:
+            place = self.folder / str(step)
+            # where Orbax called too late, when the step had its name
+            if not (place / MANIFEST).exists():
+                write_manifest(place, step, self._identity)
+        self._losses.write()
+
     def record(self, step: int, val_loss: float) -> None:
         """Keep the validation loss of a step that was saved. A step without one, or with NaN, is
         never the best.
         """
-        if step in self._manager.all_steps() and math.isfinite(val_loss):
-            self._losses[step] = self._unwritten[step] = val_loss
-            self._write_losses()
-
-    def _loss_file(self, step: int) -> Path:
-        """Where a checkpoint has its validation loss: where Orbax writes a metric that is saved
-        with it.
-        """
-        return self.folder / str(step) / "metrics" / "metrics"
-
-    def _read_losses(self) -> dict[int, float]:
-        """Read the validation losses of the checkpoints that are there; one that cannot be read is
-        none.
-        """
-        found: dict[int, float] = {}
-        for folder in self.folder.glob("[0-9]*"):
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                step = int(folder.name)
-                loss = json.loads(self._loss_file(step).read_bytes())[METRIC]
-                if math.isfinite(loss):
-                    found[step] = loss
-        return found
-
-    def _write_losses(self) -> None:
-        """Write the losses of those checkpoints that have been written to their end; the others
-        wait for it.
-        """
-        there = [step for step in self._unwritten if (self.folder / str(step)).exists()]
-        for step in there:
-            loss = self._unwritten.pop(step)
-            if jax.process_index() == 0:
-                write_whole(self._loss_file(step), json.dumps({METRIC: loss}))
+        if step in self.steps() and math.isfinite(val_loss):
+            self._losses.add(step, val_loss)
 
     def data(self, step: int) -> dict[str, Any]:
         """Return what `save` was given beside the state; raise a UserError where it cannot be
@@ -343,10 +487,8 @@ class Checkpoints:
         """Return the names of the arrays of a finished step's state, as `params.blocks.q`; a
         UserError says that they cannot be read.
         """
-        self._manager.wait_until_finished()
         with self._readable(step):
-            self._complete(step)
-            found: Any = self._manager.item_metadata(step)
+            found: Any = self._saved_form(step)
             leaves = jax.tree_util.tree_leaves_with_path(found.state)
         return [path_name(path) for path, _ in leaves]
 
@@ -368,10 +510,8 @@ class Checkpoints:
         """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts
         silently.
         """
-        self._manager.wait_until_finished()
         with self._readable(step):
-            self._complete(step)
-            found: Any = self._manager.item_metadata(step)
+            found: Any = self._saved_form(step)
             saved, wanted = (
                 {
                     path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
@@ -391,13 +531,21 @@ class Checkpoints:
                     "config.toml, or of the program that trained it"
                 )
 
+    def _saved_form(self, step: int) -> Any:
+        """Return names, shapes and dtypes of what a step has, by item."""
+        self._complete(step)
+        return self._reader.metadata(self.folder / str(step)).item_metadata
+
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
         with self._readable(step):
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            self._complete(step)
+            return self._reader.restore(self.folder / str(step), ocp.args.Composite(**items))
 
     @contextmanager
     def _readable(self, step: int) -> Iterator[None]:
-        """Turn Orbax's failure to read into a UserError that names a way out."""
+        """Turn Orbax's failure to read into a DamagedCheckpoint."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
         try:
             yield
         except UserError:
@@ -406,27 +554,27 @@ class Checkpoints:
         except Exception as error:
             why = f"checkpoint {self.folder / str(step)} cannot be read ({_first_line(error)})"
             # a run beside may be removing it, or a copy of it may be under way
-            if self._config is None:
-                raise UserError(
-                    f"{why}: try again if a run or a copy is writing there, or take another step"
-                ) from error
-            raise UserError(f"{why}: delete that folder to fall back to an older one") from error
+            raise DamagedCheckpoint(
+                f"{why}: try again if a run or a copy is writing there, or take another step"
+            ) from error
 
     def wait(self) -> None:
         """Wait until what was saved is there, with its losses; raise a UserError where it could not
         be written.
         """
+        if self._manager is None:
+            return
         with self._writing():
-            self._wait()
-            self._write_losses()
+            self._finish_save()
 
     def close(self) -> None:
         """Wait for what is being written, and raise what went wrong in the background (a full disk,
         say).
         """
+        if self._manager is None:
+            return
         with self._writing():
-            self._wait()
-            self._write_losses()
+            self._finish_save()
             self._manager.close()
             if self._sender is not None:
                 self._sender.send()
@@ -438,16 +586,14 @@ class Checkpoints:
             return None
         return self._copy.sender
 
-    def _wait(self) -> None:
-        """Wait until what was saved is written, and where the run is in a bucket, is there."""
-        self._manager.wait_until_finished()
-        if self._sender is not None:
-            self._sender.wait()
-
     def _complete(self, step: int) -> None:
         """Have the arrays of a step on this machine, where the run is in a bucket."""
-        if self._copy is not None:
+        if self._copy is None:
+            return
+        try:
             self._copy.complete(step)
+        except UserError as error:  # it is not as it was sent, or a run beside has removed it
+            raise DamagedCheckpoint(str(error)) from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -459,16 +605,18 @@ class Checkpoints:
         except Exception as error:
             if self._sender is not None:
                 self._sender.give_up()
+            if isinstance(error, UserError):
+                raise
             why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
             raise UserError(
                 f"{why}: look at the space that is left, and start again from the last one"
             ) from error
 
     def remove_old(self) -> None:
-        """Remove what is neither among the newest nor the best: a save cannot know how its own step
-        evaluates.
+        """Remove what is neither among the newest nor the best nor being read: a save cannot know
+        how its own step evaluates.
         """
-        if self._config is None:
+        if self._manager is None or self._config is None:
             return
         self._manager.wait_until_finished()
         steps = self.steps()
@@ -476,8 +624,10 @@ class Checkpoints:
             *steps[-self._config.keep :],
             self.best() if self._config.keep_best else None,
         }
+        read = steps_in_use(self.folder.parent)
         for step in steps:
-            if step not in kept:
+            # what the first process sees counts, as all must remove alike
+            if step not in kept and not told_by_first(step in read):
                 self._manager.delete(step)
 
 

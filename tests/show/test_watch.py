@@ -32,7 +32,7 @@ def make(folder, steps: int, age: float = 1.0, **more):
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda r: r["step"]))
     )
-    (folder / "checkpoints" / "40").mkdir(parents=True)
+    (folder / "checkpoints" / "40" / "state").mkdir(parents=True)
     (folder / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
     os.utime(folder / "metrics.jsonl", (time.time() - age,) * 2)
 

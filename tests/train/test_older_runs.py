@@ -84,7 +84,7 @@ def test_an_old_value_is_refused_for_training_alone_and_may_be_replaced(
     with pytest.raises(UserError):
         check(before)
     keep_config(tmp_path / "run", before)
-    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "5" / "state").mkdir(parents=True)
     assert load_config(str(tmp_path / "run")) == before
     after = check(override(before, new))
     assert not refused_changes(tmp_path / "run", before, after)

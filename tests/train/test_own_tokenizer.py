@@ -42,7 +42,7 @@ def write_run(
     (folder / "config.toml").write_text(to_toml(Config(data=data), RESOLVED))
     (folder / "tokenizer.json").write_text(json.dumps(own))
     for step in steps:
-        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+        (folder / "checkpoints" / str(step) / "state").mkdir(parents=True)
     return data
 
 

@@ -55,7 +55,7 @@ def trained(folder: Path, data: DataConfig) -> Config:
     pieces = identify(load_corpus(data, 256))
     keep_config(folder, config)
     keep_data(folder, pieces)
-    (folder / "checkpoints" / "5").mkdir(parents=True)
+    (folder / "checkpoints" / "5" / "state").mkdir(parents=True)
     return config
 
 

@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> Config:
 def has_trained(folder: Path, config: Config, step: int) -> None:
     """A run folder with a checkpoint, as far as a start looks at it."""
     keep_config(folder, config)
-    (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    (folder / "checkpoints" / str(step) / "state").mkdir(parents=True)
 
 
 def train_words(*words: str) -> Config:
@@ -67,7 +67,7 @@ def test_a_folder_that_has_trained_nothing_takes_any_config(config: Config, tmp_
     compare_run(run, mended)
     keep_config(run, mended)
     assert read_run_config(run) == mended
-    (run / "checkpoints" / "5").mkdir(parents=True)
+    (run / "checkpoints" / "5" / "state").mkdir(parents=True)
     with pytest.raises(UserError, match=r"another config \(model\.embed: 32 -> 16"):
         compare_run(run, config)
 

@@ -54,7 +54,7 @@ def test_a_run_keeps_the_date_of_its_first_start(config, tmp_path, on):
     on("2026-01-31")
     first = with_template_date(config, folder)
     keep_config(folder, first)
-    (folder / "checkpoints" / "5").mkdir(parents=True)
+    (folder / "checkpoints" / "5" / "state").mkdir(parents=True)
     on("2026-02-01")
     second = with_template_date(config, folder)
     compare_run(folder, second)  # and so it is the same experiment
@@ -67,7 +67,7 @@ def test_a_run_keeps_the_date_of_its_first_start(config, tmp_path, on):
 
 def test_an_import_that_has_not_trained_has_no_date_yet(config, tmp_path, on):
     keep_config(tmp_path / "run", config)
-    (tmp_path / "run" / "checkpoints" / "0").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "0" / "state").mkdir(parents=True)
     on("2026-03-01")
     assert with_template_date(config, tmp_path / "run").data.template_date == "2026-03-01"
 
