@@ -38,6 +38,9 @@ COMMANDS = {
     "eval": Command(
         "validation loss of a run or a Hugging Face folder, or tasks of lm-eval", "trained"
     ),
+    "checkpoints": Command(
+        "the checkpoints of a run, and whether they are as they were saved", "checkpoints"
+    ),
     "convert": Command("to and from Hugging Face safetensors"),
     "prune": Command("a trained model, pruned at once from some text, as a new run", "prune"),
     "tokenize": Command("text to a .bin file of token ids"),

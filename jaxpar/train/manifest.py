@@ -224,6 +224,15 @@ def _sizes_below(folder: Path, inside: str) -> Iterator[tuple[str, int]]:
             yield name, path.stat().st_size
 
 
+def bytes_of(folder: Path) -> int:
+    """Return the bytes of the files of a step, but of those that are written later.
+
+    Args:
+      folder: the folder of the step.
+    """
+    return sum(_sizes(folder).values())
+
+
 def _numbers(size: int, piece: int) -> range:
     """The numbers of the pieces of a file of so many bytes; an empty file has one."""
     return range(max(-(-size // piece), 1))

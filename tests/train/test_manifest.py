@@ -1,0 +1,225 @@
+"""A step is compared with its manifest before it is read: damage is named, moved aside by a
+training and left out by a reader, and the step before is taken.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxpar.train.manifest as manifest
+from jaxpar.base.config import CheckpointConfig, Config
+from jaxpar.base.errors import UserError
+from jaxpar.base.sealed import require_intact, seal
+from jaxpar.base.toml import to_toml
+from jaxpar.cli.checkpoints import checkpoints_command
+from jaxpar.train.in_use import in_use, steps_in_use
+from jaxpar.train.manifest import MANIFEST, DamagedCheckpoint, require_whole, write_manifest
+from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.steps import steps_in
+
+pytestmark = pytest.mark.quick
+PIECE = mmap.ALLOCATIONGRANULARITY
+
+
+def flip(file: Path, place: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A folder with files of several pieces, and a manifest of step 7."""
+    folder = tmp_path / "7"
+    (folder / "state" / "d").mkdir(parents=True)
+    for name, size in (("state/d/large", 350), ("state/small", 3), ("data", 0)):
+        (folder / name).write_bytes(np.random.default_rng(size).bytes(size))
+    write_manifest(folder, 7, {"data": "x"})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_PIECE", PIECE)
+    monkeypatch.setattr(manifest, "SAMPLED", 2 * PIECE)
+
+
+def test_a_whole_step_is_whole_at_any_depth(step: Path) -> None:
+    for depth in ("sizes", "sample", "whole"):
+        found = require_whole(step, 7, depth)
+        assert found is not None and found.size == 353 and found.identity == {"data": "x"}
+
+
+@pytest.mark.parametrize("name", ["state/d/large", "state/small", MANIFEST])
+def test_any_flipped_bit_is_found(step: Path, name: str) -> None:
+    flip(step / name, -2)
+    with pytest.raises(DamagedCheckpoint, match=name.rpartition("/")[2]):
+        require_whole(step, 7, "whole")
+
+
+def test_what_is_missing_cut_or_another_step_is_named(step: Path) -> None:
+    with pytest.raises(DamagedCheckpoint, match="it is step 7 under another name"):
+        require_whole(step, 8)
+    (step / "state/small").write_bytes(b"12")
+    with pytest.raises(DamagedCheckpoint, match="state/small has 2 of 3 bytes"):
+        require_whole(step, 7, "sizes")
+    (step / "state/small").unlink()
+    with pytest.raises(DamagedCheckpoint, match="state/small is missing"):
+        require_whole(step, 7, "sizes")
+    (step / MANIFEST).unlink()
+    assert require_whole(step, 7) is None
+
+
+def test_a_sample_reads_the_first_piece_of_each_file_and_some_of_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(20 * PIECE))
+    write_manifest(tmp_path, 1, {})
+    flip(tmp_path / "large", 9 * PIECE)
+    caught = 0
+    for _ in range(200):
+        try:
+            require_whole(tmp_path, 1, "sample")
+        except DamagedCheckpoint:
+            caught += 1
+    # 2 of 19 pieces a time: 21 of 200 on average, and 0 or 100 in less than one run of a billion
+    assert 0 < caught < 100
+    flip(tmp_path / "large", 9 * PIECE)
+    flip(tmp_path / "large", 5)
+    with pytest.raises(DamagedCheckpoint, match="large has other bytes"):
+        require_whole(tmp_path, 1, "sample")
+
+
+def save(folder: Path, *steps: int) -> list[str]:
+    """Save steps, and open the folder again as a training does; return what it says."""
+    said = list[str]()
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=3), {}, said.append)
+    for number in steps:
+        checkpoints.save(number, {"w": np.full((4, 8), number, np.float32)}, {})
+    checkpoints.close()
+    return said
+
+
+def reopen(folder: Path) -> tuple[int | None, list[str]]:
+    """The step that a training would go on after, and what it says."""
+    said = list[str]()
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=3), {}, said.append)
+    found, _ = checkpoints.newest_whole()
+    checkpoints.close()
+    return found, said
+
+
+def test_every_saved_step_has_a_manifest_and_a_damaged_one_is_moved_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, 2, 3)
+    assert all((folder / str(number) / MANIFEST).exists() for number in (1, 2, 3))
+    largest = max((folder / "3").rglob("d/*"), key=lambda file: file.stat().st_size)
+    flip(largest, 10)
+    found, said = reopen(folder)
+    assert found == 2 and steps_in(folder) == [1, 2]
+    assert (tmp_path / "damaged" / "3" / "state").exists()
+    assert len(said) == 1 and "has other bytes than were saved" in said[0]
+    assert str(tmp_path / "damaged" / "3") in said[0]
+
+
+def test_a_folder_that_is_no_step_and_one_under_another_name_are_moved_aside(
+    tmp_path: Path,
+) -> None:
+    """Orbax would take both for the newest steps, and would save none that is older."""
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, 2)
+    (folder / "2").rename(folder / "40")
+    (folder / "999").mkdir()
+    assert steps_in(folder) == [1, 40]
+    found, said = reopen(folder)
+    assert found == 1 and sorted(path.name for path in (tmp_path / "damaged").iterdir()) == [
+        "40",
+        "999",
+    ]
+    assert "it holds no checkpoint" in said[0] and "it is step 2 under another name" in said[1]
+    assert not save(folder, 5) and steps_in(folder) == [1, 5]
+
+
+def test_what_a_killed_run_was_removing_is_removed_without_a_word(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, 2, 3)
+    (folder / "1" / "data" / "metadata").unlink()
+    said = list[str]()
+    Checkpoints(folder, CheckpointConfig(keep=2, keep_best=False), {}, said.append).close()
+    assert steps_in(folder) == [2, 3] and not said and not (tmp_path / "damaged").exists()
+
+
+def test_where_no_step_is_whole_the_run_does_not_begin_anew_without_a_word(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    flip(folder / "1" / "state" / "_METADATA", 5)
+    with pytest.raises(UserError, match=r"no checkpoint of .* is whole.*bring one back"):
+        reopen(folder)
+    assert reopen(folder)[0] is None
+
+
+def test_a_damaged_loss_is_none_and_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    for number, loss in ((1, 2.0), (2, 3.0)):
+        checkpoints.save(number, {"w": np.zeros(3, np.float32)}, {}, loss)
+    checkpoints.close()
+    said = list[str]()
+    file = folder / "1" / "val_loss.json"
+    file.write_text(file.read_text().replace("2.0", "6.0"))
+    reader = Checkpoints(folder, say=said.append)
+    assert reader.best() == 2 and reader.best() == 2
+    assert len(said) == 1 and "step 1 counts as never evaluated" in said[0]
+
+
+def test_a_sealed_text_is_as_it_was_written_or_without_its_last_line() -> None:
+    text = seal("[train]\nsteps = 20\n")
+    require_intact(text, "config.toml")
+    changed = text.replace("20", "30")
+    with pytest.raises(UserError, match=r"config.toml is not as it was written.*delete its last"):
+        require_intact(changed, "config.toml")
+    require_intact(changed.rpartition("# Checksum")[0], "config.toml")
+
+
+def test_a_step_that_is_read_is_not_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=1, keep_best=False))
+    state = {"w": np.zeros(3, np.float32)}
+    checkpoints.save(1, state, {})
+    with in_use(tmp_path, 1):
+        checkpoints.save(2, state, {})
+        checkpoints.save(3, state, {})
+        checkpoints.wait()
+        checkpoints.remove_old()
+        assert steps_in(folder) == [1, 3] and steps_in_use(tmp_path) == {1}
+    checkpoints.save(4, state, {})
+    checkpoints.close()
+    assert steps_in(folder) == [4]
+    dead = tmp_path / ".reading-0"
+    dead.write_text('{"step": 4, "machine": "", "pid": 1, "began": ""}')
+    assert steps_in_use(tmp_path) == {4}, "another machine's, which may run"
+    dead.write_text("{")
+    assert not steps_in_use(tmp_path) and not dead.exists()
+
+
+def test_the_list_of_checkpoints_names_what_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    folder = run / "checkpoints"
+    save(folder, 1, 2)
+    (run / "config.toml").write_text(to_toml(Config()))
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=3))
+    checkpoints.save(3, {"w": np.zeros(3, np.float32)}, {}, 2.5)
+    checkpoints.close()
+    flip(max((folder / "2").rglob("d/*"), key=lambda file: file.stat().st_size), 9)
+    (folder / "1" / MANIFEST).unlink()
+    assert checkpoints_command([str(run)]) == 0
+    assert capsys.readouterr().out.count("all files there") == 2
+    assert checkpoints_command([str(run), "--verify"]) == 1
+    rows = capsys.readouterr().out.splitlines()
+    assert "no manifest" in rows[1] and "has other bytes" in rows[2]
+    assert "2.5000" in rows[3] and "whole, the best" in rows[3]
+    assert steps_in(folder) == [1, 2, 3], "nothing was moved"
