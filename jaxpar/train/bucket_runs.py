@@ -282,7 +282,9 @@ class Sender:
         changed = [name for name, state in now.items() if self._sent.get(name) != state]
         with reading(self._folder):
             self._bucket.send_all((self._folder / name, name) for name in changed)
-        self._bucket.remove(self._sent.keys() - now.keys())
+        gone = self._sent.keys() - now.keys()
+        # those of a step go with it, after its last object
+        self._bucket.remove(name for name in gone if not name.startswith(_CHECKPOINTS + "/"))
         self._sent = now
 
     def _is_small(self, name: str) -> bool:

@@ -425,7 +425,8 @@ class Checkpoints:
             with self._writing():
                 self._finish_save()
                 self._losses.forget(step)  # of a checkpoint that was there before and is not
-                run_together(lambda: self._require_room(state))
+            run_together(lambda: self._require_room(state))
+            with self._writing():
                 items = ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
                 )
@@ -538,7 +539,8 @@ class Checkpoints:
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
         with self._readable(step):
-            self._complete(step)
+            if "state" in items:
+                self._complete(step)
             return self._reader.restore(self.folder / str(step), ocp.args.Composite(**items))
 
     @contextmanager
@@ -605,8 +607,6 @@ class Checkpoints:
         except Exception as error:
             if self._sender is not None:
                 self._sender.give_up()
-            if isinstance(error, UserError):
-                raise
             why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
             raise UserError(
                 f"{why}: look at the space that is left, and start again from the last one"
