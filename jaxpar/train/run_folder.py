@@ -193,13 +193,6 @@ class _Best:
         return [info.step == best for info in checkpoints]
 
 
-def _lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
-    """Return the step with the lowest loss, or None where none of the steps has one."""
-    return min(
-        (step for step in steps if step in losses), key=lambda step: losses[step], default=None
-    )
-
-
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """What the name of a step ends in while it is written."""
 
