@@ -57,7 +57,7 @@ from jaxpar.train.run_folder import (
     read_run_config,
     warn,
 )
-from jaxpar.train.run_identity import require_tokenizer_files
+from jaxpar.train.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.run_lock import locked
 from jaxpar.train.step import (
     TrainState,
