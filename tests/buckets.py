@@ -1,58 +1,131 @@
-"""Servers of buckets on this machine, for the tests that need a real one."""
+"""Servers of buckets on this machine, for the tests that need a real one, with faults on request."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 BUCKET = "my-bucket"
+WSGI = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+@dataclass
+class Server:
+    """A server of S3 that runs in this process, and how it fails at the moment.
+
+    Attributes:
+      environment: that in which a process finds it.
+      busy: whether every request is answered with 503.
+      share: the share of the requests that is answered with 503 otherwise.
+      latency: seconds that each request takes longer.
+      refuses: whether a request is answered with 503, by its method and path.
+      seen: the method and path of each request.
+      failed: how many were answered with 503.
+    """
+
+    environment: dict[str, str] = field(default_factory=dict)
+    busy: bool = False
+    share: float = 0.0
+    latency: float = 0.0
+    refuses: Callable[[str, str], bool] = lambda method, path: False
+    seen: list[tuple[str, str]] = field(default_factory=list)
+    failed: int = 0
+    _draw: random.Random = field(default_factory=partial(random.Random, 0))
+
+    def around(self, inner: WSGI) -> WSGI:
+        """Put the faults before an application."""
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            request = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+            self.seen.append(request)
+            time.sleep(self.latency)
+            if self.busy or self._draw.random() < self.share or self.refuses(*request):
+                self.failed += 1
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start("503 Slow Down", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>SlowDown</Code><Message>Reduce your rate</Message></Error>"]
+            return inner(environ, start)
+
+        return answer
+
+    @contextmanager
+    def busy_for(self, seconds: float) -> Iterator[None]:
+        """Answer with 503 from now on, for so many seconds."""
+        self.busy = True
+        timer = threading.Timer(seconds, lambda: setattr(self, "busy", False))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()
 
 
 @contextmanager
-def s3_server() -> Iterator[dict[str, str]]:
-    """Run moto's server of S3 with an empty bucket `my-bucket`.
+def s3_server() -> Iterator[Server]:
+    """Run moto's server of S3, with an empty bucket `my-bucket`.
 
     Yields:
-      The environment in which a process finds it.
+      The server.
     """
     pytest.importorskip("s3fs", reason="needs the cloud extra")
     moto = pytest.importorskip("moto.server", reason="needs moto[server]")
+    from werkzeug.serving import make_server
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    found = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    server = Server()
+    inner = moto.DomainDispatcherApplication(moto.create_backend_app)
+    served = make_server("127.0.0.1", 0, server.around(inner), threaded=True)
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    server.environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{served.server_port}",
         "AWS_ACCESS_KEY_ID": "someone",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     try:
-        make_bucket(found)
-        yield found
+        client(server).create_bucket(Bucket=BUCKET)
+        yield server
     finally:
-        server.stop()
+        served.shutdown()
+        thread.join()
+        served.server_close()
 
 
-def make_bucket(environment: dict[str, str]) -> None:
-    """Make `my-bucket` on a server of S3 that has none."""
+def client(server: Server) -> Any:
+    """Return botocore's client of a server, which knows nothing of jaxpar."""
     import botocore.session
 
-    session = botocore.session.get_session()
-    client = session.create_client(
+    found = server.environment
+    return botocore.session.get_session().create_client(
         "s3",
-        region_name=environment["AWS_DEFAULT_REGION"],
-        endpoint_url=environment["AWS_ENDPOINT_URL"],
-        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+        region_name=found["AWS_DEFAULT_REGION"],
+        endpoint_url=found["AWS_ENDPOINT_URL"],
+        aws_access_key_id=found["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=found["AWS_SECRET_ACCESS_KEY"],
     )
-    client.create_bucket(Bucket=BUCKET)
 
 
-def environment_with(server: dict[str, str]) -> dict[str, str]:
-    """The environment of this process with that of a server, on CPUs."""
-    return os.environ | server | {"JAX_PLATFORMS": "cpu"}
+def names(server: Server, below: str = "") -> list[str]:
+    """The objects in `my-bucket`, by name."""
+    pages = client(server).get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=below)
+    return [one["Key"] for page in pages for one in page.get("Contents", [])]
+
+
+def environment_with(server: Server, cache: str) -> dict[str, str]:
+    """The environment of a process that finds a server, and this module, and has a cache of its
+    own.
+    """
+    own = {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(Path(__file__).parent)}
+    return os.environ | server.environment | own

@@ -342,7 +342,7 @@ def test_every_line_runs(page: Path, folder: Path, shell: Shell, buckets: ExitSt
     )
     (folder / "my_experiment.toml").write_text(experiment)
     if any("s3://" in block.text for block in found if block.language == "sh"):
-        shell.environment |= buckets.enter_context(s3_server())
+        shell.environment |= buckets.enter_context(s3_server()).environment
     for block in found:
         if block.language != "sh":
             continue

@@ -43,6 +43,8 @@ _ARRAYS = "state/"
 _PARTS = "parts/"
 _CHUNK = re.compile(r"state/.*/\d+(\.\d+)*")
 """A part of an array, which the process that holds it writes; other files all write alike."""
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
+"""A file on its way to its name (`runtime.replacing`)."""
 _EVERY_SECONDS = 30.0
 _PEERS_SECONDS = 1800.0
 """How long the first process waits for the files of another."""
@@ -52,6 +54,10 @@ Sizes = dict[str, tuple[int, str]]
 """The size and the hash of files, by name."""
 State = tuple[int, int]
 """The size and the time of a file, by which a change is noticed."""
+
+
+class NotAsSent(UserError):
+    """A step in a bucket is not as it was sent: an object is missing, or is another."""
 
 
 class RunCopy:
@@ -127,8 +133,9 @@ class RunCopy:
           step: the step.
 
         Raises:
-          UserError: the bucket cannot be read, or a file is not as it was sent. Where a run beside
-            has removed the step, the copy is refreshed, and has it no longer.
+          NotAsSent: a file is missing, or is not as it was sent. Where a run beside has removed the
+            step, the copy is refreshed, and has it no longer.
+          UserError: the bucket cannot be read.
         """
         absent = self._absent.get(step)
         if absent is None:
@@ -137,13 +144,15 @@ class RunCopy:
         prefix = f"{_CHECKPOINTS}/{step}/"
         try:
             self._bucket.fetch_all((prefix + name, folder / name) for name in absent)
-        except UserError:
+        except UserError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
             if self._bucket.find(prefix + UPLOADED) is None:
                 self.refresh()
-            raise
+            raise NotAsSent(str(error)) from error
         for name, (size, made) in absent.items():
             if _size_and_hash(folder / name) != (size, made):
-                raise UserError(
+                raise NotAsSent(
                     f"{self.url}/{prefix}{name} is not as it was sent: it is damaged, so take "
                     "another step"
                 )
@@ -487,7 +496,7 @@ def _names_below(folder: Path) -> list[str]:
     return sorted(
         file.relative_to(folder).as_posix()
         for file in folder.rglob("*")
-        if file.is_file() and not file.name.startswith(".")
+        if file.is_file() and not _UNFINISHED.fullmatch(file.name)
     )
 
 
