@@ -279,6 +279,21 @@ class TrainConfig:
     """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3), a mean
     likewise.
     """
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do after a step whose loss or gradients are not finite, which leaves its state as it
+    was: stop; skip, and go on with the next batch; or rollback, to the last checkpoint, and go on
+    with the batches after the bad one. See docs/reliability.md."""
+    on_spike: Literal["off", "stop", "rollback"] = "off"
+    """What to do after a step whose loss or gradient norm is far above those before it."""
+    spike_window: Annotated[int, Range(8, 65_536)] = 128
+    """How many steps before it a spike is held against; as many begin a run without it."""
+    spike_deviations: Annotated[float, Range(1.0, 1e6)] = 10.0
+    """How many deviations above the median of those steps a spike is. A deviation is 1.4826 times
+    the median absolute deviation, and at least a hundredth of the median."""
+    max_bad_in_a_row: Annotated[int, Range(1, MOST_STEPS)] = 3
+    """After how many bad steps without a good one beyond them a run stops all the same."""
+    max_bad_steps: Annotated[int, Range(1, MOST_STEPS)] = 20
+    """After how many bad steps in all a run stops all the same."""
     check_replicas: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps between two comparisons of what devices hold copies of: parameters and the optimizer's
     state must be the same in every bit. They are compared before a checkpoint too; 0 = never. See
@@ -462,6 +477,12 @@ RESUMABLE = (
     "train.final_eval_batches",
     "train.accumulation",
     "train.allow_nonfinite",
+    "train.on_nonfinite",
+    "train.on_spike",
+    "train.spike_window",
+    "train.spike_deviations",
+    "train.max_bad_in_a_row",
+    "train.max_bad_steps",
     "train.check_replicas",
     "distill.mesh",
     "data.prefetch",

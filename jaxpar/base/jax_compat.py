@@ -108,6 +108,47 @@ SHARD_MAP = "shard_map"
 NAME = "name"
 """The primitive of `checkpoint_name`."""
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
+_CALLED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Primitives that call a function as it is, and the parameter that has it."""
+
+
+def called_function(equation: core.JaxprEqn) -> ClosedJaxpr | None:
+    """Return the traced function that an equation calls, once and with its own operands; None where
+    it calls none, or is a loop, a branch or a `shard_map`.
+    """
+    parameter = _CALLED.get(equation.primitive.name)
+    if parameter is None:
+        return None
+    called = equation.params.get(parameter)
+    return called if isinstance(called, ClosedJaxpr) else None
+
+
+def run_equation(equation: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Run one equation of a traced function, in the context in which it was traced.
+
+    Args:
+      equation: the equation.
+      operands: the values of what it reads.
+
+    Returns:
+      The values of what it makes.
+    """
+    primitive: Any = equation.primitive
+    given = primitive.get_bind_params(equation.params)
+    if isinstance(given, tuple):  # jax before 0.10: functions apart, which come first
+        functions, parameters = given
+    else:
+        functions, parameters = (), given
+    with equation.ctx.manager:
+        made = primitive.bind(*functions, *operands, **parameters)
+    return list(made) if primitive.multiple_results else [made]
+
 
 # Compiler options, each with its measured effect. They are options of one compilation, not
 # environment variables: nothing depends on what was imported first, and `rehearse` compiles with

@@ -286,6 +286,16 @@ EFFECTS = (
         "no hidden states of a teacher are learned: add --distill.hidden last",
     ),
     Effect(
+        ("train.spike_window", "train.spike_deviations"),
+        lambda c: c.train.on_spike != "off",
+        "train.on_spike is off, so that nothing is a spike: add --train.on-spike rollback",
+    ),
+    Effect(
+        ("train.max_bad_in_a_row", "train.max_bad_steps"),
+        lambda c: c.train.on_nonfinite != "stop" or c.train.on_spike == "rollback",
+        "the first bad step stops the run: add --train.on-nonfinite skip, or rollback",
+    ),
+    Effect(
         ("train.check_replicas",),
         _has_several_devices,
         "one device holds no copies: add --mesh.data 2",

@@ -92,13 +92,18 @@ class StepNumbers(NamedTuple):
     overflows: Any
 
     @property
+    def kept_state(self) -> bool:
+        """Whether the step, whose numbers have been read, left its state as it was, every entry."""
+        return not (np.isfinite(self.loss) and np.isfinite(self.norm))
+
+    @property
     def finite(self) -> bool:
         """Whether the step, whose numbers have been read, was made."""
         return bool(np.isfinite(self.loss) and np.isfinite(self.norm) and self.overflows == 0)
 
 
 def divergence_message(
-    numbers: StepNumbers, trained: Params, saved: int | None, folder: Path
+    numbers: StepNumbers, trained: Params, saved: int | None, folder: Path, looked: str = ""
 ) -> str:
     """Return what to say of a step that was not finite, with advice that the next command takes.
 
@@ -107,6 +112,7 @@ def divergence_message(
       trained: the parameters that are trained, as they were before the step.
       saved: the last step that has a checkpoint; None = there is none.
       folder: the run folder.
+      looked: what was found when the step was looked at once more, or why it is too many.
     """
     found = f"loss {numbers.loss} and gradient norm {numbers.norm} at step {numbers.step}"
     if np.isfinite(numbers.loss) and np.isfinite(numbers.norm):
@@ -115,6 +121,10 @@ def divergence_message(
             f"step {numbers.step} would make {numbers.overflows} entries of the parameters not "
             f"finite (the largest is now {size:.2g}, in {name})"
         )
+    if numbers.finite:  # a spike
+        found = looked
+    elif looked:
+        found = f"{found}: {looked}"
     advice = (
         "try a lower train.learning_rate or a longer train.warmup_steps in another --run folder"
     )

@@ -18,6 +18,7 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
 from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.machine_notice import MachineNotice
 from jaxpar.base.runtime import Batches, raised_together, run_together
 from jaxpar.base.stopping import Stop, ask_to_stop
@@ -37,11 +38,23 @@ from jaxpar.train.failures import (
     divergence_message,
     memory_errors,
 )
+from jaxpar.train.guard import Guard
 from jaxpar.train.manifest import DamagedCheckpoint
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report
-from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
+from jaxpar.train.nonfinite import first_nonfinite
+from jaxpar.train.open_run import (
+    GUARD,
+    FirstStep,
+    OpenRun,
+    banner_lines,
+    first_step,
+    keep_run,
+    open_run,
+    rows_at,
+)
 from jaxpar.train.replicas import ReplicaCheck, mismatch_message, replicas_note
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
+from jaxpar.train.run_again import verdict
 from jaxpar.train.run_data import keep_data
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
@@ -232,6 +245,15 @@ class _Parts(NamedTuple):
     limit: TimeLimit
 
 
+class _BadStep(Exception):
+    """A step after which the run goes back to a checkpoint: its number, and what is said of it."""
+
+    def __init__(self, step: int, said: str):
+        super().__init__(said)
+        self.step = step
+        self.said = said
+
+
 class _Loop:
     """The steps of one call of `run`, and those whose numbers have not been read yet."""
 
@@ -251,13 +273,20 @@ class _Loop:
         absent = empty_batch(config, experiment.plan, absent=True)
         self.batches = Batches(start.data, absent, ask_to_stop)
         self.positions: dict[int, Any] = {}
-        """The state of the data's iterator, by step."""
+        """The state of the data's iterator after a step's batch, by step."""
+        self.places: dict[int, Any] = {}
+        """Its state before the batch of each step whose numbers have not been read yet."""
+        self.place: Any = start.data.get_state()
+        """Its state now."""
         self.broken = ""
         """What an error of the data said."""
         self.meter = Meter(parts.run.first, flops, devices, experiment.plan.compute)
         self.loss: float | None = None
         self.skipped = _Skipped(parts.run.corpus, parts.show.say)
         self.replicas = self._replica_check()
+        self.guard = Guard(config.train, start.guard)
+        self.turn = parts.run.first
+        """How many steps were begun, those before a step that was rolled back to too."""
         self.unread: list[StepNumbers] = []
         self.watching: Future[None] | None = None
         self.lines: Future[None] | None = None
@@ -274,7 +303,7 @@ class _Loop:
             evaluate_missed(self.parts, missed, self.evaluation_params)
             if self.parts.evaluations.cut_short:
                 return self.opened.first
-            return self._steps(stop)
+            return self._steps_and_back(stop)
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged | CopiesDiffer):
                 self._save_good()
@@ -292,17 +321,25 @@ class _Loop:
             where = self.parts.profile.file.parent
             self.parts.show.say(f"wrote {where}: `jaxpar watch {folder} --profile` shows it")
 
-    def _steps(self, asked: Stop) -> int:
+    def _steps_and_back(self, asked: Stop) -> int:
+        """Run the steps, from an earlier one again where the guard says so."""
+        first = self.opened.first
+        while True:
+            try:
+                return self._steps(first, asked)
+            except _BadStep as bad:
+                first = self._roll_back(bad)
+
+    def _steps(self, first: int, asked: Stop) -> int:
         config = self.config
         evaluations = self.parts.evaluations
-        first = self.opened.first
         last = self.opened.last
         step = logged = first
         metrics: dict[str, jax.Array] = {}
         for step in range(first + 1, last + 1):
             before = metrics
             metrics = self._step(step, before)
-            if step == first + 1:
+            if self.turn == self.opened.first + 1:
                 evaluations.compile_beside(self.parts.beside)
                 self._watch()
             # The host stays one step ahead: it awaits the step before, and fetches its metrics,
@@ -310,6 +347,8 @@ class _Loop:
             jax.block_until_ready(before)
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
+            if self.guard.reads_each_step:
+                self._require_finite(step - 1)
             if jax.process_count() == 1:
                 self.opened.require_lock()
             stop = asked.reached() or step == last
@@ -346,19 +385,24 @@ class _Loop:
         before: dict[str, jax.Array],
     ) -> dict[str, jax.Array]:
         """Start a step, and return its metrics; `before` are those of the one before it."""
+        self.turn += 1
         profile = self.parts.profile
-        if step == profile.first:
+        traces = self.turn == step  # a step that is run again is not traced again
+        if traces and step == profile.first:
             self._aside(before, profile.start)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             with self.meter.timed("waiting"):
                 batch = put_batch(self._next_rows(step), self.experiment.plan)
             batch |= self._answers(batch, before)
             self.state, metrics = self.program(self.state, batch)
-        if step == profile.last:
+        if traces and step == profile.last:
             self._aside(metrics, profile.close)
             devices = self.experiment.devices
             self.lines = self.parts.beside.submit(profile.write_lines, self.program, devices)
         told = (metrics["loss"], metrics["grad_norm"], metrics["overflows"])
+        if self.guard.reads_each_step:
+            for number in told:
+                number.copy_to_host_async()
         self.unread.append(StepNumbers(step, *told))
         return metrics
 
@@ -390,7 +434,9 @@ class _Loop:
         if jax.process_count() == 1:
             self.positions.clear()  # of several, which steps are void is known later
         if not self.batches.failed:
-            self.positions[step] = self.data.get_state()
+            self.places[step] = self.place
+            self.place = self.data.get_state()
+            self.positions[step] = self.place
         return rows
 
     def _require_rows(self) -> None:
@@ -412,6 +458,8 @@ class _Loop:
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
         beside = beside_state(self.experiment, position, size, self.frozen, teacher, step)
+        if guard := self.guard.saved():
+            beside[GUARD] = guard
         before = run.checkpoints.latest()
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
         if before is not None:  # which is written to its end by now
@@ -458,6 +506,8 @@ class _Loop:
         self.loss = numbers["loss"]
         if skipped := self.skipped.in_training:
             numbers["records_skipped"] = float(skipped)
+        if bad := self.guard.bad_steps:
+            numbers["bad_steps"] = float(bad)
         self.skipped.say_more()
         left = (self.opened.last - step) * (speed["step_seconds"] or 0.0)
         self.parts.show.step(step, numbers | speed, left)
@@ -465,20 +515,98 @@ class _Loop:
         self._require_finite(step)
 
     def _require_finite(self, last: int) -> None:
-        """Stop if a step up to `last`, which has run, diverged; such a step left its state as it
-        was, and is not saved.
+        """Judge the steps up to `last`, which have run, in their order.
 
         Steps between log lines are also read here, all at once, so that no step waits for its
-        numbers to arrive.
+        numbers to arrive, unless the guard reads each.
+
+        Raises:
+          Diverged: one was bad, and the policy is to stop; one that was not finite left its state
+            as it was, and is not saved.
+          _BadStep: one was bad, and the policy is to roll back.
         """
         read = [row for row in self.unread if row.step <= last]
         del self.unread[: len(read)]
-        for row in jax.device_get(read):
-            if not row.finite:
-                self._require_rows()
-                trained = self.experiment.model.trained(self.state.params)
-                saved = self.opened.checkpoints.latest()
-                raise Diverged(divergence_message(row, trained, saved, self.opened.folder))
+        rows = jax.device_get(read)
+        for number, row in enumerate(rows):
+            judged = self.guard.judge(row)
+            if judged.decision == "go on":
+                continue
+            self._require_rows()
+            if judged.decision == "skip":
+                self.parts.show.say(
+                    f"warning: step {row.step} is skipped: loss {row.loss} and gradient norm "
+                    f"{row.norm} ({self.guard.bad_steps} of train.max_bad_steps="
+                    f"{self.config.train.max_bad_steps})"
+                )
+                continue
+            after = [*rows[number + 1 :], *jax.device_get(self.unread)]
+            said = self._said_of(row, sum(later.finite for later in after), judged.why)
+            if judged.decision == "rollback":
+                raise _BadStep(row.step, said)
+            trained = self.experiment.model.trained(self.state.params)
+            saved = self.opened.checkpoints.latest()
+            raise Diverged(divergence_message(row, trained, saved, self.opened.folder, said))
+        self.places = {step: place for step, place in self.places.items() if step > last}
+
+    def _said_of(self, row: StepNumbers, moved: int, why: str) -> str:
+        """What to say of a bad step, after which so many steps were finite."""
+        looked = ""
+        if row.kept_state and row.step in self.places:
+            self.parts.show.say(f"step {row.step} was not finite: it is looked at once more")
+            try:
+                looked = self._look_again(row, moved)
+            except (jax.errors.JaxRuntimeError, UserError) as error:
+                looked = f"it could not be looked at again ({compiler_message(str(error))})"
+        return "; ".join(filter(None, (looked, why)))
+
+    def _roll_back(self, bad: _BadStep) -> int:
+        """Take the last checkpoint, and go on from it with the batches after those that were read;
+        return its step.
+        """
+        say = self.parts.show.say
+        run = self.opened
+        with self.meter.timed("aside"):
+            run.checkpoints.wait()
+            saved = run.checkpoints.latest()
+            step = saved or 0
+            where = "the beginning" if saved is None else f"the checkpoint of step {step}"
+            say(f"warning: step {bad.step} was bad: {bad.said or 'its update was not finite'}")
+            say(
+                f"the run goes on from {where}, with the batches after those that were read "
+                f"({self.guard.bad_steps} of train.max_bad_steps={self.config.train.max_bad_steps})"
+            )
+            self.unread.clear()
+            self.positions.clear()
+            self.places.clear()
+            self.state = first_step(run._replace(first=step, is_new=saved is None), say).state
+        self.guard.roll_back(step)
+        self.meter.restart(step)
+        self.parts.log.go_back(step)
+        return step
+
+    def _look_again(self, row: StepNumbers, moved: int) -> str:
+        """Look for what was not finite in a step, and run it again, on its batch and the next. What
+        becomes of the state is not the run's any more.
+        """
+        sharding = self.state.step.sharding
+        before = jax.make_array_from_callback((), sharding, lambda _: np.int32(row.step - 1))
+        batches = rows_at(self.opened, self.places[row.step], 2)
+        first, second = (put_batch(rows, self.experiment.plan) for rows in batches)
+        first |= self._answers(first, {})
+        self.state = self.state._replace(step=before)
+        said = first_nonfinite(self.experiment, self.state, first)
+        again = self._run_again(row.step, first)
+        another = None
+        if not again.finite:
+            another = self._run_again(row.step + 1, second | self._answers(second, {}))
+        return f"{said}; {verdict(row, again, another, moved)}"
+
+    def _run_again(self, step: int, batch: dict[str, jax.Array]) -> StepNumbers:
+        """Run a step, and read its numbers."""
+        self.state, metrics = self.program(self.state, batch)
+        told = (metrics["loss"], metrics["grad_norm"], metrics["overflows"])
+        return jax.device_get(StepNumbers(step, *told))
 
     def _replica_check(self) -> ReplicaCheck | None:
         """What compares the copies of the state, where the config asks for it."""

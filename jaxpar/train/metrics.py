@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import jax
 from jax.stages import Compiled
@@ -82,6 +82,12 @@ class Meter:
         yield
         self._spent[what] += time.perf_counter() - began
 
+    def restart(self, step: int) -> None:
+        """Measure the steps after another one, from now on."""
+        self._step = step
+        self._time = time.perf_counter()
+        self._spent = dict.fromkeys(("waiting", "aside"), 0.0)
+
     def read(self, step: int, tokens: float) -> dict[str, float | None]:
         """Return the speed since the last reading, with so many `tokens` computed in each step,
         whether their labels count or not; what a device does not say is None."""
@@ -132,7 +138,7 @@ class MetricsLog:
         report: Report | None = None,
         say: Callable[[str], None] = lambda line: None,
     ):
-        self._file = None
+        self._file: IO[str] | None = None
         self._sinks = sinks
         self._report = report
         if active:
@@ -151,11 +157,22 @@ class MetricsLog:
                     f"warning: damaged lines of {path} were moved to {aside.name}: {count}, the "
                     f"last is {last!r}"
                 )
-            kept = [row for row in found.rows if row["step"] <= first_step]
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._path = path
-            with writing(path):
-                self._file = path.open("a", encoding="utf-8")
+            self._file = self._begin_after(first_step, found.rows)
+
+    def _begin_after(self, step: int, rows: Sequence[dict[str, Any]]) -> IO[str]:
+        """Keep the rows up to a step, and open the file for those after it."""
+        kept = [row for row in rows if row["step"] <= step]
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        with writing(self._path):
+            return self._path.open("a", encoding="utf-8")
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows of the steps after one that is gone on from; a sink keeps them."""
+        if self._file is not None:
+            with writing(self._path):
+                self._file.close()
+            self._file = self._begin_after(step, _read_lines(self._path).rows)
 
     def write(self, step: int, **values: float | None) -> None:
         """Write one line with the step and what was measured at it; values that are None are

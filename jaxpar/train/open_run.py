@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from grain import DatasetIterator
@@ -44,6 +44,8 @@ from jaxpar.train.step import TrainState, batch_rows, init_state
 from jaxpar.train.teacher import Teacher, open_teacher
 
 Say = Callable[[str], None]
+GUARD = "guard"
+"""The name of what `Guard.saved` returns, beside a state."""
 
 
 class OpenRun(NamedTuple):
@@ -88,10 +90,11 @@ class OpenRun(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """The state before the first step, and the data at its place."""
+    """The state before the first step, the data at its place, and what the guard had seen."""
 
     state: TrainState[jax.Array]
     data: DatasetIterator[HostBatch]
+    guard: dict[str, Any] | None = None
 
 
 def open_run(
@@ -232,7 +235,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
                 raise
             say(f"warning: these data have no such place, they are read from their start: {error}")
             data = _batches(run)
-    return FirstStep(state, data)
+    return FirstStep(state, data, beside.get(GUARD))
 
 
 def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:
@@ -245,6 +248,26 @@ def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:
     size = config.model.vocab_size
     masking = make_masking(config.data, size, corpus.tokenizer)
     return train_batches(corpus.train, config.data, batch, rows, size, masking, beside)
+
+
+def rows_at(run: OpenRun, position: Any, count: int) -> list[HostBatch]:
+    """Read this process's rows of some batches once more.
+
+    Args:
+      run: the run.
+      position: the state of the data's iterator before the first of them.
+      count: how many batches.
+
+    Raises:
+      UserError: they cannot be read, here or by another process.
+    """
+
+    def read() -> list[HostBatch]:
+        data = _batches(run)
+        data.set_state(position)
+        return [next(data) for _ in range(count)]
+
+    return run_together(read)
 
 
 def _require_teacher(run: OpenRun, before: str | None) -> None:

@@ -491,10 +491,7 @@ def make_train_step(
     def step(
         state: TrainState[jax.Array], batch: Batch
     ) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
-        if config.model.dropout:
-            key = jax.random.fold_in(jax.random.key(train.seed), state.step)
-        else:
-            key = None
+        key = dropout_key(config, state.step)
         sums, grads = gradients(
             model, state.params, batch, plan, key, train.accumulation, loss_weights(config)
         )
@@ -548,6 +545,13 @@ def make_train_step(
         donate_argnums=donated,
         compiler_options=step_options(plan.mesh, config.compiler.options),
     )
+
+
+def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
+    """Return the key of a step's dropout, by the number of steps before it; None = no dropout."""
+    if not config.model.dropout:
+        return None
+    return jax.random.fold_in(jax.random.key(config.train.seed), step)
 
 
 def loss_weights(config: Config) -> LossWeights:

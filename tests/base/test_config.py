@@ -160,6 +160,8 @@ def changed(key: str, value: Any) -> Config:
         "model.sparsity.block": [2, 2],
         "model.sparsity.pattern": "cyclic",
         "metrics.sinks": ["wandb"],
+        "train.on_nonfinite": "skip",
+        "train.on_spike": "rollback",
     }
     # a rule that nobody wrote is a tuple of a type of its own
     kind = tuple if isinstance(value, tuple) else type(value)
@@ -181,6 +183,12 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         "train.final_eval_batches",
         "train.accumulation",
         "train.allow_nonfinite",
+        "train.on_nonfinite",
+        "train.on_spike",
+        "train.spike_window",
+        "train.spike_deviations",
+        "train.max_bad_in_a_row",
+        "train.max_bad_steps",
         "train.check_replicas",
         "data.prefetch",
         "data.accept_changed",
