@@ -76,6 +76,9 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    ends_at_once = False
+    """Whether the process is to end without Python's own end, which would wait for other processes
+    that are gone."""
 
     def __init__(self, message: object = ""):
         super().__init__(with_urls(str(message)))

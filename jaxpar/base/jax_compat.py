@@ -344,6 +344,18 @@ def kernel_memory_message(message: str) -> str:
     return ""
 
 
+# Gloo, between processes on CPUs (seen); JAX's coordination service; NCCL, by its documentation.
+_LOST_PEER = re.compile(
+    r"Connection (?:reset|closed) by peer|heartbeat timeout"
+    r"|remote process exited or there was a network error"
+)
+
+
+def says_peer_is_lost(message: str) -> bool:
+    """Whether an error of the runtime says that another process does not answer any more."""
+    return _LOST_PEER.search(message) is not None
+
+
 def compiler_message(message: str) -> str:
     """Shorten a message of a compiler or a runtime.
 

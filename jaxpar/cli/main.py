@@ -96,6 +96,9 @@ def main(argv: list[str] | None = None) -> int:
                 end_quietly()
     except UserError as error:
         fail(str(error))
+        if error.ends_at_once and argv is None:
+            sys.stderr.flush()
+            os._exit(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         if argv is not None:

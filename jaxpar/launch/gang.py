@@ -29,6 +29,7 @@ from jaxpar.base.runtime import run_together, start, write_whole
 from jaxpar.base.toml import to_toml
 from jaxpar.launch.local import train_config
 from jaxpar.rehearse.targets import Target, check_mesh
+from jaxpar.train.failures import PeerLost
 
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
@@ -323,6 +324,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
             _require_shared(folder, job["mark"])
             result = train_config(config, folder, report=_report)
         return result._asdict()
+    except PeerLost:
+        raise  # Ray starts all again
     except UserError as error:
         return {"error": str(error)}
     finally:

@@ -12,7 +12,11 @@ import jax
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
+from jaxpar.base.jax_compat import (
+    compiler_message,
+    kernel_memory_message,
+    says_peer_is_lost,
+)
 from jaxpar.models import Params
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.update import largest_parameter
@@ -51,6 +55,20 @@ class CopiesDiffer(UserError):
     exit_code = 77
 
 
+class PeerLost(UserError):
+    """Another process of the run is gone, so that this one cannot go on."""
+
+    exit_code = 75
+    ends_at_once = True
+
+    def __init__(self, said: str):
+        super().__init__(
+            f"another process of this run does not answer any more ({compiler_message(said)[:200]})"
+            ": look at what it said, and start all processes again, with the same command: they go "
+            "on from the last checkpoint"
+        )
+
+
 @dataclass
 class Running:
     """Which program an error of a device is one of."""
@@ -69,11 +87,14 @@ def memory_errors(experiment: Experiment, running: Running) -> Iterator[None]:
 
     Raises:
       OutOfMemory: a device has too little memory.
+      PeerLost: another process does not answer any more.
       UserError: a kernel asks for more of its own memory than there is.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() > 1 and says_peer_is_lost(str(error)):
+            raise PeerLost(str(error)) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         if said := kernel_memory_message(str(error)):

@@ -33,6 +33,7 @@ from jaxpar.train.failures import (
     CopiesDiffer,
     Diverged,
     OutOfMemory,
+    PeerLost,
     Running,
     StepNumbers,
     divergence_message,
@@ -60,6 +61,7 @@ from jaxpar.train.sinks import Sink
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
 from jaxpar.train.time_limit import TimeLimit, save_seconds
 from jaxpar.train.val_losses import METRIC
+from jaxpar.train.watchdog import Watchdog
 
 __all__ = ["STEP", "CopiesDiffer", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
 
@@ -105,6 +107,7 @@ def run(
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
       Diverged: a step was not finite.
+      PeerLost: another process does not answer any more.
       CopiesDiffer: `train.check_replicas` found that a device fails.
       UserError: the user can mend it: config, devices or data are bad, or the folder has another
         config.
@@ -139,6 +142,8 @@ def _train_and_close(
     with closing(opened.lock), closing(stop), closing(MachineNotice(stop.ask)):
         try:
             result = _train(opened, watch, report, stop, limit)
+        except PeerLost:
+            raise  # nothing is waited for, as that would wait for the other process
         except BaseException:
             try:
                 opened.checkpoints.close()
@@ -284,6 +289,7 @@ class _Loop:
         self.loss: float | None = None
         self.skipped = _Skipped(parts.run.corpus, parts.show.say)
         self.replicas = self._replica_check()
+        self.watchdog = Watchdog(config.train.hang_seconds)
         self.guard = Guard(config.train, start.guard)
         self.turn = parts.run.first
         """How many steps were begun, those before a step that was rolled back to too."""
@@ -324,11 +330,12 @@ class _Loop:
     def _steps_and_back(self, asked: Stop) -> int:
         """Run the steps, from an earlier one again where the guard says so."""
         first = self.opened.first
-        while True:
-            try:
-                return self._steps(first, asked)
-            except _BadStep as bad:
-                first = self._roll_back(bad)
+        with self.watchdog:
+            while True:
+                try:
+                    return self._steps(first, asked)
+                except _BadStep as bad:
+                    first = self._roll_back(bad)
 
     def _steps(self, first: int, asked: Stop) -> int:
         config = self.config
@@ -345,6 +352,7 @@ class _Loop:
             # The host stays one step ahead: it awaits the step before, and fetches its metrics,
             # while this one runs.
             jax.block_until_ready(before)
+            self.watchdog.beat()
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
             if self.guard.reads_each_step:
@@ -365,7 +373,7 @@ class _Loop:
                 self._log(step, metrics)
                 logged = step
             self._require_finite(step)
-            with self.meter.timed("aside"):
+            with self._apart():
                 if saving:
                     self._require_alike(step)
                     self._save(step)
@@ -376,7 +384,8 @@ class _Loop:
             if stop or evaluations.cut_short:
                 break
         if evaluations.is_final(step) and not evaluations.cut_short:
-            self._evaluate(step, final=True)
+            with self._apart():
+                self._evaluate(step, final=True)
         return step
 
     def _step(
@@ -485,6 +494,12 @@ class _Loop:
             "on from there"
         )
 
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is done inside is no part of the steps: neither their speed nor a hang."""
+        with self.meter.timed("aside"), self.watchdog.paused():
+            yield
+
     def _aside(
         self,
         metrics: dict[str, jax.Array],
@@ -492,7 +507,7 @@ class _Loop:
     ) -> None:
         """Wait for the steps until now, and do something that is no part of them."""
         jax.block_until_ready(metrics)
-        with self.meter.timed("aside"):
+        with self._apart():
             do()
 
     def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -555,7 +570,8 @@ class _Loop:
         if row.kept_state and row.step in self.places:
             self.parts.show.say(f"step {row.step} was not finite: it is looked at once more")
             try:
-                looked = self._look_again(row, moved)
+                with self._apart():
+                    looked = self._look_again(row, moved)
             except (jax.errors.JaxRuntimeError, UserError) as error:
                 looked = f"it could not be looked at again ({compiler_message(str(error))})"
         return "; ".join(filter(None, (looked, why)))
@@ -566,7 +582,7 @@ class _Loop:
         """
         say = self.parts.show.say
         run = self.opened
-        with self.meter.timed("aside"):
+        with self._apart():
             run.checkpoints.wait()
             saved = run.checkpoints.latest()
             step = saved or 0

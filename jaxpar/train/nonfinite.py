@@ -174,7 +174,7 @@ def _activations(experiment: Experiment, state: TrainState[jax.Array], batch: Ba
         rows = jax.tree.map(lambda x, number=number: x[number], cut)
         own_key = None if key is None else jax.random.fold_in(key, number)
         if said := forward.first_nonfinite(state.params, rows, own_key):
-            return f"{said} in microbatch {number + 1} of {accumulation}"
+            return f"{said}, of microbatch {number + 1} of {accumulation}"
     return ""
 
 

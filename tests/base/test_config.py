@@ -189,6 +189,7 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         "train.spike_deviations",
         "train.max_bad_in_a_row",
         "train.max_bad_steps",
+        "train.hang_seconds",
         "train.check_replicas",
         "data.prefetch",
         "data.accept_changed",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
+from traced_steps import config_of
 
-from jaxpar.base.config import TrainConfig
+from jaxpar.base.config import TrainConfig, override
+from jaxpar.models import Model
 from jaxpar.train.failures import StepNumbers
 from jaxpar.train.guard import Guard, spike_limit
+from jaxpar.train.plans import make_plan
+from jaxpar.train.step import make_train_step, step_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -75,3 +80,20 @@ def test_a_deviation_is_that_of_a_normal_distribution_and_never_nothing() -> Non
     numbers = np.random.default_rng(0).normal(3.0, 0.5, 20_001)
     assert spike_limit(list(numbers), 4.0) == pytest.approx(3.0 + 4 * 0.5, rel=0.02)
     assert spike_limit([2.0] * 9, 10.0) == pytest.approx(2.2)
+
+
+def test_no_setting_of_the_guard_changes_the_program_of_the_step() -> None:
+    settings = {
+        "train.on_nonfinite": "skip",
+        "train.on_spike": "rollback",
+        "train.check_replicas": 2,
+        "train.hang_seconds": 60.0,
+    }
+    programs = set()
+    for changes in ({}, settings):
+        config = override(config_of("gpt2", embed=32), changes)
+        plan = make_plan(config, jax.devices()[:1])
+        model = Model(config.model)
+        step = make_train_step(model, config, plan)
+        programs.add(str(step.trace(*step_shapes(model, config, plan)).jaxpr))
+    assert len(programs) == 1
