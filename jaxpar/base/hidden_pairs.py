@@ -9,7 +9,7 @@ from jaxpar.base.errors import UserError, short
 
 LAST = "last"
 """The word for the last layers of both."""
-_PAIR = re.compile(r"(\d{1,6}):(\d{1,6})")
+_PAIR = re.compile(r"([1-9]\d{0,5}):([1-9]\d{0,5})")
 
 
 class HiddenPair(NamedTuple):
@@ -47,7 +47,7 @@ def read_pairs(words: tuple[str, ...]) -> tuple[HiddenPair, ...]:
         found = _PAIR.fullmatch(word)
         if word == LAST:
             pair = HiddenPair(LAST, 0, 0)
-        elif found is None or "0" in (found[1].lstrip("0") or "0", found[2].lstrip("0") or "0"):
+        elif found is None:
             raise UserError(
                 f"distill.hidden has {short(word)}: a pair of layers is written 2:4, after the "
                 "model's second layer and its teacher's fourth, and the last of both is `last`"

@@ -189,8 +189,8 @@ def _hidden_distance(model: Model, params: Params, batch: Batch, plan: Plan) -> 
     for place, pair in enumerate(pairs):
         layers = pair.student or model.config.layers
         first = jax.tree.map(lambda x, layers=layers: x[:layers], params["blocks"])
-        x_BSD, _ = model.hidden_states(params | {"blocks": first}, batch, plan)
-        x_BSD = x_BSD.astype(jnp.float32)
+        found = model.streams(params | {"blocks": first}, batch, plan, after=(layers,))
+        x_BSD = found.after[0].astype(jnp.float32)
         projected_BST = jnp.einsum("bsd,dt->bst", x_BSD, params[PROJECTIONS][pair.name])
         gap_BST = projected_BST - batch[TEACHER_HIDDEN][:, :, place]
         total += jnp.sum(counts_BS * jnp.mean(jnp.square(gap_BST), axis=-1))
