@@ -67,6 +67,10 @@ def with_urls(text: str) -> str:
     return text
 
 
+PEER_LOST = 75
+"""What a process exits with that cannot go on because another of its run is not there."""
+
+
 class UserError(Exception):
     """A mistake in a config, a file, or a request, in one sentence: what was wrong, what was found,
     what to try.

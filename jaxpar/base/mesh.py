@@ -70,6 +70,9 @@ class MeshSpec:
     """Join a multi-process run with `jax.distributed.initialize()` before the first device is
     touched.
     """
+    join_seconds: Annotated[int, Range(1, 86_400)] = 300
+    """How long a process of several waits at the start for the others, before it ends with exit
+    code 75."""
 
 
 def require_mesh_axis(name: object, otherwise: str) -> None:

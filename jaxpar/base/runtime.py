@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.early_signals import pass_on_signals
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import PEER_LOST, UserError, require_local
 from jaxpar.base.hardware import GPU_POOL
 from jaxpar.base.mesh import MeshSpec, devices_needed
 
@@ -82,7 +83,7 @@ def start(spec: MeshSpec) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
     widen_cpu_pool(jax.config.values["jax_num_cpu_devices"])
     if spec.distributed and not jax.distributed.is_initialized():
-        _join(spec.platform)
+        _join(spec)
     try:
         with without_chips(), wide_gpu_pool():
             devices = jax.devices()
@@ -115,19 +116,25 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     return devices
 
 
-def _join(platform: str) -> None:
-    """Join the other processes of a run, or raise a UserError where they, or the chips of
-    `platform`, are not found.
+def _join(spec: MeshSpec) -> None:
+    """Join the other processes of a run, or raise a UserError where they, or the chips of the
+    platform, are not found. Where they do not come in time, the process ends.
 
     On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID say who they are.
     """
+    platform = spec.platform
     count = os.environ.get("JAX_NUM_PROCESSES")
     index = os.environ.get("JAX_PROCESS_ID")
+    # JAX aborts the process at its own deadline, which nobody can catch, so ours comes before.
+    deadline = threading.Timer(spec.join_seconds, _end_alone, [spec.join_seconds])
+    deadline.daemon = True
+    deadline.start()
     try:
         jax.distributed.initialize(
             num_processes=None if count is None else int(count),
             process_id=None if index is None else int(index),
+            initialization_timeout=spec.join_seconds + 60,
         )
         pass_on_signals()
     except (RuntimeError, ValueError) as error:
@@ -145,6 +152,22 @@ def _join(platform: str) -> None:
             "JAX_PROCESS_ID, or "
             "mesh.distributed=False for this machine alone"
         ) from error
+    finally:
+        deadline.cancel()
+
+
+def _end_alone(seconds: int) -> None:
+    """End a process that the others of its run did not join in time, in one line."""
+    count = os.environ.get("JAX_NUM_PROCESSES", "all")
+    where = os.environ.get("JAX_COORDINATOR_ADDRESS", "the first process")
+    print(
+        f"jaxpar: error: after mesh.join_seconds={seconds} not all of the {count} processes of "
+        f"this run have met at {where}: start every one of them, and look at what the others said "
+        "and whether this machine reaches the first",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(PEER_LOST)
 
 
 def _device_files(platform: str) -> bool:

@@ -296,6 +296,11 @@ EFFECTS = (
         "the first bad step stops the run: add --train.on-nonfinite skip, or rollback",
     ),
     Effect(
+        ("mesh.join_seconds",),
+        lambda c: c.mesh.distributed,
+        "one process has no others to wait for: add --mesh.distributed True",
+    ),
+    Effect(
         ("train.check_replicas",),
         _has_several_devices,
         "one device holds no copies: add --mesh.data 2",

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import PEER_LOST, UserError
 from jaxpar.base.jax_compat import (
     compiler_message,
     kernel_memory_message,
@@ -58,7 +58,7 @@ class CopiesDiffer(UserError):
 class PeerLost(UserError):
     """Another process of the run is gone, so that this one cannot go on."""
 
-    exit_code = 75
+    exit_code = PEER_LOST
     ends_at_once = True
 
     def __init__(self, said: str):

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train.spike_deviations": (9.0, {}, {"train.on_spike": "stop"}),
     "train.max_bad_in_a_row": (9, {"train.on_spike": "stop"}, {"train.on_nonfinite": "skip"}),
     "train.max_bad_steps": (9, {}, {"train.on_spike": "rollback"}),
+    "mesh.join_seconds": (10, {}, {"mesh.distributed": True}),
     "train.check_replicas": (10, {}, {"mesh.data": 2}),
     "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),
     "data.tokenizer": ("chars", {"data.source": "tokens"}, {"data.tokenizer": "a.json"}),

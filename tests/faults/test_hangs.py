@@ -67,6 +67,31 @@ def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -
     assert len(read_metrics(tmp_path / "run")) >= 1
 
 
+def test_a_process_that_the_others_do_not_join_ends_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    who = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "0",
+    }
+    words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=2"]
+    words += ["--mesh.distributed=True", "--mesh.join-seconds=4"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxpar.cli.main", *words],
+        env=os.environ | who,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 75, ended.stderr
+    (said,) = ended.stderr.splitlines()
+    assert "after mesh.join_seconds=4 not all of the 2 processes of this run have met" in said
+    assert address in said and not (tmp_path / "run").exists()
+
+
 def launch_pair(folder: Path, *flags: str) -> list[subprocess.Popen[str]]:
     """Two processes of one run; what each says on standard error is in `folder`."""
     with socket.socket() as probe:
