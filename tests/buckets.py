@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,47 @@ def s3_server() -> Iterator[Server]:
         served.shutdown()
         thread.join()
         served.server_close()
+
+
+def one_at_a_time(answer: Callable[..., None]) -> Callable[..., None]:
+    """Have threads call a function one after another; who has left meanwhile is no error."""
+    lock = threading.Lock()
+
+    def call(*args: Any) -> None:
+        with lock, suppress(BrokenPipeError):
+            answer(*args)
+
+    return call
+
+
+@contextmanager
+def gcs_server() -> Iterator[Server]:
+    """Run a stand-in for Google Cloud Storage, with an empty bucket `my-bucket`.
+
+    Yields:
+      The server, without faults.
+    """
+    pytest.importorskip("gcsfs", reason="needs the cloud extra")
+    emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs that package")
+    # its own server answers one connection at a time, and gcsfs keeps several; its store takes one
+    # request at a time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulator.server, "HTTPServer", ThreadingHTTPServer)
+        patch.setattr(emulator.Router, "handle", one_at_a_time(emulator.Router.handle))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        served = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+        served.start()
+        found = {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+            # a kind of bucket that it would ask for, and has no credentials to
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+        try:
+            yield Server(found)
+        finally:
+            served.stop()
 
 
 def client(server: Server) -> Any:

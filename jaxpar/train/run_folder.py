@@ -28,7 +28,7 @@ from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.models import FAMILIES
-from jaxpar.train.bucket_runs import RunCopy, Sender, copy_of
+from jaxpar.train.bucket_runs import NotAsSent, RunCopy, Sender, copy_of
 from jaxpar.train.disk_space import require_space
 from jaxpar.train.in_use import steps_in_use
 from jaxpar.train.manifest import (
@@ -587,7 +587,8 @@ class Checkpoints:
             return
         try:
             self._copy.complete(step)
-        except UserError as error:  # it is not as it was sent, or a run beside has removed it
+        # a bucket that does not answer has not damaged anything
+        except NotAsSent as error:
             raise DamagedCheckpoint(str(error)) from error
 
     @contextmanager

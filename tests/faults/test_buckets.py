@@ -21,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buckets import BUCKET, Server, client, environment_with, names, s3_server
+from buckets import BUCKET, Server, client, environment_with, gcs_server, names, s3_server
+
+from jaxpar.base.storage import Bucket
 
 pytestmark = pytest.mark.slow
 
@@ -63,15 +65,13 @@ class Runs:
         self.tokens = folder / "tokens.bin"
         ids = np.random.default_rng(0).integers(0, 200, 40_000).astype(np.uint16)
         ids.tofile(self.tokens)
-        content = self.tokens.read_bytes()
-        client(server).put_object(Bucket=BUCKET, Key="data/tokens.bin", Body=content)
 
     def start(
         self, run: str, limit: str = "", processes: int = 1, *flags: str
     ) -> list[subprocess.Popen[str]]:
         """Begin a training, or go on with it; its data are where its folder is."""
-        in_bucket = run.startswith("s3://")
-        data = f"s3://{BUCKET}/data/tokens.bin" if in_bucket else str(self.tokens)
+        scheme, in_bucket, _ = run.rpartition("://")
+        data = f"{scheme}://{BUCKET}/data/tokens.bin" if in_bucket else str(self.tokens)
         command = [sys.executable, "-c", limit + MAIN, "train", "tiny", f"--run={run}", *FLAGS]
         command += [f"--data.path={data}", f"--mesh.data={processes}", *flags]
         command += [f"--mesh.distributed={processes > 1}"]
@@ -218,7 +218,15 @@ def require_whole(server: Server, step: str) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with s3_server() as server:
-        yield Runs(tmp_path_factory.mktemp("runs"), server)
+        yield runs_on_s3(tmp_path_factory.mktemp("runs"), server)
+
+
+def runs_on_s3(folder: Path, server: Server) -> Runs:
+    """Runs whose data are in the bucket too."""
+    made = Runs(folder, server)
+    content = made.tokens.read_bytes()
+    client(server).put_object(Bucket=BUCKET, Key="data/tokens.bin", Body=content)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +298,20 @@ def test_one_request_in_ten_fails_and_each_is_slow(runs, local):
     runs.require_equal(run, local)
 
 
+def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(tmp_path, monkeypatch):
+    with gcs_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        runs = Runs(tmp_path, server)
+        Bucket(f"gs://{BUCKET}").write("data/tokens.bin", runs.tokens.read_bytes())
+        runs.train(str(tmp_path / "local"))
+        run = f"gs://{BUCKET}/run"
+        (process,) = runs.start(run, "", 1, "--train.stop-at=8")
+        assert "Traceback" not in process.communicate(timeout=180)[1]
+        runs.train(run)
+        runs.require_equal(run, str(tmp_path / "local"))
+
+
 def test_two_processes_send_their_own_files_and_go_on_after_a_kill(runs):
     folder = str(runs.folder / "local_2")
     runs.train(folder, processes=2)
@@ -307,7 +329,7 @@ def main() -> None:
         write_result(*args.result)
         return
     with s3_server() as server, tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), server)
+        runs = runs_on_s3(Path(folder), server)
         wanted = os.path.join(folder, "local")
         runs.train(wanted, processes=args.processes)
         if args.trials:
