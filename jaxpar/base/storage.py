@@ -176,6 +176,44 @@ class Bucket:
         """
         self._try("written", name, lambda: self._fs.pipe_file(self._path(name), content))
 
+    def read_if_there(self, name: str) -> bytes | None:
+        """Read an object; None = there is none.
+
+        Raises:
+          UserError: the bucket cannot be asked.
+        """
+
+        def read() -> bytes | None:
+            try:
+                return self._fs.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+
+        return self._try("read", name, read)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object if there is none of its name.
+
+        Args:
+          name: its name.
+          content: its bytes.
+
+        Returns:
+          Whether there was none.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+
+        def create() -> bool:
+            try:
+                self._fs.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+        return self._try("written", name, create)
+
     def fetch(self, name: str, file: Path) -> None:
         """Copy an object into a file of this machine, which is there whole or not at all.
 

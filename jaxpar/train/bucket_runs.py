@@ -38,6 +38,8 @@ from jaxpar.base.storage import Bucket, Found, as_url, local_path
 
 UPLOADED = "uploaded.json"
 """The last object of a step: the size and the hash of each file of it."""
+LOCK = "lock.json"
+"""Says which training has a run folder (`jaxpar.train.run_lock`); it is no part of the run."""
 _CHECKPOINTS = "checkpoints"
 _ARRAYS = "state/"
 _PARTS = "parts/"
@@ -91,7 +93,8 @@ class RunCopy:
           UserError: the bucket cannot be read, or the last object of a step is damaged.
         """
         found = self._bucket.files()
-        small = {name: one for name, one in found.items() if not name.startswith(_CHECKPOINTS)}
+        left_out = (_CHECKPOINTS, LOCK)
+        small = {name: one for name, one in found.items() if not name.startswith(left_out)}
         steps = {step: self._read_step(step) for step in _whole_steps(found)}
         for step in self._steps.keys() - steps.keys():
             shutil.rmtree(self._step_folder(step), ignore_errors=True)

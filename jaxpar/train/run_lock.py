@@ -1,8 +1,9 @@
 """One training in a run folder at a time: its lock says who, and a heartbeat that they still run.
 
 The lock is a file and no lock of the system, which network file systems do not all have and
-buckets never. The owner touches it every `BEAT` seconds. Clocks of two machines are not compared:
-who finds the lock of another machine watches it, and takes it over if it does not beat.
+buckets never: there it is an object. The owner touches it every `BEAT` seconds. Clocks of two
+machines are not compared: who finds the lock of another machine watches it, and takes it over if it
+does not beat.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, NamedTuple, TextIO
 
 import jax
 
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, parse_json, read_json, require_kinds
 from jaxpar.base.processes import machine, process_start
 from jaxpar.base.runtime import run_together, writing
-from jaxpar.train.bucket_runs import copy_of
+from jaxpar.base.storage import Bucket
+from jaxpar.train.bucket_runs import LOCK, copy_of
 
-LOCK = "lock.json"
 BEAT = 10.0
 """Seconds between two beats."""
 WATCH = 3 * BEAT
@@ -91,8 +92,7 @@ class RunLock:
                 )
             whose = "that cannot be read" if owner is None else f"of {owner.text}, which has ended,"
             say(f"the lock {self._file} {whose} is taken over")
-            with writing(self._file):
-                self._file.unlink(missing_ok=True)
+            self._remove()
             if self._create():
                 time.sleep(_SETTLE)
                 if self._why_lost():
@@ -144,14 +144,25 @@ class RunLock:
             time.sleep(min(_SETTLE, WATCH / 10))
             if self._beat_time() != before:
                 # gone = it ended well just now
-                return self._file.exists()
+                return self._is_there()
         return False
 
-    def _beat_time(self) -> int:
+    def _beat_time(self) -> int | str:
         try:
             return self._file.stat().st_mtime_ns
         except OSError:
             return 0
+
+    def _is_there(self) -> bool:
+        return self._file.exists()
+
+    def _touch(self) -> None:
+        with suppress(OSError):
+            os.utime(self._file)
+
+    def _remove(self) -> None:
+        with writing(self._file):
+            self._file.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         """Touch the lock until it is released or lost."""
@@ -159,8 +170,7 @@ class RunLock:
             self.lost = self.lost or self._why_lost()
             if self.lost:
                 return
-            with suppress(OSError):
-                os.utime(self._file)
+            self._touch()
 
     def _why_lost(self) -> str:
         owner = self._read()
@@ -196,8 +206,66 @@ class RunLock:
         self._stopped.set()
         self._thread.join()
         if not self._why_lost():
-            with suppress(OSError):
-                self._file.unlink(missing_ok=True)
+            with suppress(UserError):
+                self._remove()
+
+
+class BucketLock(RunLock):
+    """The lock of a run in a bucket: an object that is written anew at each beat."""
+
+    def __init__(self, url: str, folder: Path, say: Say):
+        """Take the lock.
+
+        Args:
+          url: that of the run.
+          folder: the copy that this process has of it.
+          say: gets a line where a dead owner's lock is taken over.
+
+        Raises:
+          UserError: another training holds it, or the bucket cannot be read and written.
+        """
+        self._bucket = Bucket(url)
+        self._beats = 0
+        super().__init__(folder, say)
+
+    @property
+    def _content(self) -> bytes:
+        return (json.dumps({**self._own._asdict(), "beats": self._beats}) + "\n").encode()
+
+    def _create(self) -> bool:
+        # what was written though the answer said no is this process's too
+        return self._bucket.create(LOCK, self._content) or self._read() == self._own
+
+    def _read(self) -> _Owner | None:
+        content = self._bucket.read_if_there(LOCK)
+        try:
+            found = require_kinds(parse_json(content or b"", LOCK), _KINDS, LOCK)
+            return _Owner(**{name: found[name] for name in _KINDS})
+        except (UserError, KeyError):
+            return None
+
+    def _beat_time(self) -> str:
+        found = self._bucket.find(LOCK)
+        return "" if found is None else found.identity
+
+    def _is_there(self) -> bool:
+        return self._bucket.find(LOCK) is not None
+
+    def _touch(self) -> None:
+        self._beats += 1
+        with suppress(UserError):  # the next save will say it
+            self._bucket.write(LOCK, self._content)
+
+    def _remove(self) -> None:
+        self._bucket.remove([LOCK])
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT):
+            with suppress(UserError):  # a bucket that does not answer has given it to nobody
+                self.lost = self.lost or self._why_lost()
+            if self.lost:
+                return
+            self._touch()
 
 
 class SharedLock:
@@ -213,9 +281,16 @@ class SharedLock:
         Raises:
           UserError: another training holds it, or the folder cannot be written.
         """
-        # each process has a copy of its own of a run in a bucket
-        main = jax.process_index() == 0 and copy_of(folder) is None
-        self._lock = run_together(lambda: RunLock(folder, say) if main else None)
+        copy = copy_of(folder)
+
+        def take() -> RunLock:
+            return RunLock(folder, say) if copy is None else BucketLock(copy.url, folder, say)
+
+        main = jax.process_index() == 0
+        self._lock = run_together(lambda: take() if main else None)
+        if copy is not None:
+            # what another training has written until it ended
+            run_together(copy.refresh)
 
     @property
     def lost(self) -> str:

@@ -1,6 +1,10 @@
 """Checkpoints of a run in a bucket, on fsspec's file system in memory, and without a training."""
 
+import itertools
+import json
 import re
+import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
-from jaxpar.train import bucket_runs
+from jaxpar.train import bucket_runs, run_lock
 from jaxpar.train.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
 from jaxpar.train.run_folder import Checkpoints, is_run, keep_config
 
@@ -157,3 +161,77 @@ def test_the_copies_of_processes_that_are_gone_are_removed(bucket, tmp_path, mon
     run_here(f"{bucket.url}2")
     assert mine.exists() and elsewhere.exists() and not gone.exists()
     assert copy_of(tmp_path) is None
+
+
+@pytest.fixture
+def quick_beats(monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT", 0.05)
+    monkeypatch.setattr(run_lock, "WATCH", 0.4)
+    monkeypatch.setattr(run_lock, "_SETTLE", 0.02)
+
+
+def write_lock(bucket: Bucket, beats: int = 0) -> None:
+    """The lock of a training on another machine."""
+    owner = {"token": "t", "machine": "elsewhere 1", "pid": 5, "began": "", "since": "then"}
+    bucket.write(run_lock.LOCK, json.dumps({**owner, "beats": beats}).encode())
+
+
+def test_a_bucket_has_one_training_at_a_time(bucket, quick_beats):
+    folder = run_here(bucket.url)
+    said = list[str]()
+    with run_lock.locked(folder, said.append) as lock:
+        before = bucket.read(run_lock.LOCK)
+        with pytest.raises(UserError, match=f"{bucket.url} is being trained by process"):
+            run_lock.SharedLock(another_process(bucket), said.append)
+        bucket_runs._COPIES.clear()
+        time.sleep(0.2)
+        assert bucket.read(run_lock.LOCK) != before  # it beats
+        lock.require()
+    assert bucket.find(run_lock.LOCK) is None and not said
+    # it is no part of the run, and no copy has it
+    write_lock(bucket)
+    assert not list(another_process(bucket).iterdir())
+
+
+def test_the_lock_of_a_dead_training_in_a_bucket_is_taken_over(bucket, quick_beats):
+    write_lock(bucket)
+    said = list[str]()
+    with run_lock.locked(run_here(bucket.url), said.append):
+        assert b"elsewhere" not in bucket.read(run_lock.LOCK)
+    assert len(said) == 2 and "watching" in said[0] and "has ended, is taken over" in said[1]
+
+
+def test_a_training_of_another_machine_that_beats_is_left_alone(bucket, quick_beats):
+    ended = threading.Event()
+
+    def beat() -> None:
+        for beats in itertools.count():
+            write_lock(bucket, beats)
+            if ended.wait(0.05):
+                return
+
+    write_lock(bucket)
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        with pytest.raises(UserError, match="is being trained by process 5 on elsewhere"):
+            run_lock.SharedLock(run_here(bucket.url), print)
+    finally:
+        ended.set()
+        other.join()
+
+
+def test_a_bucket_that_does_not_answer_has_given_the_run_to_nobody(
+    bucket, quick_beats, monkeypatch
+):
+    with run_lock.locked(run_here(bucket.url), print) as lock:
+        with monkeypatch.context() as patch:
+            away = UserError("503")
+            patch.setattr(Bucket, "read_if_there", lambda *_: (_ for _ in ()).throw(away))
+            time.sleep(0.2)
+            assert lock.lost == ""
+        write_lock(bucket)
+        time.sleep(0.2)
+        with pytest.raises(UserError, match="was taken over by process 5 on elsewhere"):
+            lock.require()
+    assert b"elsewhere" in bucket.read(run_lock.LOCK)  # the other's stays
