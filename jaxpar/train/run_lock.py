@@ -233,8 +233,11 @@ class BucketLock(RunLock):
         return (json.dumps({**self._own._asdict(), "beats": self._beats}) + "\n").encode()
 
     def _create(self) -> bool:
+        # not every server refuses to write over an object
+        if self._bucket.find(LOCK) is None and self._bucket.create(LOCK, self._content):
+            return True
         # what was written though the answer said no is this process's too
-        return self._bucket.create(LOCK, self._content) or self._read() == self._own
+        return self._read() == self._own
 
     def _read(self) -> _Owner | None:
         content = self._bucket.read_if_there(LOCK)

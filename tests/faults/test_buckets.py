@@ -102,7 +102,7 @@ class Runs:
         """Train to the end, and return what was said on standard error."""
         began = time.monotonic()
         running = self.start(run, limit, processes)
-        said = [process.communicate(timeout=180)[1] for process in running]
+        said = [process.communicate(timeout=600)[1] for process in running]
         assert [process.returncode for process in running] == [code] * processes, said
         assert not any("Traceback" in text for text in said), said
         self.lives[run] = time.monotonic() - began
@@ -114,7 +114,7 @@ class Runs:
         """
         asked = [sys.executable, __file__, "--result", run, str(self.folder / "result.npz")]
         cache = str(self.folder / "another_machine")
-        subprocess.run(asked, env=environment_with(self.server, cache), check=True, timeout=180)
+        subprocess.run(asked, env=environment_with(self.server, cache), check=True, timeout=600)
         with np.load(self.folder / "result.npz") as found:
             arrays = {name: found[name] for name in found.files}
         return arrays.pop("losses").tolist(), arrays
@@ -259,7 +259,7 @@ def busy(runs: Runs, wanted: str, seconds: float) -> str:
     with runs.server.busy_for(seconds):
         pass
     assert runs.server.failed > before
-    _, said = process.communicate(timeout=180)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     lines = said.splitlines()
     again = [line for line in lines if "is tried again" in line]
@@ -307,7 +307,7 @@ def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(tmp_path, monkeypatch):
         runs.train(str(tmp_path / "local"))
         run = f"gs://{BUCKET}/run"
         (process,) = runs.start(run, "", 1, "--train.stop-at=8")
-        assert "Traceback" not in process.communicate(timeout=180)[1]
+        assert "Traceback" not in process.communicate(timeout=600)[1]
         runs.train(run)
         runs.require_equal(run, str(tmp_path / "local"))
 
