@@ -62,6 +62,8 @@ _FINAL = (
     ValueError,
 )
 """Errors that the same request would get again."""
+_FOR_A_WHILE = (408, 429)
+"""Codes of HTTP below 500 after which the same request may succeed: too slow, too many."""
 _FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoSuchBucket"}
 
 
@@ -273,6 +275,8 @@ class Bucket:
                 raise
             except Exception as error:  # of a network library, or of one above it
                 why = _reason(error)
+                if what == "written" and isinstance(error, FileNotFoundError):
+                    why = "there is no such bucket"
                 left = began + LIMIT_SECONDS - time.monotonic()
                 if _is_final(error):
                     raise UserError(f"{where} cannot be {what}: {why}") from error
@@ -283,7 +287,7 @@ class Bucket:
                         "the command again"
                     ) from error
                 if not said:
-                    _say(
+                    say(
                         f"warning: {where} cannot be {what} ({why}): it is tried again for up to "
                         f"{LIMIT_SECONDS:.0f} s"
                     )
@@ -292,7 +296,7 @@ class Bucket:
                 pause = min(2 * pause, _LONGEST_PAUSE)
             else:
                 if said:
-                    _say(f"{where} is reached again, after {time.monotonic() - began:.0f} s")
+                    say(f"{where} is reached again, after {time.monotonic() - began:.0f} s")
                 return result
 
 
@@ -351,9 +355,15 @@ def _refresh(bucket: Bucket, target: Path, index: Path, wanted: dict[str, Found]
         shutil.rmtree(target)
     size = sum(wanted[name].size for name in new)
     if size > 2**30:
-        _say(f"fetching {bytes_text(size)} of {bucket.url}")
+        say(f"fetching {bytes_text(size)} of {bucket.url}")
     write_whole(index, json.dumps({name: there[name] for name in there if name not in new}))
     bucket.fetch_all((name, target / name) for name in new)
+    for name in new:
+        if (target / name).stat().st_size != wanted[name].size:
+            raise UserError(
+                f"{target / name} is no longer the object that was listed: something writes there, "
+                "so give the command again"
+            )
     write_whole(index, json.dumps({name: found.identity for name, found in wanted.items()}))
 
 
@@ -425,7 +435,12 @@ def _checked(name: str, url: str) -> str:
 
 
 def _is_final(error: Exception) -> bool:
-    return isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES
+    if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
+        return True
+    code = getattr(error, "code", None)  # of gcsfs
+    if isinstance(code, int) and 400 <= code < 500:
+        return code not in _FOR_A_WHILE
+    return isinstance(error, OSError) and str(error).startswith("Forbidden")
 
 
 def _reason(error: Exception) -> str:
@@ -446,6 +461,7 @@ def _at_once(do: Callable[[T], None], items: Iterable[T]) -> None:
 _SAYING = threading.Lock()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line about a bucket on standard error, from any thread."""
     with _SAYING:
         PlainConsole(stderr=True, soft_wrap=True).print(line)

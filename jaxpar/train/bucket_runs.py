@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, is_kind, is_url, name_by_url, parse_json, reading
 from jaxpar.base.runtime import cache_folder
-from jaxpar.base.storage import Bucket, Found, as_url, local_path
+from jaxpar.base.storage import Bucket, Found, as_url, local_path, say
 
 UPLOADED = "uploaded.json"
 """The last object of a step: the size and the hash of each file of it."""
@@ -90,12 +90,12 @@ class RunCopy:
         """Fetch what has changed in the bucket, but no arrays.
 
         Raises:
-          UserError: the bucket cannot be read, or the last object of a step is damaged.
+          UserError: the bucket cannot be read.
         """
         found = self._bucket.files()
         left_out = (_CHECKPOINTS, LOCK)
         small = {name: one for name, one in found.items() if not name.startswith(left_out)}
-        steps = {step: self._read_step(step) for step in _whole_steps(found)}
+        steps = self._read_steps(_whole_steps(found))
         for step in self._steps.keys() - steps.keys():
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
             self._absent.pop(step, None)
@@ -171,9 +171,21 @@ class RunCopy:
         if self.sender is None:
             self.sender = Sender(self.folder, self._bucket, set(self._steps), self._fetched)
 
-    def _read_step(self, step: int) -> Sizes:
-        name = f"{_CHECKPOINTS}/{step}/{UPLOADED}"
-        return _sizes_of(self._bucket.read(name), f"{self.url}/{name}")
+    def _read_steps(self, steps: Iterable[int]) -> dict[int, Sizes]:
+        """Read the last objects of steps; a step whose last object is damaged is left out, and
+        said.
+        """
+        found = {}
+        for step in steps:
+            name = f"{_CHECKPOINTS}/{step}/{UPLOADED}"
+            content = self._bucket.read_if_there(name)
+            if content is None:  # a run beside has removed it meanwhile
+                continue
+            try:
+                found[step] = _sizes_of(content, f"{self.url}/{name}")
+            except UserError as error:
+                say(f"warning: step {step} is left out: {error}")
+        return found
 
     def _step_folder(self, step: int) -> Path:
         return self.folder / _CHECKPOINTS / str(step)
@@ -481,7 +493,7 @@ def _sizes_of(content: bytes, origin: str) -> Sizes:
     """Read the files of a step, as `_text` has written them."""
     rows = parse_json(content, origin)
     if not is_kind(rows, dict[str, list[Any]]) or any(len(row) != 2 for row in rows.values()):
-        raise UserError(f"{origin} is not as it was written: remove its step")
+        raise UserError(f"{origin} is not as it was written")
     return {name: (size, made) for name, (size, made) in rows.items()}
 
 

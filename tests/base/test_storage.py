@@ -123,6 +123,50 @@ def test_what_would_fail_again_is_tried_once(bucket, quick):
     assert quick == []
 
 
+class HttpError(Exception):
+    """As gcsfs raises it."""
+
+    def __init__(self, code: int):
+        super().__init__(f"HTTP {code}")
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (PermissionError("Access Denied"), 1),
+        (OSError("Forbidden: b/x"), 1),
+        (HttpError(401), 1),
+        (HttpError(429), 2),
+        (HttpError(503), 2),
+        (ConnectionError("reset"), 2),
+        (OSError(5, "SlowDown"), 2),
+    ],
+    ids=str,
+)
+def test_only_what_may_pass_is_tried_again(bucket, monkeypatch, quick, error, tries):
+    asked = []
+
+    def fail(*args, **options):
+        asked.append(1)
+        raise error
+
+    monkeypatch.setattr(storage, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
+    with pytest.raises(UserError):
+        bucket.read("x")
+    assert len(asked) == tries
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket, monkeypatch):
+    def absent(*args, **options):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", absent)
+    with pytest.raises(UserError, match="x cannot be written: there is no such bucket"):
+        bucket.write("x", b"")
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch):
     def absent(*args, **options):
         raise ImportError("Install s3fs to access S3")

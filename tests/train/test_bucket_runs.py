@@ -141,6 +141,28 @@ def test_an_array_that_is_not_as_it_was_sent_is_refused(bucket):
         restored(another_process(bucket), 1)
 
 
+def test_a_step_whose_last_object_is_damaged_is_left_out_and_said(bucket, capsys):
+    train(run_here(bucket.url), 1, 2)
+    bucket.write(f"checkpoints/2/{UPLOADED}", b'{"state/')
+    assert Checkpoints(another_process(bucket) / "checkpoints").steps() == [1]
+    assert "warning: step 2 is left out" in capsys.readouterr().err
+    assert bucket.find(f"checkpoints/2/{UPLOADED}") is not None  # it stays for whoever looks
+
+
+def test_a_bucket_that_does_not_answer_is_not_a_damaged_step(bucket, monkeypatch):
+    train(run_here(bucket.url), 1)
+    folder = another_process(bucket)
+    away = UserError("503")
+
+    def fetch(self, name, file):
+        raise away
+
+    monkeypatch.setattr(Bucket, "fetch", fetch)
+    with pytest.raises(UserError) as error:
+        restored(folder, 1)
+    assert error.value is away
+
+
 def test_files_beside_the_checkpoints_are_sent_when_they_change(bucket):
     folder = run_here(bucket.url)
     train(folder, 1)
