@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import UserError, is_url
 from jaxpar.base.hardware import Cloud, load_chip
 from jaxpar.base.toml import find_toml, flatten, presets
 from jaxpar.launch.staging import (
@@ -26,6 +26,7 @@ from jaxpar.launch.staging import (
     StagedFile,
     exports,
     local_inputs,
+    named_inputs,
     package_for,
     require_environment,
     require_seen,
@@ -41,8 +42,9 @@ class Placement:
     target: str = ""
     """The hardware, v5p-64 or h100x64: docs/targets.md lists the names."""
     run: str = ""
-    """Run folder, on storage that all hosts share; empty = runs/NAME under Slurm, and
-    /mnt/jaxpar/NAME elsewhere, where the storage is mounted at the folder that it is in."""
+    """Run folder, a URL (gs://, s3://) or on storage that all hosts share; empty = runs/NAME under
+    Slurm, and /mnt/jaxpar/NAME elsewhere, where the storage is mounted at the folder that it is
+    in."""
     max_failures: int = 3
     """How often all processes start again after a crash."""
     spot: bool = False
@@ -97,7 +99,6 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
             f"jaxpar launch {kind} needs --target, such as "
             f"{'h100x64' if kind == 'slurm' else 'v5p-64'}"
         )
-    require_local(where.run)
     require_environment(where.env, where.secrets)
     target = load_target(where.target)
     _require_place(kind, where, target, load_chip(target.chip).cloud)
@@ -110,7 +111,7 @@ def script(kind: str, source: str, config: Config, where: Placement) -> str:
     check_mesh(mesh, target)
     run = _run_of(kind, source, config, where, target)
     if kind == "gke":
-        require_seen(run.config, Path(run.folder).parent)
+        require_seen(run.config, None if run.in_bucket else Path(run.folder).parent)
     values = _common_values(run)
     if kind == "slurm":
         values |= _slurm_values(run)
@@ -160,6 +161,11 @@ class _Run:
         return load_chip(self.target.chip).cloud
 
     @property
+    def in_bucket(self) -> bool:
+        """Whether the run folder is a URL, so that nothing need be mounted for it."""
+        return is_url(self.folder)
+
+    @property
     def env(self) -> list[str]:
         """`NAME=value` of what is set for the processes."""
         ours = [] if self.target.hosts == 1 else list(self.cloud.env)
@@ -183,7 +189,10 @@ def _run_of(
     package = Package("")
     if kind in ("tpu-vm", "skypilot"):
         config, staged = stage_inputs(config)
-        package = package_for(where.package, "cuda" if target.platform == "cuda" else "tpu")
+        extra = "cuda" if target.platform == "cuda" else "tpu"
+        if is_url(where.run) or any(map(is_url, named_inputs(config).values())):
+            extra += ",cloud"
+        package = package_for(where.package, extra)
     if source in presets("jaxpar.configs"):
         file = ""
     else:
@@ -237,7 +246,6 @@ def _common_values(run: _Run) -> dict[str, Any]:
         "hosts": run.target.hosts,
         "chips": run.chips,
         "devices": ",".join(map(str, range(run.chips))),
-        "storage": Path(run.folder).parent,
         "max_failures": run.where.max_failures,
         "spot": "--spot" if run.where.spot else "",
         "command": words,
@@ -292,7 +300,20 @@ def _tpu_vm_values(run: _Run) -> dict[str, Any]:
         for name in run.where.secrets
     ]
     remote = " && ".join([*sets, shlex.join(run.command)])
-    return {"send_files": "\n".join(sends), "quoted_command": shlex.quote(remote)}
+    values = {"send_files": "\n".join(sends), "quoted_command": shlex.quote(remote)}
+    if run.in_bucket:
+        note = "The run folder is in its bucket, which the hosts' service account must reach."
+        return values | {"share": "", "share_needed": "", "share_note": note, "mount": ""}
+    storage = Path(run.folder).parent
+    mount = f"sudo mkdir -p {storage} && sudo mount -t nfs $SHARE {storage} && "
+    mount += f"sudo chmod a+rwx {storage} &&\n  "
+    return values | {
+        "share": "SHARE=10.0.0.2:/share ",
+        "share_needed": ' "${SHARE:?an NFS share, HOST:/PATH}"',
+        "share_note": "SHARE is an NFS share, such as Filestore's, in the slice's network: the run "
+        "folder is there, and outlives the slice.",
+        "mount": mount,
+    }
 
 
 _JOIN_SKYPILOT = """export JAX_COORDINATOR_ADDRESS="${SKYPILOT_NODE_IPS%%$'\\n'*}:8476"
@@ -304,11 +325,19 @@ def _skypilot_values(run: _Run) -> dict[str, Any]:
     runtime = f"accelerator_args: {{runtime_version: {run.cloud.runtime}}}"
     mounts = [StagedFile(run.file, run.there)] if run.file else []
     mounts += run.staged
-    mounted = [f"{json.dumps(file.there)}: {json.dumps(file.here)}" for file in mounts]
+    mounted = [f"  {json.dumps(file.there)}: {json.dumps(file.here)}" for file in mounts]
+    asked = list(run.where.secrets)
+    if not run.in_bucket:
+        asked.insert(0, "BUCKET")  # the run folder is there, and outlives the machines
+        storage = Path(run.folder).parent
+        mounted = [f"  {storage}: {{source: '${{BUCKET}}', mode: MOUNT}}", *mounted]
+    envs = [f"  {name}: null" for name in asked]
+    given = ["BUCKET=gs://my-bucket" if name == "BUCKET" else name for name in asked]
     values = {
         "network": "",
-        "secrets": "\n".join(f"{name}: null" for name in run.where.secrets),
-        "mounts": "\n".join(mounted),
+        "envs": "\n".join(["envs:", *envs]) if envs else "",
+        "asks": "".join(f"--env {name} " for name in given),
+        "mounts": "\n".join(["file_mounts:", *mounted]) if mounted else "",
         "nodes": 1,
         "accelerators": f"tpu-{run.target.vendor_name}",
         "accelerator_args": runtime,
@@ -341,10 +370,17 @@ def _require_place(kind: str, where: Placement, target: Target, cloud: Cloud) ->
             f"{target.name} is {target.slices} slices, which start together on GKE: `jaxpar "
             "launch gke`"
         )
-    if kind == "gke" and not (where.image and where.claim):
+    if kind == "gke" and where.ray and is_url(where.run):
         raise UserError(
-            "jaxpar launch gke needs --image, a container with jaxpar, and --claim, for the run "
-            "folder"
+            f"--run={where.run} is a URL, and Ray's processes share a folder: give --claim and a "
+            "folder on it, or leave out --ray"
+        )
+    if kind == "gke" and where.claim and is_url(where.run):
+        raise UserError(f"--claim has no effect: --run={where.run} is in a bucket")
+    if kind == "gke" and not (where.image and (where.claim or is_url(where.run))):
+        raise UserError(
+            "jaxpar launch gke needs --image, a container with jaxpar, and for the run folder "
+            "--claim, or --run=gs://bucket/folder"
         )
     if kind == "gke" and not re.search(r":(?!latest$)[\w.-]+$|@sha256:", where.image):
         raise UserError(
@@ -427,15 +463,19 @@ def _secret_note(run: _Run, name: str) -> str:
 
 def _volumes(run: _Run, name: str) -> dict[str, str]:
     """The volumes of a pod: the run folder's, the config's, and on GPUs shared memory."""
-    storage = Path(run.folder).parent
-    volumes = [("runs", storage, f"persistentVolumeClaim: {{claimName: {run.where.claim}}}")]
+    volumes = []
+    if not run.in_bucket:
+        claim = f"persistentVolumeClaim: {{claimName: {run.where.claim}}}"
+        volumes.append(("runs", Path(run.folder).parent, claim))
     if run.file:
         volumes.append(("config", Path("/etc/jaxpar"), f"configMap: {{name: {name}}}"))
     if run.on_gpu:
         volumes.append(("shm", Path("/dev/shm"), "emptyDir: {medium: Memory}"))
+    mounts = [f"- {{name: {key}, mountPath: {path}}}" for key, path, _ in volumes]
+    lists = [f"- {{name: {key}, {what}}}" for key, _, what in volumes]
     return {
-        "mounts": "\n".join(f"- {{name: {key}, mountPath: {path}}}" for key, path, _ in volumes),
-        "volumes": "\n".join(f"- {{name: {key}, {what}}}" for key, _, what in volumes),
+        "mounts": "\n".join(["volumeMounts:", *mounts]) if volumes else "",
+        "volumes": "\n".join(["volumes:", *lists]) if volumes else "",
     }
 
 

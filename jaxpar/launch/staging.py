@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, is_url
 from jaxpar.base.toml import flatten
 
 REPOSITORY = "https://github.com/jaxpar/jaxpar"
@@ -50,7 +50,6 @@ def local_inputs(config: Config) -> dict[str, str]:
     Raises:
       UserError: a part of a mixture is one, which cannot be staged.
     """
-    values = flatten(config)
     for part in config.data.mixture:
         path = part.rpartition(" ")[0].strip() or part
         if path and Path(path).exists() and not Path(path).is_absolute():
@@ -58,8 +57,18 @@ def local_inputs(config: Config) -> dict[str, str]:
                 f"data.mixture names {path}, which lies on this machine: give each part by its "
                 "absolute path on storage that the hosts have"
             )
-    found = {key: str(values[key]) for key in _KEYS if values.get(key)}
-    return {key: path for key, path in found.items() if Path(path).exists()}
+    found = named_inputs(config)
+    return {key: path for key, path in found.items() if not is_url(path) and Path(path).exists()}
+
+
+def named_inputs(config: Config) -> dict[str, str]:
+    """Return the settings that name files or folders, with their paths or URLs.
+
+    Args:
+      config: every setting.
+    """
+    values = flatten(config)
+    return {key: str(values[key]) for key in _KEYS if values.get(key)}
 
 
 def stage_inputs(config: Config) -> tuple[Config, list[StagedFile]]:
@@ -80,21 +89,26 @@ def stage_inputs(config: Config) -> tuple[Config, list[StagedFile]]:
     return override(config, changes), list(staged.values())
 
 
-def require_seen(config: Config, storage: Path) -> None:
+def require_seen(config: Config, storage: Path | None) -> None:
     """Refuse files of this machine where the hosts see one storage only.
 
     Args:
       config: every setting.
-      storage: the folder that the storage is mounted at on every host.
+      storage: the folder that the storage is mounted at on every host; None = there is none.
 
     Raises:
       UserError: a setting names a file that lies here and not below that folder.
     """
     for key, path in local_inputs(config).items():
+        if storage is None:
+            raise UserError(
+                f"{key}={path} lies on this machine, and a pod does not see it: copy it to a "
+                f"bucket, and give {key}=gs://bucket/{Path(path).name}"
+            )
         if not Path(path).is_absolute() or storage not in Path(path).parents:
             raise UserError(
                 f"{key}={path} lies on this machine, and a pod sees only the claim, at {storage}: "
-                f"copy it there, and give {key}={storage / Path(path).name}"
+                f"copy it there, and give {key}={storage / Path(path).name}, or the URL of a bucket"
             )
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -139,7 +138,7 @@ def test_a_script_has_the_names_of_secrets_and_not_their_values(
         ("slurm", {"env": ("HF_HOME",)}, "no NAME=value"),
         ("slurm", {"secrets": ("A=b",)}, "no name of a variable"),
         ("slurm", {"package": "jaxpar==0.1.0"}, "--package has no effect"),
-        ("slurm", {"run": "gs://bucket/run"}, "gs://bucket/run is a URL"),
+        ("rayjob", {"run": "gs://bucket/run"}, "Ray's processes share a folder"),
         ("skypilot", {"package": "jaxpar"}, "does not say which version"),
         ("skypilot", {"package": "missing.whl"}, "no file here"),
         ("gke", {}, "a pod sees only the claim, at /mnt/jaxpar: copy it there"),
@@ -157,6 +156,24 @@ def test_an_image_without_a_version_is_refused(place: Path) -> None:
     for image in ("my/jaxpar", "my/jaxpar:latest", "host:5000/jaxpar"):
         with pytest.raises(UserError, match="does not say which version it is"):
             script("gke", "tiny", config, Placement("h100x16", image=image, claim="runs"))
+
+
+@pytest.mark.parametrize("kind", ["slurm", "gke", "tpu-vm", "skypilot"])
+def test_a_run_and_data_in_a_bucket_need_no_mount(kind: str, place: Path) -> None:
+    url = "gs://bucket/data.bin"
+    config = override(load_config("tiny"), SMALL | {"data.path": url})
+    more = {"image": "my/jaxpar:1"} if kind == "gke" else {}
+    where = Placement("v5e-16" if kind == "tpu-vm" else "h100x16", run="gs://bucket/run", **more)
+    text = script(kind, "tiny", config, where)
+    words = command(kind, text)
+    assert "--run=gs://bucket/run" in words and f"data.path={url}" in words
+    for mounted in ("SHARE", "BUCKET", "claimName", "/mnt/jaxpar", FILES):
+        assert mounted not in text
+    if kind in ("tpu-vm", "skypilot"):
+        assert re.search(r"jaxpar\[(tpu|cuda),cloud\]", text)
+    if kind in ("gke", "skypilot"):
+        (*_, made) = pytest.importorskip("yaml").safe_load_all(text)
+        assert made
 
 
 def test_one_version_is_installed(place: Path) -> None:
@@ -255,10 +272,9 @@ def test_a_ray_job_runs_its_entrypoint_on_a_cluster(place: Path) -> None:
     }
     words = [local.get(word, word) for word in words if not word.startswith("mesh.platform")]
     entry = shlex.join([sys.executable, "-m", "jaxpar.cli.main", *words[1:]])
-    ray = shutil.which("ray", path=str(Path(sys.executable).parent))
-    assert ray
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
     port = 8271
-    start = [ray, "start", "--head", f"--dashboard-port={port}", "--port=6399", "--num-cpus=4"]
+    start = [*ray, "start", "--head", f"--dashboard-port={port}", "--port=6399", "--num-cpus=4"]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": "/tmp"}
     subprocess.run(start, check=True, capture_output=True, env=environment)
     try:
@@ -270,5 +286,5 @@ def test_a_ray_job_runs_its_entrypoint_on_a_cluster(place: Path) -> None:
         said = client.get_job_logs(job)
         assert client.get_job_status(job) == jobs.JobStatus.SUCCEEDED, said
     finally:
-        subprocess.run([ray, "stop", "--force"], check=False, capture_output=True)
+        subprocess.run([*ray, "stop", "--force"], check=False, capture_output=True)
     assert max(row["step"] for row in read_metrics(place / "run")) == 6

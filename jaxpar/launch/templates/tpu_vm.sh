@@ -1,11 +1,11 @@
 #!/bin/bash
 # Trains {{config}} on {{target}}: a slice of {{hosts}} TPU VMs. Run it where gcloud is set up; it waits for the end:
 #
-#   PROJECT=my-project ZONE=us-east5-a SHARE=10.0.0.2:/share bash job.sh
+#   PROJECT=my-project ZONE=us-east5-a {{share}}bash job.sh
 #
-# SHARE is an NFS share, such as Filestore's, in the slice's network: the run folder is there, and outlives the slice.
+# {{share_note}}
 set -euo pipefail
-: "${PROJECT:?the Google Cloud project}" "${ZONE:?the zone, such as us-east5-a}" "${SHARE:?an NFS share, HOST:/PATH}"
+: "${PROJECT:?the Google Cloud project}" "${ZONE:?the zone, such as us-east5-a}"{{share_needed}}
 name={{name}}
 where=(--project="$PROJECT" --zone="$ZONE")
 queue=(gcloud compute tpus queued-resources)
@@ -25,8 +25,7 @@ create() {
   done
   {{send_files}}
   {{package_note}}
-  on_hosts all "sudo mkdir -p {{storage}} && sudo mount -t nfs $SHARE {{storage}} && sudo chmod a+rwx {{storage}} &&
-    {{setup}}"
+  on_hosts all "{{mount}}{{setup}}"
 }
 
 trap release EXIT  # the slice is paid for by the second
