@@ -35,6 +35,7 @@ from jax.experimental import multihost_utils
 from jaxpar.base.errors import UserError, is_kind, is_url, name_by_url, parse_json, reading
 from jaxpar.base.runtime import cache_folder
 from jaxpar.base.storage import Bucket, Found, as_url, local_path, say
+from jaxpar.models.hub import hub_folder, is_hub
 
 UPLOADED = "uploaded.json"
 """The last object of a step: the size and the hash of each file of it."""
@@ -371,16 +372,19 @@ def folder_here(path: str | Path) -> Path:
     """Find a folder to read, a run's or one of Hugging Face, on this machine.
 
     Args:
-      path: a folder of this machine, which is returned as it is, or a URL.
+      path: a folder of this machine, which is returned as it is, a URL, or a model of the Hugging
+        Face Hub, `hf://org/name`.
 
     Returns:
       The folder; of a URL, a copy.
 
     Raises:
-      UserError: the bucket cannot be read.
+      UserError: the bucket or the Hub cannot be read.
     """
     if not is_url(path):
         return Path(path)
+    if is_hub(path):
+        return hub_folder(path)
     url = as_url(path)
     if url in _COPIES or Bucket(url).find("config.toml") is not None:
         return run_here(url)

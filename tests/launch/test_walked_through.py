@@ -9,8 +9,10 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -255,6 +257,14 @@ def test_a_batch_script_trains_in_two_processes_stops_and_goes_on(place: Path) -
     assert max(row["step"] for row in read_metrics(place / "runs/tiny")) == 400
 
 
+def free_ports() -> list[int]:
+    """Two ports that nobody listens on."""
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1], other.getsockname()[1]]
+
+
 @pytest.mark.slow
 def test_a_ray_job_runs_its_entrypoint_on_a_cluster(place: Path) -> None:
     """A cluster of Ray on this machine, which has no chips: two CPU processes take their place."""
@@ -273,18 +283,29 @@ def test_a_ray_job_runs_its_entrypoint_on_a_cluster(place: Path) -> None:
     words = [local.get(word, word) for word in words if not word.startswith("mesh.platform")]
     entry = shlex.join([sys.executable, "-m", "jaxpar.cli.main", *words[1:]])
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    port = 8271
-    start = [*ray, "start", "--head", f"--dashboard-port={port}", "--port=6399", "--num-cpus=4"]
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "TMPDIR": "/tmp"}
-    subprocess.run(start, check=True, capture_output=True, env=environment)
+    port, own = free_ports()
+    start = [*ray, "start", "--head", "--block", "--num-cpus=4"]
+    start += [f"--dashboard-port={port}", f"--port={own}", f"--temp-dir={tempfile.mkdtemp()}"]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    head = subprocess.Popen(
+        start, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
     try:
-        client = jobs.JobSubmissionClient(f"http://127.0.0.1:{port}")
-        job = client.submit_job(entrypoint=entry, runtime_env={"env_vars": {"RAY_ADDRESS": "auto"}})
-        until = time.monotonic() + 150
+        client = None
+        until = time.monotonic() + 240
+        while client is None and time.monotonic() < until:
+            try:
+                client = jobs.JobSubmissionClient(f"http://127.0.0.1:{port}")
+            except ConnectionError:
+                time.sleep(0.5)
+        assert client is not None
+        variables = {"RAY_ADDRESS": f"127.0.0.1:{own}"}
+        job = client.submit_job(entrypoint=entry, runtime_env={"env_vars": variables})
         while not client.get_job_status(job).is_terminal() and time.monotonic() < until:
             time.sleep(0.5)
         said = client.get_job_logs(job)
         assert client.get_job_status(job) == jobs.JobStatus.SUCCEEDED, said
     finally:
-        subprocess.run([*ray, "stop", "--force"], check=False, capture_output=True)
+        os.killpg(head.pid, signal.SIGTERM)  # not `ray stop`, which ends everybody's
+        head.wait(timeout=30)
     assert max(row["step"] for row in read_metrics(place / "run")) == 6
