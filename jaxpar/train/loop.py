@@ -5,7 +5,7 @@ resumes the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -58,6 +58,7 @@ from jaxpar.train.restore import beside_state, fingerprint, saved_part
 from jaxpar.train.run_again import verdict
 from jaxpar.train.run_data import keep_data
 from jaxpar.train.sinks import Sink
+from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
 from jaxpar.train.time_limit import TimeLimit, save_seconds
 from jaxpar.train.val_losses import METRIC
@@ -89,6 +90,7 @@ def run(
     watch: Watch = lambda *_: None,
     report: Report | None = None,
     began: float | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
 ) -> Result:
     """Train the run in `folder`, or go on with it.
 
@@ -103,6 +105,8 @@ def run(
         metrics.jsonl. The calls are the same in number and order on all of them; speed and
         data_wait are those of the process.
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
+      stateful: objects by name whose state is saved with each checkpoint, on the first process, and
+        given back to them, on every process, when the run goes on.
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
@@ -118,7 +122,7 @@ def run(
     while True:
         opened = open_run(experiment, folder, corpus, say)
         try:
-            return _train_and_close(opened, watch, report, began, say)
+            return _train_and_close(opened, watch, report, began, stateful or {}, say)
         except DamagedCheckpoint as error:
             # A step without a manifest shows its damage when it is read, and of several processes
             # perhaps to one alone.
@@ -133,6 +137,7 @@ def _train_and_close(
     watch: Watch,
     report: Report | None,
     began: float,
+    stateful: Mapping[str, Stateful],
     say: Callable[[str], None],
 ) -> Result:
     """Run the steps that are left, and give the folder back."""
@@ -141,7 +146,7 @@ def _train_and_close(
     # what was saved is written to its end before a signal ends the process
     with closing(opened.lock), closing(stop), closing(MachineNotice(stop.ask)):
         try:
-            result = _train(opened, watch, report, stop, limit)
+            result = _train(opened, watch, report, stop, limit, stateful)
         except PeerLost:
             raise  # nothing is waited for, as that would wait for the other process
         except BaseException:
@@ -170,6 +175,7 @@ def _train(
     report: Report | None,
     stop: Stop,
     limit: TimeLimit,
+    stateful: Mapping[str, Stateful],
 ) -> Result:
     """Run the steps that are left. From the first of them on `stop` takes signals."""
     config = opened.experiment.config
@@ -197,7 +203,7 @@ def _train(
         memory_errors(opened.experiment, running),
         _one_thread() as beside,
     ):
-        parts = _Parts(opened, evaluations, log, show, beside, profile, watch, limit)
+        parts = _Parts(opened, evaluations, log, show, beside, profile, watch, limit, stateful)
         if opened.first >= opened.last:
             _make_up(parts, missed, entropy)
             cut_short = evaluations.cut_short
@@ -208,6 +214,8 @@ def _train(
             return Result(opened.first, None, evaluations.last_loss, entropy, cut_short)
         compiling = beside.submit(_compile, opened.experiment)
         start = first_step(opened, show.say)
+        if start.stateful is not None:
+            load_states(stateful, start.stateful, show.say)
         for line in banner_lines(opened, start.state, entropy):
             show.say(line)
         program, said = compiling.result()
@@ -238,6 +246,7 @@ class _Parts(NamedTuple):
       profile: the trace of some steps.
       watch: the caller's function.
       limit: the time that the call may take.
+      stateful: the caller's objects whose state is saved.
     """
 
     run: OpenRun
@@ -248,6 +257,7 @@ class _Parts(NamedTuple):
     profile: Profile
     watch: Watch
     limit: TimeLimit
+    stateful: Mapping[str, Stateful]
 
 
 class _BadStep(Exception):
@@ -287,6 +297,8 @@ class _Loop:
         """What an error of the data said."""
         self.meter = Meter(parts.run.first, flops, devices, experiment.plan.compute)
         self.loss: float | None = None
+        self.first_states = states_of(parts.stateful)
+        """Those of the caller's objects when the call began to train."""
         self.skipped = _Skipped(parts.run.corpus, parts.show.say)
         self.replicas = self._replica_check()
         self.watchdog = Watchdog(config.train.hang_seconds)
@@ -469,6 +481,8 @@ class _Loop:
         beside = beside_state(self.experiment, position, size, self.frozen, teacher, step)
         if guard := self.guard.saved():
             beside[GUARD] = guard
+        if states := states_of(self.parts.stateful):
+            beside[STATEFUL] = states
         before = run.checkpoints.latest()
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
         if before is not None:  # which is written to its end by now
@@ -595,7 +609,10 @@ class _Loop:
             self.unread.clear()
             self.positions.clear()
             self.places.clear()
-            self.state = first_step(run._replace(first=step, is_new=saved is None), say).state
+            start = first_step(run._replace(first=step, is_new=saved is None), say)
+            self.state = start.state
+            states = self.first_states if start.stateful is None else start.stateful
+            load_states(self.parts.stateful, states, say)
         self.guard.roll_back(step)
         self.meter.restart(step)
         self.parts.log.go_back(step)

@@ -40,6 +40,7 @@ from jaxpar.train.run_folder import (
 )
 from jaxpar.train.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.run_lock import SharedLock
+from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state
 from jaxpar.train.teacher import Teacher, open_teacher
 
@@ -90,11 +91,14 @@ class OpenRun(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """The state before the first step, the data at its place, and what the guard had seen."""
+    """The state before the first step, the data at their place, what the guard had seen, and the
+    states of a program's own objects by name; None = of a new run, which has none.
+    """
 
     state: TrainState[jax.Array]
     data: DatasetIterator[HostBatch]
     guard: dict[str, Any] | None = None
+    stateful: dict[str, Any] | None = None
 
 
 def open_run(
@@ -235,7 +239,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
                 raise
             say(f"warning: these data have no such place, they are read from their start: {error}")
             data = _batches(run)
-    return FirstStep(state, data, beside.get(GUARD))
+    return FirstStep(state, data, beside.get(GUARD), beside.get(STATEFUL) or {})
 
 
 def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:

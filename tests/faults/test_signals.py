@@ -90,12 +90,18 @@ def start(folder: Path, processes: int, steps: int, tokens: Path) -> list[subpro
 
 
 def end(running: list[subprocess.Popen[str]]) -> Outcome:
-    """Wait for the processes; neither outlives this."""
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    """Wait for the processes; neither outlives this. Where one has left before they met, the other
+    waits for it for minutes: whatever started them ends it."""
+    until = time.monotonic() + 240
+    left = False
+    while any(process.poll() is None for process in running) and time.monotonic() < until:
+        if not left and any(process.poll() not in (None, 0) for process in running):
+            left = True
+            until = min(until, time.monotonic() + 40)
+        time.sleep(0.05)
+    for process in running:
+        process.kill()
+    errors = [process.communicate()[1] for process in running]
     codes = [process.returncode for process in running]
     return Outcome(tuple(code if code >= 0 else 128 - code for code in codes), "".join(errors))
 

@@ -291,21 +291,21 @@ def test_a_ray_job_runs_its_entrypoint_on_a_cluster(place: Path) -> None:
         start, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
     )
     try:
-        client = None
-        until = time.monotonic() + 240
-        while client is None and time.monotonic() < until:
-            try:
-                client = jobs.JobSubmissionClient(f"http://127.0.0.1:{port}")
-            except ConnectionError:
-                time.sleep(0.5)
-        assert client is not None
         variables = {"RAY_ADDRESS": f"127.0.0.1:{own}"}
-        job = client.submit_job(entrypoint=entry, runtime_env={"env_vars": variables})
+        job = ""
+        until = time.monotonic() + 240
+        while not job and time.monotonic() < until:
+            try:  # until the cluster is there
+                client = jobs.JobSubmissionClient(f"http://127.0.0.1:{port}")
+                job = client.submit_job(entrypoint=entry, runtime_env={"env_vars": variables})
+            except (ConnectionError, RuntimeError):
+                time.sleep(1)
+        assert job
         while not client.get_job_status(job).is_terminal() and time.monotonic() < until:
             time.sleep(0.5)
         said = client.get_job_logs(job)
         assert client.get_job_status(job) == jobs.JobStatus.SUCCEEDED, said
     finally:
-        os.killpg(head.pid, signal.SIGTERM)  # not `ray stop`, which ends everybody's
+        os.killpg(head.pid, signal.SIGKILL)  # not `ray stop`, which ends everybody's
         head.wait(timeout=30)
     assert max(row["step"] for row in read_metrics(place / "run")) == 6

@@ -117,18 +117,45 @@ def logged(folder: Path, key: str) -> dict[int, float]:
     return {row["step"]: row[key] for row in read_metrics(folder) if key in row}
 
 
+class Counted:
+    """A callback that remembers the steps of the rows that it was called with."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, step: int, row: dict[str, float]) -> None:
+        if "loss" in row:
+            self.steps.append(step)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.steps = state["steps"]
+
+
 def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_the_bit(
-    config: Config, whole: Path, tmp_path: Path
+    config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "stopped"
     reported: list[dict[str, float]] = []
-    stopped = train_module.run(
-        override(config, {"train.stop_at": 7}),
-        folder,
-        report=lambda step, row: reported.append({"step": step, **row}),
-    )
+    counted = Counted()
+
+    def report(step: int, row: dict[str, float]) -> None:
+        reported.append({"step": step, **row})
+        counted(step, row)
+
+    part = override(config, {"train.stop_at": 7})
+    stopped = train_module.run(part, folder, report=report, stateful={"counted": counted})
     assert reported == read_metrics(folder)
     assert stopped.step == 7
+    part = override(config, {"train.stop_at": 9})
+    counted = Counted()
+    counting = {"counted": counted, "other": Counted()}
+    train_module.run(part, folder, report=counted, stateful=counting)
+    assert counted.steps == [*range(1, 10)]
+    said = "has no state of other (stateful=), which starts anew"
+    assert said in capsys.readouterr().out.replace("\n", " ")
     resumed = train(config, folder)
     assert resumed.step == 20
     assert losses(folder) == losses(whole) and sorted(losses(whole)) == list(range(1, 21))
