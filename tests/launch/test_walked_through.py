@@ -9,10 +9,8 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -255,57 +253,3 @@ def test_a_batch_script_trains_in_two_processes_stops_and_goes_on(place: Path) -
     assert 0 < stopped < 400
     assert subprocess.run(["bash", "job.sh"], env=environment, check=False).returncode == 0
     assert max(row["step"] for row in read_metrics(place / "runs/tiny")) == 400
-
-
-def free_ports() -> list[int]:
-    """Two ports that nobody listens on."""
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
-            probe.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1], other.getsockname()[1]]
-
-
-@pytest.mark.slow
-def test_a_ray_job_runs_its_entrypoint_on_a_cluster(place: Path) -> None:
-    """A cluster of Ray on this machine, which has no chips: two CPU processes take their place."""
-    pytest.importorskip("ray")
-    jobs = pytest.importorskip("ray.job_submission")
-    changes = SMALL | {"data.path": "/mnt/jaxpar/data.bin", "mesh.data": 2, "train.batch": 4}
-    text = printed("rayjob", override(load_config("tiny"), changes | {"mesh.data": 16}))
-    words = command("rayjob", text)
-    assert words[:3] == ["jaxpar", "launch", "ray"] and "--target=h100x16" in words
-    local = {
-        "--target=h100x16": "--workers=2",
-        "mesh.data=16": "mesh.data=2",
-        "data.path=/mnt/jaxpar/data.bin": f"data.path={place / 'data.bin'}",
-        "--run=/mnt/jaxpar/tiny": f"--run={place / 'run'}",
-    }
-    words = [local.get(word, word) for word in words if not word.startswith("mesh.platform")]
-    entry = shlex.join([sys.executable, "-m", "jaxpar.cli.main", *words[1:]])
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    port, own = free_ports()
-    start = [*ray, "start", "--head", "--block", "--num-cpus=4"]
-    start += [f"--dashboard-port={port}", f"--port={own}", f"--temp-dir={tempfile.mkdtemp()}"]
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    head = subprocess.Popen(
-        start, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
-    )
-    try:
-        variables = {"RAY_ADDRESS": f"127.0.0.1:{own}"}
-        job = ""
-        until = time.monotonic() + 240
-        while not job and time.monotonic() < until:
-            try:  # until the cluster is there
-                client = jobs.JobSubmissionClient(f"http://127.0.0.1:{port}")
-                job = client.submit_job(entrypoint=entry, runtime_env={"env_vars": variables})
-            except (ConnectionError, RuntimeError):
-                time.sleep(1)
-        assert job
-        while not client.get_job_status(job).is_terminal() and time.monotonic() < until:
-            time.sleep(0.5)
-        said = client.get_job_logs(job)
-        assert client.get_job_status(job) == jobs.JobStatus.SUCCEEDED, said
-    finally:
-        os.killpg(head.pid, signal.SIGKILL)  # not `ray stop`, which ends everybody's
-        head.wait(timeout=30)
-    assert max(row["step"] for row in read_metrics(place / "run")) == 6
