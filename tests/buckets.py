@@ -55,8 +55,10 @@ class Server:
             if self.busy or self._draw.random() < self.share or self.refuses(*request):
                 self.failed += 1
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-                start("503 Slow Down", [("Content-Type", "application/xml")])
-                return [b"<Error><Code>SlowDown</Code><Message>Reduce your rate</Message></Error>"]
+                said = b"<Error><Code>SlowDown</Code><Message>Reduce your rate</Message></Error>"
+                headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(said)))]
+                start("503 Slow Down", headers)
+                return [said]
             return inner(environ, start)
 
         return answer

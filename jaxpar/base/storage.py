@@ -111,6 +111,7 @@ class Bucket:
         self.url = as_url(url)
         self._fs, self._root = _file_system(self.url)
         self._root = self._root.rstrip("/")
+        self._outage = _outage_of("/".join(self.url.split("/")[:3]))
 
     def files(self, below: str = "") -> dict[str, Found]:
         """List the objects, at any depth.
@@ -265,39 +266,51 @@ class Bucket:
     def _try(self, what: str, name: str, do: Callable[[], T]) -> T:
         """Do something, again and again while it fails as it may for a while."""
         where = f"{self.url}/{name}" if name else self.url
-        began = time.monotonic()
+        until = time.monotonic() + LIMIT_SECONDS
         pause = 0.5
-        said = False
-        while True:
-            try:
-                result = do()
-            except UserError:
-                raise
-            except Exception as error:  # of a network library, or of one above it
-                why = _reason(error)
-                if what == "written" and isinstance(error, FileNotFoundError):
-                    why = "there is no such bucket"
-                left = began + LIMIT_SECONDS - time.monotonic()
-                if _is_final(error):
-                    raise UserError(f"{where} cannot be {what}: {why}") from error
-                if left <= 0:
-                    raise UserError(
-                        f"{where} cannot be {what} ({why}), and was tried for "
-                        f"{LIMIT_SECONDS:.0f} s: look at the bucket and at the network, and give "
-                        "the command again"
-                    ) from error
-                if not said:
-                    say(
+        waiting = False
+        answered = False
+        try:
+            while True:
+                try:
+                    result = do()
+                # of a network library, or of one above it
+                except Exception as error:
+                    why = _require_passing(error, what, where, until)
+                else:
+                    answered = True
+                    return result
+                if not waiting:
+                    waiting = True
+                    self._outage.enter(
                         f"warning: {where} cannot be {what} ({why}): it is tried again for up to "
                         f"{LIMIT_SECONDS:.0f} s"
                     )
-                said = True
+                left = until - time.monotonic()
                 time.sleep(min(pause * random.uniform(0.8, 1.2), max(left, 0.01)))
                 pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                if said:
-                    say(f"{where} is reached again, after {time.monotonic() - began:.0f} s")
-                return result
+        finally:
+            if waiting:
+                self._outage.leave(answered)
+
+
+def _require_passing(error: Exception, what: str, where: str, until: float) -> str:
+    """Return what an error says that may pass; raise one that the same request would get again, or
+    that has not passed in time.
+    """
+    if isinstance(error, UserError):
+        raise error
+    why = _reason(error)
+    if what == "written" and isinstance(error, FileNotFoundError):
+        why = "there is no such bucket"
+    if _is_final(error):
+        raise UserError(f"{where} cannot be {what}: {why}") from error
+    if time.monotonic() >= until:
+        raise UserError(
+            f"{where} cannot be {what} ({why}), and was tried for {LIMIT_SECONDS:.0f} s: look at "
+            "the bucket and at the network, and give the command again"
+        ) from error
+    return why
 
 
 def local_path(
@@ -386,6 +399,46 @@ def _remove_old_copies(but: Path) -> None:
         if too_much > 0 and is_old and folder != but:
             shutil.rmtree(folder, ignore_errors=True)
             too_much -= sizes[folder]
+
+
+class _Outage:
+    """A time in which a bucket does not answer: one line says that it begins, and one that it has
+    ended, however many requests wait for it.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._began: float | None = None
+
+    def enter(self, line: str) -> None:
+        """Wait for the bucket; the first that does says the line."""
+        with self._lock:
+            self._waiting += 1
+            if self._began is not None:
+                return
+            self._began = time.monotonic()
+        say(line)
+
+    def leave(self, answered: bool) -> None:
+        """Wait no longer; the last that does, and got an answer, says so."""
+        with self._lock:
+            self._waiting -= 1
+            if self._waiting or self._began is None:
+                return
+            took = time.monotonic() - self._began
+            self._began = None
+        if answered:
+            say(f"{self._name} answers again, after {took:.0f} s")
+
+
+_OUTAGES: dict[str, _Outage] = {}
+
+
+def _outage_of(name: str) -> _Outage:
+    """The outage of a bucket, which all of this process share."""
+    return _OUTAGES.setdefault(name, _Outage(name))
 
 
 def _file_system(url: str) -> tuple[Any, str]:

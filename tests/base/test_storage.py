@@ -1,5 +1,6 @@
 """The room that opens URLs, on fsspec's file system in memory."""
 
+import threading
 import uuid
 
 import pytest
@@ -99,8 +100,30 @@ def test_what_fails_for_a_while_is_tried_again_and_said_once(bucket, monkeypatch
     assert bucket.read("x") == b"there"
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "503 Slow Down" in said[0] and "is tried again" in said[0]
-    assert "is reached again" in said[1]
+    assert "answers again, after" in said[1]
     assert len(quick) == 6 and quick == sorted(quick)  # each pause is longer: x2 beats +-20 %
+
+
+def test_requests_that_wait_together_are_said_once(bucket, tmp_path, monkeypatch, capsys):
+    put = MemoryFileSystem.put_file
+    away = threading.Event()
+    waiting = list[int]()
+
+    def busy(*args, **options):
+        if away.is_set():
+            return put(*args, **options)
+        waiting.append(1)
+        raise OSError(16, "503 Slow Down")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", busy)
+    files = [tmp_path / str(number) for number in range(6)]
+    for file in files:
+        file.write_bytes(b"x")
+    threading.Timer(0.3, away.set).start()
+    bucket.send_all((file, file.name) for file in files)
+    assert len(bucket.files()) == 6 and len(waiting) >= 6
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "is tried again" in said[0] and "answers again" in said[1]
 
 
 def test_what_fails_for_too_long_ends_in_one_line(bucket, monkeypatch, capsys, quick):
