@@ -210,7 +210,7 @@ MUTATIONS = [
     Mutation("dropout_key", "every microbatch drops the same", "jaxpar/train/step.py",
              "jax.random.fold_in(key, index)", "key", "tests/train/test_step.py -k drops"),
     Mutation("dropout_step", "every step drops the same", "jaxpar/train/step.py",
-             "jax.random.fold_in(jax.random.key(train.seed), state.step)", "jax.random.key(train.seed)",
+             "jax.random.fold_in(jax.random.key(config.train.seed), step)", "jax.random.key(config.train.seed)",
              "tests/train/test_step.py -k each_step_drops"),
     Mutation("moments_order", "moments stay in the old order of layers", "jaxpar/train/step.py",
              "    if jax.tree.leaves(opt_state):", "    if not jax.tree.leaves(opt_state):",

@@ -150,7 +150,9 @@ def launch(
         except SystemExit as stop:
             raise KeyboardInterrupt from stop
     if "error" in found:
-        raise UserError(found["error"])
+        error = UserError(found["error"])
+        error.exit_code = found["exit_code"]
+        raise error
     return found
 
 
@@ -327,7 +329,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     except PeerLost:
         raise  # Ray starts all again
     except UserError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "exit_code": error.exit_code}
     finally:
         if config.mesh.platform == "cpu":
             jax.distributed.shutdown()
