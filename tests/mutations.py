@@ -250,8 +250,8 @@ MUTATIONS = [
              'q_norm.scale"),\n    _LAYER + "self_attn.k_norm.weight": ("h", "blocks.k_norm.scale")',
              'k_norm.scale"),\n    _LAYER + "self_attn.k_norm.weight": ("h", "blocks.q_norm.scale")',
              "tests/models/test_hf.py -k stored"),
-    Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/run_folder.py",
-             "return min((step for", "return max((step for", "tests/train/test_checkpoint.py"),
+    Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/val_losses.py",
+             "return min(", "return max(", "tests/train/test_checkpoint.py"),
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config.py",
              '"data.prefetch",', '"data",', "tests/base/test_config.py -k resumes"),
     # Compiled programs read and priced.
