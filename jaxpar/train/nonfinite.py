@@ -68,7 +68,7 @@ class _Place(NamedTuple):
 
     name: str
     layer: int | None
-    count: int
+    entries: int
 
     @property
     def text(self) -> str:
@@ -119,9 +119,7 @@ def _weights(experiment: Experiment, state: TrainState[jax.Array], batch: Batch)
     apart = "and no computation of this step made it so"
     if places := _places(experiment, counts):
         first = places[0]
-        return (
-            f"the parameter {first.text} is not finite itself, in {first.count:,} entries, {apart}"
-        )
+        return f"the parameter {first.text} is not finite itself, in {first.entries:,} entries, {apart}"
     count_of = jax.jit(lambda x: count_nonfinite(on_device(x)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and (count := int(count_of(leaf))):
@@ -203,7 +201,7 @@ def _gradients(experiment: Experiment, state: TrainState[jax.Array], batch: Batc
         first = places[-1]
         return (
             "the activations are finite, and the first gradient of the backward pass that is not "
-            f"is that of {first.text}, in {first.count:,} entries"
+            f"is that of {first.text}, in {first.entries:,} entries"
         )
     sizes = [
         (float(size), path_name(path))
