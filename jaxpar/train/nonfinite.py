@@ -119,7 +119,8 @@ def _weights(experiment: Experiment, state: TrainState[jax.Array], batch: Batch)
     apart = "and no computation of this step made it so"
     if places := _places(experiment, counts):
         first = places[0]
-        return f"the parameter {first.text} is not finite itself, in {first.entries:,} entries, {apart}"
+        where = f"{first.text} is not finite itself, in {first.entries:,} entries"
+        return f"the parameter {where}, {apart}"
     count_of = jax.jit(lambda x: count_nonfinite(on_device(x)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and (count := int(count_of(leaf))):

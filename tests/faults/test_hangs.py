@@ -149,6 +149,7 @@ def test_a_peer_that_is_gone_ends_the_other_by_a_documented_code(
     finally:
         for process in pair:
             process.kill()
+            process.wait()
     said = (tmp_path / "errors_0").read_text().splitlines()
     assert ended == code, said
     assert took < 60 and len(said) <= most
