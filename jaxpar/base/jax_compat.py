@@ -398,7 +398,8 @@ def compute_in_host_memory(function: Callable[..., Any], *arguments: Any) -> Any
     """
     from jax.experimental import compute_on as of_jax
 
-    compute_on = getattr(of_jax, "compute_on2", of_jax.compute_on)  # its name until jax 0.11
+    # its name until jax 0.11, where the older function of the name `compute_on` is gone
+    compute_on: Any = getattr(of_jax, "compute_on2", of_jax.compute_on)
     results = jax.eval_shape(function, *arguments)
     there = jax.tree.map(lambda _: jax.memory.Space.Host, results)
     on_the_host = compute_on(function, compute_type="device_host", out_memory_spaces=there)
