@@ -68,6 +68,7 @@ def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_p
     opened = open_run(config, tmp_path / "run", None, print)
     params = first_step(opened, print).state.params
     opened.checkpoints.close()
+    opened.lock.close()
     _, imported = load_run(tmp_path / "run", 0, opened.experiment)
     jax.tree.map(np.testing.assert_array_equal, params, imported)
     assert train(config, tmp_path / "run").step == 2
