@@ -25,6 +25,7 @@ from jaxpar.base.errors import UserError, is_url, read_json, reading, require_lo
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.base.storage import as_url, local_path
 from jaxpar.data.id_files import look_at, look_at_ranged, require_guess, require_ids, unknown_id
+from jaxpar.data.mapped import require_uncut
 from jaxpar.data.parts import PartDefaults
 from jaxpar.data.ranged import RangedFile, RangedIds
 from jaxpar.data.special_tokens import carry_declared
@@ -461,11 +462,12 @@ def read_windows(
     document has label -1.
 
     Raises:
-      UserError: the vocabulary does not have an id that was read.
+      UserError: the vocabulary does not have an id that was read, or the file was cut meanwhile.
     """
     if isinstance(stream.tokens, RangedIds):
         ids_BT = stream.tokens.windows(starts_B, seq_len + 1)
     else:
+        require_uncut(stream.tokens, stream.origin)
         ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
     if ids_BT.max() >= vocab_size:
         row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
@@ -483,6 +485,7 @@ def read_windows(
     assert stream.document_starts is not None, (
         "load_corpus refuses data.pack without document starts"
     )
+    require_uncut(stream.document_starts, f"{stream.origin}.docs")
     where_BT = starts_B[:, None] + np.arange(seq_len + 1)
     document_BT = np.searchsorted(stream.document_starts, where_BT, side="right") - 1
     # nor is a begin of text, which is given, a label

@@ -324,7 +324,7 @@ class _Loop:
             return self._steps_and_back(stop)
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged | CopiesDiffer):
-                self._save_good()
+                self._save_good(error)
             if self.broken and jax.process_index() == 0:
                 keep_data(self.opened.folder, self.opened.compared.pieces, self.broken)
             raise
@@ -488,7 +488,7 @@ class _Loop:
         if before is not None:  # which is written to its end by now
             self.parts.limit.note_save(save_seconds(run.checkpoints.folder / str(before)))
 
-    def _save_good(self) -> None:
+    def _save_good(self, ended_by: Exception) -> None:
         """Save what was trained until now, and say so, unless the last step failed or diverged."""
         say = self.parts.show.say
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
@@ -501,7 +501,8 @@ class _Loop:
             self._save(step)
             self.opened.checkpoints.wait()
         except Exception as error:  # the first error is the one to tell
-            say(f"warning: the steps since the last checkpoint are lost: {error}")
+            if str(error) != str(ended_by):
+                say(f"warning: the steps since the last checkpoint are lost: {error}")
             return
         say(
             f"an error ends this run after step {step}, which is saved: the same command goes "

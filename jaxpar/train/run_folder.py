@@ -452,9 +452,16 @@ class Checkpoints:
     def _finish_save(self) -> None:
         """Wait until what was saved is there, with its manifest and its loss."""
         assert self._manager
-        self._manager.wait_until_finished()
-        if self._sender is not None:
-            self._sender.wait()
+        try:
+            self._manager.wait_until_finished()
+            if self._sender is not None:
+                self._sender.wait()
+        except BaseException:
+            self._saving = None
+            # Orbax counts what it could not write among its steps
+            if jax.process_count() == 1:
+                self._reload()
+            raise
         step = self._saving
         self._saving = None
         if jax.process_index() == 0 and step is not None:
