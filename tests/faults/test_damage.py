@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import random
 import shutil
@@ -18,9 +19,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import jax
+import numpy as np
 import pytest
 
+from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
+from jaxpar.train.plans import make_experiment
+from jaxpar.train.restore import load_run
+from jaxpar.train.run_folder import read_run_config
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +41,7 @@ Kind = Literal[
     "traceback",
 ]
 BAD = ("wrong", "traceback")
+RESULT = "validation loss"
 TRAIN = [
     "train",
     "tiny",
@@ -57,7 +65,10 @@ TRAIN = [
 ]
 
 
-COMMANDS = ("eval", "eval", "train", "eval")
+COMMANDS = ("load", "load", "eval", "load", "load", "train", "load", "load")
+"""What is called in turn; `load` is what eval, generate and convert begin with."""
+Results = dict[str, tuple[str, str]]
+"""What each command says of a whole run: with its last step, and with the one before."""
 
 
 class Answer(NamedTuple):
@@ -114,6 +125,25 @@ def kind_of(file: str) -> str:
     return "/".join(parts[2:])
 
 
+def load(run: Path, step: int = 0) -> Answer:
+    """Load the parameters of a run, as a command does; the result is a hash of their bits and of
+    the config.
+    """
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        try:
+            config = read_run_config(run)
+            experiment = make_experiment(config, jax.devices()[:1], training=False)
+            found, params = load_run(run, step, experiment)
+        except UserError as error:
+            return Answer(2, "", f"{err.getvalue()}jaxpar: error: {error}")
+        except Exception:  # which the command line would print
+            return Answer(traceback.format_exc(), "", err.getvalue())
+    bits = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
+    made = hashlib.sha256(repr(config).replace(str(run), "").encode() + bits)
+    return Answer(0, f"step {found}: {RESULT} by hash {made.hexdigest()}", err.getvalue())
+
+
 def train_and_evaluate(run: Path) -> Answer:
     """Go on with a run, which trains a step again that is damaged, and evaluate what it came to."""
     trained = call([*TRAIN, f"--run={run}"])
@@ -127,7 +157,7 @@ def train_and_evaluate(run: Path) -> Answer:
 def result_of(answer: Answer) -> str:
     """The line of an answer that says what was computed."""
     lines = answer.printed.splitlines()
-    return "\n".join(line for line in lines if ": validation loss" in line)
+    return "\n".join(line for line in lines if f": {RESULT}" in line)
 
 
 def judge(answer: Answer, right: str, before: str) -> Kind:
@@ -154,19 +184,22 @@ def judge(answer: Answer, right: str, before: str) -> Kind:
     return "wrong"
 
 
-def make_run(folder: Path) -> tuple[str, str]:
-    """Train a run with two checkpoints; return the results of its last step and of the one before."""
+def make_run(folder: Path) -> Results:
+    """Train a run with two checkpoints; return what it gives."""
     made = call([*TRAIN, f"--run={folder}"])
     assert made.code == 0, made
-    right = result_of(call(["eval", str(folder)]))
-    before = result_of(call(["eval", str(folder), "--step=3"]))
-    assert right.startswith("step 6: ") and before.startswith("step 3: ")
-    return right, before
+    evaluated = (call(["eval", str(folder)]), call(["eval", str(folder), "--step=3"]))
+    loaded = (load(folder), load(folder, 3))
+    results = {
+        "eval": (result_of(evaluated[0]), result_of(evaluated[1])),
+        "load": (result_of(loaded[0]), result_of(loaded[1])),
+    }
+    for right, before in results.values():
+        assert right.startswith("step 6: ") and before.startswith("step 3: ")
+    return results | {"train": results["eval"]}
 
 
-def trials(
-    whole: Path, counts: dict[Damage, int], seed: int, results: tuple[str, str]
-) -> list[Trial]:
+def trials(whole: Path, counts: dict[Damage, int], seed: int, results: Results) -> list[Trial]:
     """Damage copies of a run, each once, over all kinds of files in turn, and evaluate each."""
     draw = random.Random(seed)
     files = [path.relative_to(whole).as_posix() for path in whole.rglob("*") if path.is_file()]
@@ -190,9 +223,14 @@ def trials(
             command = COMMANDS[number % len(COMMANDS)]
             if command == "train":
                 answer = train_and_evaluate(copy)
+            elif command == "load":
+                answer = load(copy)
             else:
                 answer = call(["eval", str(copy)])
-            found.append(Trial(damage, file, command, judge(answer, *results), answer))
+            kind = judge(answer, *results[command])
+            found.append(Trial(damage, file, command, kind, answer))
+            if number % 10 == 9:
+                print(f"{damage}: {number + 1} tries", flush=True)
     return found
 
 

@@ -8,6 +8,7 @@ is a file system in memory, which only root may mount.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -126,13 +127,11 @@ def filled(folder: Path, tokens: Path) -> list[str]:
     with disk(folder, 20_000) as place:
         process = start(place / "run", tokens)
         wait_for_step(place / "run", process)
-        with (place / "other").open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-                    file.flush()
-            except OSError:
-                pass
+        file = os.open(place / "other", os.O_WRONLY | os.O_CREAT)
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(file, bytes(4096))
+        os.close(file)
         return problems(end(process), place / "run")
 
 
@@ -158,7 +157,8 @@ def moved(folder: Path, tokens: Path) -> list[str]:
     wait_for_step(folder / "run", process)
     (folder / "run").rename(folder / "elsewhere")
     found = problems(end(process), folder / "elsewhere")
-    return found + [f"a new {path}" for path in folder.glob("run")]
+    # what was being saved may make its folder anew, which is no run
+    return found + [f"a new {path}" for path in folder.glob("run/config.toml")]
 
 
 def deleted(folder: Path, tokens: Path) -> list[str]:
@@ -171,7 +171,7 @@ def deleted(folder: Path, tokens: Path) -> list[str]:
     ended = end(process)
     lines = ended.said.strip().splitlines()
     found = [] if ended.code == 2 and len(lines) == 1 else [f"{ended}"]
-    return found + [f"a new {path}" for path in folder.glob("run")]
+    return found + [f"a new {path}" for path in folder.glob("run/config.toml")]
 
 
 def second_training(folder: Path, tokens: Path) -> list[str]:
@@ -197,7 +197,7 @@ def cut_tokens(folder: Path, tokens: Path) -> list[str]:
 FAULTS: dict[str, Callable[[Path, Path], list[str]]] = {
     **{
         f"full at {kib} KiB": lambda folder, tokens, kib=kib: full(folder, tokens, kib)
-        for kib in (40, 1_500, 2_500, 3_500, 6_000)
+        for kib in (40, 1_500, 2_500, 3_000, 3_500)
     },
     "filled by another": filled,
     "read-only": read_only,
