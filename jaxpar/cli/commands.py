@@ -383,7 +383,7 @@ def tokenize_command(words: list[str]) -> int:
     )
     written = tokenize(data, out)
     dtype = written.tokens.dtype
-    entropy = f"unigram entropy {unigram_entropy(written.tokens):.3f} nats a token"
+    entropy = f"unigram entropy {unigram_entropy(written.sample):.3f} nats a token"
     console().print(f"{out}: {written.size:,} tokens ({dtype}), {entropy}{written.note}")
     return 0
 

@@ -23,6 +23,7 @@ from jaxpar.data.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat_template import Span
 from jaxpar.data.conversations import read_conversation
 from jaxpar.data.parts import PartDefaults
+from jaxpar.data.ranged import RangedFile
 from jaxpar.data.tokenizer import (
     CharsTokenizer,
     HFTokenizer,
@@ -50,7 +51,7 @@ class Examples(PartDefaults):
     """The file or folder, for messages."""
     note: str = ""
     """What was cut or left out."""
-    files: tuple[Path, ...] = ()
+    files: tuple[Path | RangedFile, ...] = ()
     """The files that they were read from."""
 
     @property

@@ -24,6 +24,7 @@ from jaxpar.base.config import DataConfig
 from jaxpar.base.console import console
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
 from jaxpar.data.parts import PartDefaults
+from jaxpar.data.ranged import RangedFile
 from jaxpar.data.skipped import Skipped
 from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
 from jaxpar.data.tokens import NOTHING_IN_IT, HostBatch, files_below, left_out
@@ -52,7 +53,7 @@ class Documents(PartDefaults):
     """Ids [N] of the first documents: of all, or at least SAMPLE tokens."""
     note: str = ""
     """What is left out, as far as the sample shows it."""
-    files: tuple[Path, ...] = ()
+    files: tuple[Path | RangedFile, ...] = ()
     """The files that they are read from, as far as these are known."""
     skipped: Skipped | None = None
     """Counts the records that are no text, while they are read."""
