@@ -20,7 +20,6 @@ from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.models import Params
-from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.pruning import with_pruning
@@ -65,8 +64,7 @@ def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) 
 
 def _with_sparsity(optimizer: Optimizer, config: Config, plan: Plan | None) -> Optimizer:
     """The optimizer, with what sparse and pruned matrices ask of a step."""
-    order = None if plan is None else stored_order(plan, config.model.layers)
-    return with_pruning(with_sparse_decay(optimizer, config.model), config, order)
+    return with_pruning(with_sparse_decay(optimizer, config.model), config, plan)
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:

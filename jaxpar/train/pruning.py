@@ -24,10 +24,13 @@ from jaxtyping import Bool, Float, Int
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
+from jaxpar.base.plan import Plan
 from jaxpar.base.pruning_config import Pruning
-from jaxpar.base.sharding import Axes, KeyPath, PyTree, is_axes, path_name
+from jaxpar.base.sharding import Axes, KeyPath, PyTree, is_axes, path_name, state_axes
 from jaxpar.models import Params
 from jaxpar.models.sparsity import matrix_split
+from jaxpar.parallel.collectives import first_order_token, order_token_after, ready_after
+from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.movement import MovementState, no_movement, with_held, with_step
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.ranks import highest, largest
@@ -74,16 +77,14 @@ class _Choice(NamedTuple):
     """By the names of the parameters."""
 
 
-def with_pruning(
-    optimizer: Optimizer, config: Config, order: Sequence[int] | None = None
-) -> Optimizer:
+def with_pruning(optimizer: Optimizer, config: Config, plan: Plan | None = None) -> Optimizer:
     """Return an optimizer that keeps weights at zero, and chooses them anew every few steps.
 
     Args:
       optimizer: any but Schedule-Free, whose average would not be zero.
       config: its `pruning` says when and how far.
-      order: the layer at each place of a stacked parameter, as `stored_order` gives it; None =
-        layers are in the model's own order.
+      plan: says in which order layers are stored, and on which devices; None = in the model's own,
+        on one.
 
     Returns:
       The optimizer; itself where nothing is pruned.
@@ -104,7 +105,7 @@ def with_pruning(
         inner = optimizer.make(axes)
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            return _update(inner, updates, state, params, axes, config, order)
+            return _update(inner, updates, state, params, axes, config, plan)
 
         return optax.GradientTransformation(lambda params: _init(inner, params, pruning), update)
 
@@ -138,7 +139,7 @@ def _update(
     params: Any,
     axes: Params,
     config: Config,
-    order: Sequence[int] | None,
+    plan: Plan | None,
 ) -> tuple[Params, PruningState]:
     """Make a step of the optimizer without what is pruned, and choose anew where it is time."""
     was_pruned = _with_arrays(state.pruned)
@@ -154,8 +155,12 @@ def _update(
         scores = _with_arrays(movement.scores)
         moves = _with_values(moves, was_pruned, _with_arrays(movement.held))
     before = _Choice(moves, was_pruned)
-    chosen = _choose(state.steps, before, grads, params, scores, axes, config, order)
+    names = _axes_by_name(axes)
+    chosen = _choose(state.steps, before, grads, params, scores, names, config, plan)
     pruned = chosen.pruned
+    moves, inner_state, movement = _after_choice(
+        (chosen.updates, inner_state, movement), pruned, names, plan
+    )
 
     def final(path: KeyPath, update: Array, param: Array) -> Array:
         mask = pruned.get(path_name(path))
@@ -163,9 +168,9 @@ def _update(
             return update
         return jnp.where(mask, -param, update)
 
-    updates = jax.tree_util.tree_map_with_path(final, chosen.updates, params)
+    updates = jax.tree_util.tree_map_with_path(final, moves, params)
     if isinstance(movement, MovementState):
-        stepped = _with_arrays(optax.apply_updates(params, chosen.updates))
+        stepped = _with_arrays(optax.apply_updates(params, moves))
         movement = with_held(movement, lambda name: jnp.where(pruned[name], stepped[name], 0))
     kept_form = jax.tree_util.tree_map_with_path(
         lambda path, _: pruned[path_name(path)], state.pruned
@@ -202,19 +207,15 @@ def _choose(
     grads: Params,
     params: Params,
     scores: dict[str, Array],
-    axes: Params,
+    names: dict[str, Axes],
     config: Config,
-    order: Sequence[int] | None,
+    plan: Plan | None,
 ) -> _Choice:
-    """Choose what is pruned, where the step is one of those after which that is done.
-
-    All updates pass through one branch: what follows waits for the sums over devices inside, which
-    XLA:CPU might otherwise mix with later ones.
-    """
+    """Choose what is pruned, where the step is one of those after which that is done."""
     pruning = config.pruning
-    names = _axes_by_name(axes)
     by_name = _with_arrays(params)
     gradients = _with_arrays(grads)
+    order = None if plan is None else stored_order(plan, config.model.layers)
     shares = _shares(before.pruned, names, config, order)
     method = _METHODS[pruning.method]
     step = count + 1
@@ -238,6 +239,28 @@ def _choose(
         return _Choice(given.updates, found)
 
     return jax.lax.cond(due, choose, lambda given: given, before)
+
+
+def _after_choice(
+    arrays: tuple[Params, optax.OptState, MovementState | tuple[()]],
+    pruned: dict[str, Array],
+    names: dict[str, Axes],
+    plan: Plan | None,
+) -> Any:
+    """Let what follows wait for the sums over devices inside the choice, which XLA:CPU might mix
+    with later ones: see `order_token_after`.
+    """
+    if plan is None:
+        return arrays
+    stored = {name: state_axes(names[name]) for name in pruned}
+    token = order_token_after(first_order_token(plan), pruned, stored, plan)
+
+    def wait(x: Array) -> Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return ready_after(x, token)
+        return x
+
+    return jax.tree.map(wait, arrays)
 
 
 def _shares(

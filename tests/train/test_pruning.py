@@ -18,14 +18,16 @@ from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.pruning_config import Pruning
+from jaxpar.hlo.collective_order import find_unordered
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
+from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.given_optimizer import as_optimizer
-from jaxpar.train.plans import make_experiment
-from jaxpar.train.pruning import PruningState, cubic, with_pruning
+from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.pruning import PruningState, cubic
 from jaxpar.train.ranks import highest, largest
 from jaxpar.train.restore import load_params
-from jaxpar.train.step import state_shapes
+from jaxpar.train.step import make_train_step, state_shapes, step_shapes
 from jaxpar.verify.of_config import checks as verify
 
 SMALL: dict[str, Any] = {
@@ -197,18 +199,21 @@ def test_shares_by_depth_are_those_of_their_layers_in_any_order() -> None:
     shares = Pruning("magnitude", sparsity_by_depth=(0.2, 0.4, 0.8))
     found = [shares.sparsity_at(layer, 5) for layer in range(5)]
     assert found == pytest.approx([0.2, 0.3, 0.4, 0.6, 0.8])
-    config = config_of(model__layers=3, pruning__sparsity_by_depth=(0.25, 0.5, 0.75))
-    for order in (None, (2, -1, 0, 1)):
-        zeros = jnp.zeros((len(order or range(3)), 16, 32))
-        params = {"blocks": {"up": zeros + jax.random.normal(jax.random.key(0), (16, 32))}}
-        dense = as_optimizer(None, config_of(pruning__method="none"))
-        optimizer = with_pruning(dense, config, order)
+    changes = {"model__layers": 3, "pruning__sparsity_by_depth": (0.25, 0.5, 0.75)}
+    for stages in (1, 2):
+        config = config_of(mesh__data=1, mesh__stage=stages, **changes)
+        plan = make_plan(config)
+        order = stored_order(plan, 3) or range(3)
+        assert (-1 in order) == (stages == 2)
+        weights = jax.random.normal(jax.random.key(0), (len(order), 16, 32))
+        params = {"blocks": {"up": weights}}
+        optimizer = as_optimizer(optax.sgd(0.1), config, plan)
         transformation = optimizer.make({"blocks": {"up": ("layers", "embed", "mlp")}})
         state = transformation.init(params)._replace(steps=jnp.int32(5))  # the last choice is next
         _, state = jax.jit(transformation.update)(params, state, params)
         pruned = jnp.mean(state.pruned["blocks"]["up"], axis=(1, 2)).tolist()
         wanted = {0: 0.25, 1: 0.5, 2: 0.75}
-        for layer, share in zip(order or range(3), pruned, strict=True):
+        for layer, share in zip(order, pruned, strict=True):
             assert layer < 0 or share == wanted[layer]
 
 
@@ -277,6 +282,17 @@ def test_a_matrix_that_is_not_there_and_an_average_are_refused() -> None:
 def test_every_layout_chooses_the_same(method: str, mesh: dict[str, Any]) -> None:
     config = override(Config(), SMALL | mesh | {"pruning.method": method, "pruning.targets": []})
     assert verify.verify(config).equal
+
+
+@pytest.mark.slow
+def test_no_later_sum_over_devices_may_run_beside_those_of_a_choice() -> None:
+    """XLA takes what a branch only passes through out of it, and sums of that were not held."""
+    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    config = override(Config(), SMALL | axes | {"pruning.targets": []})
+    experiment = make_experiment(config)
+    step = make_train_step(experiment.model, config, experiment.plan)
+    shapes = step_shapes(experiment.model, config, experiment.plan)
+    assert find_unordered(step.lower(*shapes).compile().as_text()) == []
 
 
 @pytest.mark.slow
