@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from jaxpar.base.checks import check
-from jaxpar.base.config import Config, override
+from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.pruning_config import Pruning
 from jaxpar.hlo.collective_order import find_unordered
@@ -287,8 +287,9 @@ def test_every_layout_chooses_the_same(method: str, mesh: dict[str, Any]) -> Non
 @pytest.mark.slow
 def test_no_later_sum_over_devices_may_run_beside_those_of_a_choice() -> None:
     """XLA takes what a branch only passes through out of it, and sums of that were not held."""
-    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
-    config = override(Config(), SMALL | axes | {"pruning.targets": []})
+    small = {"model.embed": 32, "model.mlp": 64, "train.steps": 20, "train.warmup_steps": 2}
+    changes = {"pruning.method": "magnitude", "pruning.every": 50, "mesh.platform": "cpu"}
+    config = override(load_config("tiny"), small | changes)
     experiment = make_experiment(config)
     step = make_train_step(experiment.model, config, experiment.plan)
     shapes = step_shapes(experiment.model, config, experiment.plan)
