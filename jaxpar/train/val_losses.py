@@ -16,6 +16,7 @@ import xxhash
 from jaxpar.base.errors import UserError, is_kind, read_json
 from jaxpar.base.runtime import write_whole
 from jaxpar.train.manifest import LOSS
+from jaxpar.train.metrics import read_metrics
 from jaxpar.train.steps import steps_in
 
 METRIC = "val_loss"
@@ -52,8 +53,16 @@ class Losses:
 
     def read(self) -> None:
         """Read the losses that are there. One that is damaged is none, and is said once."""
-        for step in steps_in(self._folder):
+        steps = steps_in(self._folder)
+        if all((self._folder / str(step) / LOSS).exists() for step in steps):
+            logged = {}
+        else:  # of a step whose file is lost, or not written yet
+            rows = read_metrics(self._folder.parent)
+            logged = {row["step"]: row[METRIC] for row in rows if METRIC in row}
+        for step in steps:
             loss = self._read(step)
+            if loss is None and not (self._folder / str(step) / LOSS).exists():
+                loss = logged.get(step)
             if loss is not None and math.isfinite(loss):
                 self.known[step] = loss
 

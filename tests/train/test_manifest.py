@@ -172,6 +172,9 @@ def test_a_damaged_loss_is_none_and_is_said(tmp_path: Path) -> None:
     reader = Checkpoints(folder, say=said.append)
     assert reader.best() == 2 and reader.best() == 2
     assert len(said) == 1 and "step 1 counts as never evaluated" in said[0]
+    file.unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val_loss": 2.0}\n')
+    assert Checkpoints(folder, say=said.append).best() == 1 and len(said) == 1
 
 
 def test_a_sealed_text_is_as_it_was_written_or_without_its_last_line() -> None:
