@@ -165,7 +165,8 @@ def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
     meant = meaning(key)
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"
-    near = suggest(key, hints)
+    # where its meaning is known, a key of this table must be a misspelling of it
+    near = suggest(key, hints, alike=0.75 if meant else 0.5)
     if prefix == "rules.":
         return f"{near}: a logical axis of your own is named in [rules.own]"
     if near or not (meant and prefix):

@@ -178,8 +178,9 @@ def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
     assert "q_lora_a" in saved.params["blocks"] and "lora" not in saved.params["blocks"]
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     beside = beside_state(experiment, None, None, fingerprint(model, state.params))
-    checkpoints.save(3, saved, beside)
-    found, _ = restore_state(checkpoints, 3, experiment)
+    step = int(state.step)
+    checkpoints.save(step, saved, beside)
+    found, _ = restore_state(checkpoints, step, experiment)
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, found, state)
 

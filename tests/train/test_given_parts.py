@@ -21,6 +21,7 @@ def run_of(tmp_path):
         data = folder / "checkpoints" / "20" / "data"
         data.mkdir(parents=True)
         (data / "metadata").write_text(json.dumps(beside))
+        (data.parent / "state").mkdir()
         (folder / "config.toml").write_text(to_toml(load_config("tiny")))
         return folder
 

@@ -475,12 +475,12 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
     ):
         state = init_state(saved.model, one, saved.plan, optimizer=saved.optimizer)
         checkpoints = Checkpoints(tmp_path / str(number), CheckpointConfig())
-        checkpoints.save(1, state, beside_state(saved, None, None, None))
+        checkpoints.save(0, state, beside_state(saved, None, None, None))
         checkpoints.wait()
         with pytest.raises(UserError, match=message):
-            restore_state(checkpoints, 1, other)
-        restore_state(checkpoints, 1, saved)
-        restore_state(checkpoints, 1, other, whole=False)  # its parameters are anyone's
+            restore_state(checkpoints, 0, other)
+        restore_state(checkpoints, 0, saved)
+        restore_state(checkpoints, 0, other, whole=False)  # its parameters are anyone's
 
 
 @pytest.mark.quick

@@ -408,9 +408,9 @@ def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
         )
     )
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
-    checkpoints.save(1, old, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
+    checkpoints.save(0, old, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
     _, found = moments_of(
-        restore_state(checkpoints, 1, make_experiment(config, jax.devices()[: plan.mesh.size]))[
+        restore_state(checkpoints, 0, make_experiment(config, jax.devices()[: plan.mesh.size]))[
             0
         ].opt_state
     )

@@ -127,7 +127,8 @@ def test_the_plan_is_run_as_in_training() -> None:
             None,
             3,
         )
-        assert weights == LossWeights(z_loss=0.1, balance_loss=0.2)
+        hidden = small.distill.hidden_weight
+        assert weights == LossWeights(z_loss=0.1, balance_loss=0.2, hidden=hidden)
         assert matmuls == ("highest" if exact else None)
     assert answer.shardings["blocks.up"].spec == P(None, None, "tensor")
     np.testing.assert_array_equal(
