@@ -538,7 +538,7 @@ class Model:
             layer_keys = None
         else:
             layer_keys = jax.random.split(key, count)
-        between = [number for number in after if number < count]
+        between = sorted({number for number in after if number < count})
         if self.numbers_layers or between:
             numbers = jnp.arange(count)
         else:
@@ -846,13 +846,13 @@ class Model:
         if not tables:  # the head is tied
             multiplying += config.vocab_size * config.embed
         multiplying -= self._left_out()
+        if config.query_layer:
+            looked_up = config.max_seq_len * config.embed
+            multiplying += self._count("query") - looked_up
         if config.lora.rank:
             pairs = jax.tree.leaves(self.trained(self.shapes()))
             trained = sum(math.prod(x.shape) for x in pairs)
             multiplying = (4 * multiplying + 2 * trained) / 6
-        if config.query_layer:
-            looked_up = config.max_seq_len * config.embed
-            multiplying += self._count("query") - looked_up
         if self.projections is not None:
             multiplying += len(self.projections.pairs) * config.embed * self.projections.width
         words = [config.masks[i % config.kinds] for i in range(config.layers + config.query_layer)]

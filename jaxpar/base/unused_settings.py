@@ -198,7 +198,7 @@ EFFECTS = (
     Effect(
         ("pruning.sparsity",),
         lambda c: not c.pruning.sparsity_by_depth,
-        "pruning.sparsity_by_depth has a share for every layer: give one of them",
+        "pruning.sparsity_by_depth is given and takes its place: give only one of the two",
     ),
     Effect(
         ("optimizer.sgd.nesterov",),
@@ -271,12 +271,12 @@ EFFECTS = (
         "there is no teacher: add --distill.teacher with the folder of a run",
     ),
     Effect(
-        ("distill.top_k", "distill.temperature"),
+        ("distill.temperature",),
         lambda c: c.distill.alpha > 0,
-        "distill.alpha is 0, so that the teacher has no share in the loss: raise it",
+        "distill.alpha is 0, so that the teacher's answers have no share in the loss: raise it",
     ),
     Effect(
-        ("distill.step", "distill.mesh."),
+        ("distill.top_k", "distill.step", "distill.mesh."),
         lambda c: c.distill.alpha > 0 or bool(c.distill.hidden),
         "distill.alpha is 0, so that the teacher has no share in the loss: raise it",
     ),

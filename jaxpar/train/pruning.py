@@ -321,7 +321,8 @@ def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array
     among them some that were just dropped, which then keep their values. At first, when none is
     pruned yet, only drop.
     """
-    number = jnp.floor(matrix.kept * _size(matrix))
+    # in float32 however the share is given, so that one for all and one a layer choose alike
+    number = jnp.floor(jnp.float32(matrix.kept) * _size(matrix))
     moved = pruning.regrow * (1 + jnp.cos(jnp.pi * passed)) / 2
     begun = jnp.any(matrix.pruned)
     magnitude = jnp.where(matrix.pruned, -1.0, jnp.abs(matrix.stepped))

@@ -67,12 +67,12 @@ class LiveTeacher:
     def answer(self, batch: Batch) -> dict[str, jax.Array]:
         """Return the teacher's arrays of a batch.
 
-          Args:
-            batch: arrays [B, S] in the student's layout.
+        Args:
+          batch: arrays [B, S] in the student's layout.
 
-          Returns:
-            Its most likely entries and their log-probabilities [B, S, k], and its hidden states
-        [B, S, P, T] where they are learned, in the student's layout.
+        Returns:
+          Its most likely entries and their log-probabilities [B, S, k], and its hidden states
+          [B, S, P, T] where they are learned, in the student's layout.
         """
         plan = self.experiment.plan
         asked = {name: batch[name] for name in answered_shapes(self.experiment)}
