@@ -164,13 +164,19 @@ class RunCopy:
 
     def start_sending(self) -> None:
         """Begin to send what changes in the copy; all processes must call this. What an earlier
-        training left unfinished in the bucket is removed.
+        training left unfinished in the bucket is removed; what one of this process could not send
+        is no step of the copy any more.
 
         Raises:
-          UserError: the bucket cannot be written.
+          UserError: the bucket cannot be read and written.
         """
-        if self.sender is None:
-            self.sender = Sender(self.folder, self._bucket, set(self._steps), self._fetched)
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+            self.refresh()
+            for step in _steps_below(self.folder) - self._steps.keys():
+                shutil.rmtree(self._step_folder(step), ignore_errors=True)
+        self.sender = Sender(self.folder, self._bucket, set(self._steps), self._fetched)
 
     def _read_steps(self, steps: Iterable[int]) -> dict[int, Sizes]:
         """Read the last objects of steps; a step whose last object is damaged is left out, and
@@ -240,9 +246,16 @@ class Sender:
         if self._step is not None:
             self._step.result()
 
-    def give_up(self) -> None:
-        """Wait no longer for a step that could not be written on this machine."""
+    def stop(self) -> None:
+        """Send no more of itself, and wait no longer for a step that could not be written on this
+        machine. `send` still sends.
+        """
         self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, once what is being sent has been sent or has failed."""
+        self.stop()
+        self._thread.shutdown()
 
     def send(self) -> None:
         """Send what has changed, and remove from the bucket what was removed here.
@@ -323,8 +336,7 @@ class Sender:
         """Remove the steps that are gone here, each with its last object first. A step that is here
         and not in the bucket may be what they have gone for: then they stay until it is there.
         """
-        here = [path.name for path in (self._folder / _CHECKPOINTS).glob("[0-9]*")]
-        if any(name.isdecimal() and int(name) not in self._steps for name in here):
+        if _steps_below(self._folder) - self._steps:
             return
         for step in sorted(self._steps):
             if not (self._folder / _CHECKPOINTS / str(step)).exists():
@@ -474,6 +486,12 @@ def _told_by_first() -> str:
         rows = np.frombuffer(own, np.uint8)
         own = bytes(np.asarray(multihost_utils.broadcast_one_to_all(rows), np.uint8))
     return own.hex()
+
+
+def _steps_below(folder: Path) -> set[int]:
+    """The steps that are on this machine."""
+    names = (path.name for path in (folder / _CHECKPOINTS).glob("[0-9]*"))
+    return {int(name) for name in names if name.isdecimal()}
 
 
 def _step_of(name: str) -> int | None:

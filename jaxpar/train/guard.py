@@ -43,8 +43,8 @@ class Guard:
         self.reads_each_step = train.on_nonfinite != "stop" or train.on_spike != "off"
         known = saved or {}
         self._bad = int(known.get("bad", 0))
-        self._in_a_row = 0
-        self._last_bad = 0
+        self._in_a_row = int(known.get("in_a_row", 0))
+        self._last_bad = int(known.get("last_bad", 0))
         self._window: list[tuple[int, float, float]] = [
             (int(step), float(loss), float(norm)) for step, loss, norm in known.get("window", ())
         ]
@@ -53,7 +53,12 @@ class Guard:
         """Return what a checkpoint keeps, so that a resumed run judges as this one would."""
         if not self.reads_each_step:
             return {}
-        return {"bad": self._bad, "window": self._window}
+        return {
+            "bad": self._bad,
+            "in_a_row": self._in_a_row,
+            "last_bad": self._last_bad,
+            "window": list(self._window),  # a save in the background must not see later steps
+        }
 
     def judge(self, row: StepNumbers) -> Judgement:
         """Judge the next step.

@@ -38,8 +38,10 @@ def in_use(run: Path, step: int) -> Iterator[None]:
         "began": process_start(pid) or "",
     }
     mark = run / f"{_MARK}{uuid.uuid4().hex}"
+    unfinished = mark.with_name(f".unfinished{mark.name}")
     with suppress(OSError):
-        mark.write_text(json.dumps(content), encoding="utf-8")
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        unfinished.replace(mark)
     try:
         yield
     finally:

@@ -393,6 +393,9 @@ class _Loop:
                     loss = self._evaluate(step)
                     if loss is not None:
                         self.opened.checkpoints.record(step, loss)
+                if evaluations.cut_short and not saving:
+                    self._require_alike(step)
+                    self._save(step)
             if stop or evaluations.cut_short:
                 break
         if evaluations.is_final(step) and not evaluations.cut_short:
@@ -514,6 +517,7 @@ class _Loop:
         """What is done inside is no part of the steps: neither their speed nor a hang."""
         with self.meter.timed("aside"), self.watchdog.paused():
             yield
+        self.parts.limit.pause()
 
     def _aside(
         self,

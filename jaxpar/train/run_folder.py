@@ -575,11 +575,15 @@ class Checkpoints:
         """
         if self._manager is None:
             return
-        with self._writing():
-            self._finish_save()
-            self._manager.close()
+        try:
+            with self._writing():
+                self._finish_save()
+                self._manager.close()
+                if self._sender is not None:
+                    self._sender.send()
+        finally:
             if self._sender is not None:
-                self._sender.send()
+                self._sender.stop()
 
     @property
     def _sender(self) -> Sender | None:
@@ -607,7 +611,7 @@ class Checkpoints:
             yield
         except Exception as error:
             if self._sender is not None:
-                self._sender.give_up()
+                self._sender.stop()
             why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
             raise UserError(
                 f"{why}: look at the space that is left, and start again from the last one"

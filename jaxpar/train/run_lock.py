@@ -264,8 +264,12 @@ class BucketLock(RunLock):
 
     def _beat(self) -> None:
         while not self._stopped.wait(BEAT):
-            with suppress(UserError):  # a bucket that does not answer has given it to nobody
+            try:
                 self.lost = self.lost or self._why_lost()
+            except UserError:
+                # A bucket that does not answer has given it to nobody. But another may take it
+                # meanwhile, so it is written only after a look.
+                continue
             if self.lost:
                 return
             self._touch()

@@ -40,15 +40,15 @@ def states_of(objects: Mapping[str, Stateful]) -> dict[str, Any]:
     for name, thing in objects.items():
         state = thing.state_dict()
         try:
-            same = json.loads(json.dumps(state, allow_nan=False)) == state
+            copy = json.loads(json.dumps(state, allow_nan=False))
         except (TypeError, ValueError):
-            same = False
-        if not same:
+            copy = None
+        if copy != state:
             raise UserError(
                 f"the state of {name} (stateful=) would not come back from JSON as it was: let its "
                 "state_dict return finite numbers, texts, lists and dicts with texts as keys"
             )
-        found[name] = state
+        found[name] = copy  # the object may go on to change what it returned
     return found
 
 

@@ -68,6 +68,10 @@ class TimeLimit:
         self._last = now
         return self._name if now + self.reserve >= self._ends else ""
 
+    def pause(self) -> None:
+        """Take what came since the last call of `asks` for no step, as a save."""
+        self._last = None
+
     @property
     def reserve(self) -> float:
         """The seconds that are kept for a step, the save after it, and for others to agree."""

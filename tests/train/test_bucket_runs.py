@@ -77,6 +77,18 @@ def test_what_one_process_saved_another_goes_on_with(bucket):
     assert left == {"2", "3"}
 
 
+def test_a_process_trains_again_after_what_it_could_not_send(bucket, monkeypatch):
+    """As in a notebook, where a step that failed to leave this machine is no step of the run."""
+    folder = run_here(bucket.url)
+    train(folder, 1)
+    with monkeypatch.context() as broken, pytest.raises(UserError, match="could not be written"):
+        broken.setattr(bucket_runs, "_size_and_hash", lambda file: 1 / 0)
+        train(folder, 2)
+    assert bucket.find(f"checkpoints/2/{UPLOADED}") is None
+    train(folder, 3)
+    assert Checkpoints(another_process(bucket) / "checkpoints").steps() == [1, 3]
+
+
 def test_a_step_without_its_last_object_is_none_and_is_cleared_away(bucket):
     train(run_here(bucket.url), 1, 2)
     whole = bucket.files("checkpoints/2")

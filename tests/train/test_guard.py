@@ -41,6 +41,10 @@ def test_bad_steps_are_bounded_in_a_row_and_in_all() -> None:
         *("skip", "skip", "go on", "skip", "skip", "go on")
     ]
     assert guard.bad_steps == 4
+    resumed = Guard(train)
+    assert decisions(resumed, *bad[:2]) == ["skip", "skip"]
+    again = Guard(train, resumed.saved())
+    assert decisions(again, bad[2]) == ["stop"], "a resumed run counts those in a row too"
     judged = Guard(train, guard.saved()).judge(bad[6])
     assert judged.decision == "stop" and "train.max_bad_steps=4 has been reached" in judged.why
 

@@ -263,8 +263,11 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also in the middle of an evaluation, which the next call makes up for."""
+    """Also in the middle of an evaluation after which nothing was to be saved; the next call makes
+    up for it.
+    """
     folder = tmp_path / "interrupted"
+    config = override(config, {"checkpoint.every": 20})
     real_put = train_module.put_batch
     real_eval = evaluations_module.compile_eval_step
     calls = list[int]()
