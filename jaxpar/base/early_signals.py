@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from threading import Thread
+from threading import Lock, Thread
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,8 @@ INTERRUPTED = 130
 """The exit code of Ctrl-C, and of a run that was told to stop and saved."""
 NOTHING_SAVED = 143
 """The exit code of a run that another signal stopped where there was nothing to save."""
+_LEAVING = Lock()
+"""Held by the one of two threads that ends the process."""
 
 
 def leave_on_signals() -> None:
@@ -59,6 +61,8 @@ def end_quietly() -> None:
 
 def leave(number: int, _: FrameType | None) -> None:
     """A handler that ends the process at once: with 130 on Ctrl-C, else with 143."""
+    if not _LEAVING.acquire(blocking=False):
+        return  # the other thread is about to end the process
     if number == signal.SIGINT:
         said = "interrupted"
         code = INTERRUPTED
