@@ -162,6 +162,16 @@ class RunCopy:
                 )
         del self._absent[step]
 
+    def leave_out(self, step: int) -> None:
+        """Take a step that the run does not go on after out of the copy; what the bucket has of it
+        stays, and is not fetched again by `complete`.
+
+        Args:
+          step: the step, which may be absent.
+        """
+        shutil.rmtree(self._step_folder(step), ignore_errors=True)
+        self._absent.pop(step, None)
+
     def start_sending(self) -> None:
         """Begin to send what changes in the copy; all processes must call this. What an earlier
         training left unfinished in the bucket is removed; what one of this process could not send

@@ -373,8 +373,19 @@ class Checkpoints:
         main = jax.process_index() == 0
         found = run_together(lambda: self._newest_whole() if main else (None, None))
         step = number_from_first(-1 if found[0] is None else found[0])
+        self._leave_out_after(step)
         self._reload()
         return (None if step < 0 else step), found[1]
+
+    def _leave_out_after(self, step: int) -> None:
+        """Take the newer steps out of this process's own copy of a run in a bucket. The first
+        process has moved them aside in its copy alone, and all must know the same steps.
+        """
+        if self._copy is None:
+            return
+        for newer in self.steps():  # as they were before the first process moved any
+            if newer > step:
+                self._copy.leave_out(newer)
 
     def _newest_whole(self) -> tuple[int | None, Manifest | None]:
         steps = steps_in(self.folder)
@@ -412,7 +423,8 @@ class Checkpoints:
         `record`.
         """
         assert self._manager, "opened for reading"
-        if step not in self.steps():
+        # what the first process knows counts, as all must save alike
+        if told_by_first(step not in self.steps()):
             # The save waits for the one before, and then removes old checkpoints: no loss is
             # written into those.
             with self._writing():

@@ -15,7 +15,7 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
-from jaxpar.train import bucket_runs, run_lock
+from jaxpar.train import bucket_runs, run_folder, run_lock
 from jaxpar.train.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
 from jaxpar.train.run_folder import Checkpoints, is_run, keep_config
 
@@ -269,3 +269,27 @@ def test_a_bucket_that_does_not_answer_has_given_the_run_to_nobody(
         with pytest.raises(UserError, match="was taken over by process 5 on elsewhere"):
             lock.require()
     assert b"elsewhere" in bucket.read(run_lock.LOCK)  # the other's stays
+
+
+def test_a_process_that_is_not_the_first_forgets_the_steps_that_the_first_moved_aside(
+    bucket, monkeypatch
+):
+    train(run_here(bucket.url), 1, 2)
+    folder = another_process(bucket)
+    config = CheckpointConfig(keep=2, keep_best=False)
+    checkpoints = Checkpoints(folder / "checkpoints", config)
+    assert checkpoints.steps() == [1, 2]
+    # of two processes this is the second: the first says that step 1 is the newest that is whole
+    monkeypatch.setattr(run_folder.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(run_folder, "number_from_first", lambda _: 1)
+    assert checkpoints.newest_whole() == (1, None)
+    assert checkpoints.steps() == [1]
+    monkeypatch.undo()
+    # what is saved under that number now is not the bucket's step of before
+    checkpoints.save(2, state(5), {"place": 2})
+    checkpoints.wait()
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(1)
+    )
+    np.testing.assert_array_equal(checkpoints.restore(2, shapes)["w"], 5 * STATE["w"])
+    checkpoints.close()
