@@ -215,7 +215,8 @@ def _train(
         compiling = beside.submit(_compile, opened.experiment)
         start = first_step(opened, show.say)
         if start.stateful is not None:
-            load_states(stateful, start.stateful, show.say)
+            saved = start.stateful
+            run_together(lambda: load_states(stateful, saved, show.say))
         for line in banner_lines(opened, start.state, entropy):
             show.say(line)
         program, said = compiling.result()
@@ -297,7 +298,7 @@ class _Loop:
         """What an error of the data said."""
         self.meter = Meter(parts.run.first, flops, devices, experiment.plan.compute)
         self.loss: float | None = None
-        self.first_states = states_of(parts.stateful)
+        self.first_states = run_together(lambda: states_of(parts.stateful))
         """Those of the caller's objects when the call began to train."""
         self.skipped = _Skipped(parts.run.corpus, parts.show.say)
         self.replicas = self._replica_check()
@@ -484,7 +485,7 @@ class _Loop:
         beside = beside_state(self.experiment, position, size, self.frozen, teacher, step)
         if guard := self.guard.saved():
             beside[GUARD] = guard
-        if states := states_of(self.parts.stateful):
+        if states := run_together(lambda: states_of(self.parts.stateful)):
             beside[STATEFUL] = states
         before = run.checkpoints.latest()
         run.checkpoints.save(step, saved_part(self.state, self.experiment.model), beside)
@@ -617,7 +618,7 @@ class _Loop:
             start = first_step(run._replace(first=step, is_new=saved is None), say)
             self.state = start.state
             states = self.first_states if start.stateful is None else start.stateful
-            load_states(self.parts.stateful, states, say)
+            run_together(lambda: load_states(self.parts.stateful, states, say))
         self.guard.roll_back(step)
         self.meter.restart(step)
         self.parts.log.go_back(step)
@@ -772,8 +773,12 @@ def _open_log(
     config = opened.experiment.config
     names = config.metrics.sinks if main else ()
     place = (config, opened.folder, opened.first, say)
-    sinks = run_together(lambda: [Sink(name, *place) for name in names])
-    return MetricsLog(opened.folder, opened.first, main, sinks, report, say)
+
+    def open_all() -> MetricsLog:
+        sinks = [Sink(name, *place) for name in names]
+        return MetricsLog(opened.folder, opened.first, main, sinks, report, say)
+
+    return run_together(open_all)
 
 
 def _profile_advice(opened: OpenRun, evaluations: Evaluations) -> str:

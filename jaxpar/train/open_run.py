@@ -233,8 +233,9 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
     changed = told_by_first(run.compared.changed)
     if beside["iterator"] is not None:
         try:
-            data.set_state(beside["iterator"])
-        except Exception as error:  # whatever an iterator says that finds other data
+            run_together(lambda: data.set_state(beside["iterator"]))
+        # whatever an iterator says that finds other data, here or on another process
+        except Exception as error:
             if not changed:
                 raise
             say(f"warning: these data have no such place, they are read from their start: {error}")

@@ -427,9 +427,8 @@ class Checkpoints:
         if told_by_first(step not in self.steps()):
             # The save waits for the one before, and then removes old checkpoints: no loss is
             # written into those.
-            with self._writing():
-                self._finish_save()
-                self._losses.forget(step)  # of a checkpoint that was there before and is not
+            run_together(self._finish)
+            self._losses.forget(step)  # of a checkpoint that was there before and is not
             run_together(lambda: self._require_room(state))
             with self._writing():
                 items = ocp.args.Composite(
@@ -574,10 +573,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until what was saved is there, with its losses; raise a UserError where it could not
-        be written.
+        be written. All processes must call this.
         """
-        if self._manager is None:
-            return
+        if self._manager is not None:
+            run_together(self._finish)
+
+    def _finish(self) -> None:
         with self._writing():
             self._finish_save()
 

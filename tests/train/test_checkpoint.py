@@ -22,6 +22,7 @@ from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import replicated_sharding
+from jaxpar.train import run_folder
 from jaxpar.train.manifest import DamagedCheckpoint
 from jaxpar.train.run_folder import Checkpoints
 
@@ -222,3 +223,20 @@ def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(
     else:
         with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
             restore_module._read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_save_that_failed_on_another_process_is_raised_on_this_one_too(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(1, state_on(plan_of()), {})
+
+    def fail_elsewhere(run: Callable[[], Any]) -> None:
+        run()
+        raise UserError("process 1 cannot go on")
+
+    monkeypatch.setattr(run_folder, "run_together", fail_elsewhere)
+    with pytest.raises(UserError, match="process 1 cannot go on"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    checkpoints.close()
