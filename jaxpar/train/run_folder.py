@@ -217,15 +217,29 @@ logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
 class _InUse:
-    """For Orbax, keeps the checkpoints that are being read at the moment."""
+    """For Orbax, keeps the checkpoints that are being read, as the first process saw it before a
+    save: readers come and go, and all processes must keep the same.
+    """
 
     def __init__(self, run: Path):
         self._run = run
+        self._read: list[int] = []
+
+    def look(self) -> None:
+        """Look which steps are being read; all processes must call this."""
+        main = jax.process_index() == 0
+        self._read = _from_first(sorted(steps_in_use(self._run)) if main else [])
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for each checkpoint whether a reader has marked it."""
-        read = steps_in_use(self._run)
-        return [info.step in read for info in checkpoints]
+        return [info.step in self._read for info in checkpoints]
+
+
+def _from_first(steps: Sequence[int]) -> list[int]:
+    """Return on every process the steps that the first one gives; all must call this."""
+    count = number_from_first(len(steps))
+    padded = [*steps, *[0] * count][:count]
+    return [number_from_first(step) for step in padded]
 
 
 class Checkpoints:
@@ -268,6 +282,7 @@ class Checkpoints:
         # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
         # evaluated.
         self._losses = Losses(self.folder, say)
+        self._in_use = _InUse(self.folder.parent)
         self._saving: int | None = None
         # Each step is opened by itself, so that a damaged one is no hindrance to another.
         self._reader = ocp.Checkpointer(
@@ -294,7 +309,7 @@ class Checkpoints:
             self._say(line)
 
     def _open(self, config: CheckpointConfig) -> ocp.CheckpointManager:
-        policies: list[Any] = [managers.LatestN(config.keep), _InUse(self.folder.parent)]
+        policies: list[Any] = [managers.LatestN(config.keep), self._in_use]
         if config.keep_best:
             policies.append(_Best(self._losses.known))
         options = ocp.CheckpointManagerOptions(
@@ -430,6 +445,7 @@ class Checkpoints:
             run_together(self._finish)
             self._losses.forget(step)  # of a checkpoint that was there before and is not
             run_together(lambda: self._require_room(state))
+            self._in_use.look()
             with self._writing():
                 items = ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
@@ -632,21 +648,24 @@ class Checkpoints:
 
     def remove_old(self) -> None:
         """Remove what is neither among the newest nor the best nor being read: a save cannot know
-        how its own step evaluates.
+        how its own step evaluates. All processes must call this.
         """
         if self._manager is None or self._config is None:
             return
-        self._manager.wait_until_finished()
+        self.wait()
+        # what the first process sees counts, as all must remove alike
+        for step in _from_first(self._old_steps(self._config)):
+            self._manager.delete(step)
+
+    def _old_steps(self, config: CheckpointConfig) -> list[int]:
+        """The steps that this process would remove."""
         steps = self.steps()
         kept = {
-            *steps[-self._config.keep :],
-            self.best() if self._config.keep_best else None,
+            *steps[-config.keep :],
+            self.best() if config.keep_best else None,
+            *steps_in_use(self.folder.parent),
         }
-        read = steps_in_use(self.folder.parent)
-        for step in steps:
-            # what the first process sees counts, as all must remove alike
-            if step not in kept and not told_by_first(step in read):
-                self._manager.delete(step)
+        return [step for step in steps if step not in kept]
 
 
 def _processes(copy: RunCopy | None) -> MultiprocessingOptions:

@@ -240,3 +240,17 @@ def test_a_save_that_failed_on_another_process_is_raised_on_this_one_too(
         checkpoints.wait()
     monkeypatch.undo()
     checkpoints.close()
+
+
+def test_old_steps_are_removed_as_the_first_process_says(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    for step in (1, 2):
+        checkpoints.save(step, state_on(plan_of()), {})
+    said = iter([1, 1])  # it removes one step, which is step 1: here both would be kept
+    monkeypatch.setattr(run_folder, "number_from_first", lambda _: next(said))
+    checkpoints.remove_old()
+    assert checkpoints.steps() == [2]
+    monkeypatch.undo()
+    checkpoints.close()
