@@ -33,6 +33,8 @@ WATCH = 3 * BEAT
 """Seconds without a beat after which the lock of another machine is a dead one's."""
 _SETTLE = 0.5
 """Seconds in which two that take over one lock would both be seen."""
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+"""What the system says of a lock that is not there."""
 _KINDS = {"token": str, "machine": str, "pid": int, "began": str, "since": str}
 
 Say = Callable[[str], None]
@@ -82,9 +84,7 @@ class RunLock:
 
     def _take(self, say: Say) -> None:
         while not self._create():
-            owner = self._read()
-            if owner is None:
-                owner = self._read_again()
+            owner = self._read_settled()
             if owner is not None and self._is_alive(owner, say):
                 raise UserError(
                     f"{self._folder} is being trained by {owner.text}: wait until it ends, or use "
@@ -121,17 +121,31 @@ class RunLock:
             raise
 
     def _read(self) -> _Owner | None:
-        """Read who holds the lock; None = it is not there, or says nothing."""
+        """Read who holds the lock; None = it is not there, or says nothing.
+
+        Raises:
+          UserError: the file system does not answer, which says nothing about the lock.
+        """
         try:
             found: dict[str, Any] = read_json(self._file, _KINDS)
             return _Owner(**{name: found[name] for name in _KINDS})
-        except (UserError, KeyError):
+        except (UserError, KeyError) as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, _ABSENT):
+                raise
             return None
 
-    def _read_again(self) -> _Owner | None:
-        """Read a lock that another process may be writing at the moment."""
-        time.sleep(_SETTLE)
-        return self._read()
+    def _read_settled(self) -> _Owner | None:
+        """Read the lock, and once more where another process may be writing it at the moment, or a
+        network file system has failed once.
+        """
+        owner = None
+        with suppress(UserError):
+            owner = self._read()
+        if owner is None:
+            time.sleep(_SETTLE)
+            owner = self._read()
+        return owner
 
     def _is_alive(self, owner: _Owner, say: Say) -> bool:
         """Whether an owner runs: the system knows of this machine, and another's lock beats."""
@@ -167,13 +181,14 @@ class RunLock:
     def _beat(self) -> None:
         """Touch the lock until it is released or lost."""
         while not self._stopped.wait(BEAT):
-            self.lost = self.lost or self._why_lost()
+            with suppress(UserError):  # who cannot read the lock has not lost it
+                self.lost = self.lost or self._why_lost()
             if self.lost:
                 return
             self._touch()
 
     def _why_lost(self) -> str:
-        owner = self._read()
+        owner = self._read_settled()
         if owner == self._own:
             return ""
         if owner is not None:
@@ -195,7 +210,7 @@ class RunLock:
         """Require that this process still holds the lock, by reading it.
 
         Raises:
-          UserError: another training has it, or the run folder is gone.
+          UserError: another training has it, the run folder is gone, or the lock cannot be read.
         """
         self.lost = self.lost or self._why_lost()
         if self.lost:
@@ -205,8 +220,8 @@ class RunLock:
         """Give the lock back."""
         self._stopped.set()
         self._thread.join()
-        if not self._why_lost():
-            with suppress(UserError):
+        with suppress(UserError):
+            if not self._why_lost():
                 self._remove()
 
 

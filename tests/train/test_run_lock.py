@@ -4,6 +4,7 @@ lock is taken over, and who has lost the folder stops.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -131,3 +132,30 @@ def test_who_has_lost_the_folder_is_told_by_its_heartbeat(
     if loss == "taken over":
         assert (run / LOCK).exists(), "the other's"
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_lock_that_the_file_system_does_not_give_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with locked(tmp_path / "run", print) as lock:
+        read = Path.read_bytes
+        failing = iter(range(times))
+
+        def fail_first(path: Path) -> bytes:
+            if path.name == LOCK and next(failing, None) is not None:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return read(path)
+
+        monkeypatch.setattr(Path, "read_bytes", fail_first)
+        if times == 1:
+            lock.require()
+        else:
+            with pytest.raises(UserError, match="cannot read"):
+                lock.require()
+            with pytest.raises(UserError, match="cannot read"):
+                RunLock(tmp_path / "run", print)
+        assert not lock.lost
+        monkeypatch.undo()
+        lock.require()
+    assert not (tmp_path / "run" / LOCK).exists()
