@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,8 @@ SAMPLED = 2**32
 """Bytes that a check by sample reads at most, besides the first piece of each file."""
 _BLOCK = 2**21
 """Bytes that are read at once, which stay in a processor's cache while they are hashed."""
+_SETTLE = 0.5
+"""Seconds after which a file is read again that the file system did not give."""
 _PACKAGES = ("jaxpar", "jax", "jaxlib", "orbax-checkpoint")
 _KINDS = {
     "check": str,
@@ -52,6 +55,10 @@ what is large; or every byte.
 
 class DamagedCheckpoint(UserError):
     """A checkpoint is not as it was saved, or cannot be read."""
+
+
+class UnreadCheckpoint(DamagedCheckpoint):
+    """The file system does not give a file that is there: whether it is damaged is not known."""
 
 
 class Manifest(NamedTuple):
@@ -134,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({error.strerror})") from error
+        raise UnreadCheckpoint(f"{MANIFEST} cannot be read ({error.strerror})") from error
     try:
         written = require_kinds(parse_json(text, MANIFEST), _KINDS, MANIFEST)
     except UserError as error:
@@ -168,7 +175,16 @@ def require_whole(folder: Path, step: int, depth: Depth = "sample") -> Manifest 
     Raises:
       DamagedCheckpoint: it is another step, or a file is missing, of another size or of another
         content. The message has no name of the step in it.
+      UnreadCheckpoint: the file system does not give a file, also a moment later.
     """
+    try:
+        return _require_whole(folder, step, depth)
+    except UnreadCheckpoint:
+        time.sleep(_SETTLE)
+        return _require_whole(folder, step, depth)
+
+
+def _require_whole(folder: Path, step: int, depth: Depth) -> Manifest | None:
     manifest = read_manifest(folder)
     if manifest is None:
         return None
@@ -183,9 +199,11 @@ def require_whole(folder: Path, step: int, depth: Depth = "sample") -> Manifest 
                 raise DamagedCheckpoint(f"{name} has {found[name]:,} of {size:,} bytes")
         if depth != "sizes":
             _require_content(folder, manifest, depth)
-    # a disk that fails, or a run beside that removes the step meanwhile
-    except OSError as error:
+    # a run beside removes the step meanwhile
+    except FileNotFoundError as error:
         raise DamagedCheckpoint(f"a file cannot be read ({error.strerror or error})") from error
+    except OSError as error:
+        raise UnreadCheckpoint(f"a file cannot be read ({error.strerror or error})") from error
     return manifest
 
 

@@ -36,6 +36,7 @@ from jaxpar.train.manifest import (
     DamagedCheckpoint,
     Depth,
     Manifest,
+    UnreadCheckpoint,
     require_whole,
     write_manifest,
 )
@@ -383,7 +384,7 @@ class Checkpoints:
           The step, or None where there is none; and on the first process its manifest.
 
         Raises:
-          UserError: all are damaged.
+          UserError: all are damaged, or one cannot be read, which may be whole.
         """
         main = jax.process_index() == 0
         found = run_together(lambda: self._newest_whole() if main else (None, None))
@@ -408,6 +409,12 @@ class Checkpoints:
             try:
                 return step, self.require_whole(step)
             except DamagedCheckpoint as error:
+                if isinstance(error.__cause__, UnreadCheckpoint):
+                    raise UserError(
+                        f"checkpoint {self.folder / str(step)} cannot be read ({error.__cause__}), "
+                        "and may be whole: start again once its disk answers, or move it away to "
+                        "go on from an earlier one"
+                    ) from error
                 self._say(set_aside(self.folder / str(step), str(error.__cause__)))
         if steps:
             raise UserError(

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.train.manifest import METADATA, require_whole
+from jaxpar.train.manifest import METADATA, UnreadCheckpoint, require_whole
 
 DAMAGED = "damaged"
 """The folder of a run that damaged checkpoints are moved to; nothing removes them there."""
@@ -53,7 +53,7 @@ def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
       best: the step that is kept besides; None = none is.
 
     Returns:
-      A line for each that was moved aside.
+      A line for each that was moved aside, or that could not be read and is left.
 
     Raises:
       UserError: it cannot be moved.
@@ -64,7 +64,11 @@ def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
     whole = 0
     numbers = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
     for path in sorted(numbers, key=lambda path: int(path.name), reverse=True):
-        problem = _missing(path)
+        try:
+            problem = _missing(path)
+        except UnreadCheckpoint as error:
+            said.append(f"warning: checkpoint {path} is left as it is: {error}")
+            continue
         if not problem:
             whole += 1
         elif whole >= keep and int(path.name) != best:
@@ -75,12 +79,16 @@ def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
 
 
 def _missing(path: Path) -> str:
-    """Say what keeps a folder from being the step of its name, without reading what is large."""
+    """Say what keeps a folder from being the step of its name, without reading what is large; an
+    UnreadCheckpoint says that this cannot be known.
+    """
     if not _is_number(path.name) or not _holds_checkpoint(path):
         return "it holds no checkpoint"
     try:
         require_whole(path, int(path.name), "sizes")
         read_json(path / METADATA)
+    except UnreadCheckpoint:
+        raise
     except UserError as error:
         return str(error)
     return ""

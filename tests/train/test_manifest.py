@@ -19,7 +19,7 @@ from jaxpar.cli.checkpoints import checkpoints_command
 from jaxpar.train.in_use import in_use, steps_in_use
 from jaxpar.train.manifest import MANIFEST, DamagedCheckpoint, require_whole, write_manifest
 from jaxpar.train.run_folder import Checkpoints
-from jaxpar.train.steps import steps_in
+from jaxpar.train.steps import clear_up, steps_in
 
 pytestmark = pytest.mark.quick
 PIECE = mmap.ALLOCATIONGRANULARITY
@@ -226,3 +226,31 @@ def test_the_list_of_checkpoints_names_what_is_damaged(
     assert "no manifest" in rows[1] and "has other bytes" in rows[2]
     assert "2.5000" in rows[3] and "whole, the best" in rows[3]
     assert steps_in(folder) == [1, 2, 3], "nothing was moved"
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_step_that_the_file_system_does_not_give_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    folder = tmp_path / "checkpoints" / "3"
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "x").write_bytes(b"abc")
+    write_manifest(folder, 3, {})
+    monkeypatch.setattr("jaxpar.train.manifest._SETTLE", 0.0)
+    read = Path.read_bytes
+    failing = iter(range(times))
+
+    def fail_first(path: Path) -> bytes:
+        if path.name == MANIFEST and next(failing, None) is not None:
+            raise OSError(116, "Stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail_first)
+    checkpoints = Checkpoints(folder.parent)
+    if times == 1:
+        assert checkpoints.newest_whole()[0] == 3
+    else:
+        with pytest.raises(UserError, match="may be whole"):
+            checkpoints.newest_whole()
+        clear_up(folder.parent, 0, None)
+    assert folder.exists()
