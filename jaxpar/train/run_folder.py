@@ -465,14 +465,17 @@ class Checkpoints:
             self.record(step, val_loss)
 
     def _require_room(self, state: PyTree) -> None:
-        """Require on the first process that the run is still this one's, and that a save has
-        room.
+        """Require on the first process that the run is still this one's, and that a save has room:
+        on its disk, or on that of each process where each has a copy of its own.
         """
-        if jax.process_index() != 0:
-            return
-        self._guard()
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        require_space(self.folder, size)
+        main = jax.process_index() == 0
+        if main:
+            self._guard()
+        if self._copy is not None:
+            require_space(self.folder, _own_bytes(state))
+        elif main:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            require_space(self.folder, size)
 
     def _write_manifest(self) -> None:
         """Write the manifest of the step that is being saved; Orbax calls this in its thread, once
@@ -673,6 +676,16 @@ class Checkpoints:
             *steps_in_use(self.folder.parent),
         }
         return [step for step in steps if step not in kept]
+
+
+def _own_bytes(state: PyTree) -> int:
+    """The bytes of a state that this process writes into a copy of its own."""
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(state)
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    )
 
 
 def _processes(copy: RunCopy | None) -> MultiprocessingOptions:

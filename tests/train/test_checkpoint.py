@@ -254,3 +254,26 @@ def test_old_steps_are_removed_as_the_first_process_says(
     assert checkpoints.steps() == [2]
     monkeypatch.undo()
     checkpoints.close()
+
+
+def test_of_copies_on_several_devices_one_counts_for_the_room_of_a_save(
+    plan_of: Callable[..., Plan],
+) -> None:
+    # `step` has a copy on each of the 8 devices, and `w` two copies of each of its parts
+    state = state_on(plan_of(data=2, fsdp=4))
+    assert run_folder._own_bytes(state) == 4 + 8 * 16 * 4
+
+
+def test_each_process_with_a_copy_of_its_own_asks_its_disk_for_room(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    asked = list[int]()
+    monkeypatch.setattr(run_folder, "require_space", lambda folder, size: asked.append(size))
+    monkeypatch.setattr(run_folder.jax, "process_index", lambda: 1)
+    state = state_on(plan_of(fsdp=8))
+    checkpoints._require_room(state)
+    assert not asked, "the first process asks the disk that all write to"
+    checkpoints._copy = object()
+    checkpoints._require_room(state)
+    assert asked == [4 + 8 * 16 * 4]
