@@ -135,8 +135,15 @@ def test_closed_loops_run_trip_after_trip() -> None:
 
 @quick
 def test_the_results_of_a_loop_are_known_part_by_part() -> None:
-    after = Task("after", "dot", "matmul", depends=(0,), flops=1.0, shape="compute",
-                 needs=Needs(results=((0, 1),)))  # fmt: skip
+    after = Task(
+        "after",
+        "dot",
+        "matmul",
+        depends=(0,),
+        flops=1.0,
+        shape="compute",
+        needs=Needs(results=((0, 1),)),
+    )
     graph = graph_of(chain(3), after)
     assert graph.needs[-1] == ()  # its part of the state goes through the loop unchanged
     assert paths_of(graph).length == 6.0
@@ -146,8 +153,13 @@ def test_the_results_of_a_loop_are_known_part_by_part() -> None:
 def test_a_program_of_too_many_runs_is_not_unrolled() -> None:
     program = Program("test", (chain(4),))
     assert unrolled(program, costs_of(program), most=7) is None
-    written = task_graph_of("HloModule m, is_scheduled=true\n\nENTRY e {\n}\n", program,
-                            costs_of(program), 8.0, most_runs=7)  # fmt: skip
+    written = task_graph_of(
+        "HloModule m, is_scheduled=true\n\nENTRY e {\n}\n",
+        program,
+        costs_of(program),
+        8.0,
+        most_runs=7,
+    )
     assert written["as_compiled"]["bound"] is None
     assert written["as_compiled"]["list_schedule_in_loops"] == 8.0
 
@@ -268,8 +280,9 @@ def test_collectives_beside_compute_free_it() -> None:
 @quick
 def test_edges_say_from_how_many_trips_before() -> None:
     program = Program("test", (task(1.0), chain(4)))
-    written = task_graph_of("HloModule m, is_scheduled=true\n\nENTRY e {\n}\n", program,
-                            costs_of(program), 9.0)  # fmt: skip
+    written = task_graph_of(
+        "HloModule m, is_scheduled=true\n\nENTRY e {\n}\n", program, costs_of(program), 9.0
+    )
     assert written["edges"] == [{"before": 2, "after": 2, "trips": 1}]
     assert written["loops"] == [{"id": 1, "name": "chain", "trips": 4, "loop": None}]
     assert [one["loop"] for one in written["tasks"]] == [None, 1, 1]
