@@ -14,6 +14,7 @@ from dataclasses import replace
 import grain
 import numpy as np
 import pytest
+from tiers import some
 
 from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
@@ -139,7 +140,7 @@ def assert_same(found, expected):
             assert left[key].dtype == np.int32
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 3))
 def test_the_position_is_exact_in_any_state(kind):
     """Over more than two epochs, with and without reading ahead, from a state that has been through
     JSON.

@@ -65,7 +65,7 @@ def marked(name: str, fast: tuple[str, ...]) -> Any:
 
 
 # Of each kind one: moments like parameters, factored ones, some by matrix, an average beside them.
-QUICK = (GIVEN, "adafactor", "muon", "schedule_free")
+QUICK = (GIVEN, "adafactor")
 EVERY = [marked(name, QUICK) for name in (*NAMES, GIVEN)]
 
 
