@@ -69,6 +69,12 @@ def _of_hidden_states(config: Config) -> list[Rule]:
             "distill.hidden_width to its model.embed",
         ),
         Rule(
+            ("distill.hidden", "distill.hidden_weight"),
+            learned and distill.hidden_weight == 0,
+            f"{word} with distill.hidden_weight=0: nothing of it is in the loss, raise the weight "
+            "or leave out distill.hidden",
+        ),
+        Rule(
             ("distill.hidden", "model.lora.rank"),
             learned and rank > 0,
             f"{word} with model.lora.rank={rank}: beside LoRA nothing else is trained, and "

@@ -17,7 +17,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.machine_notice import MachineNotice
 from jaxpar.base.runtime import Batches, raised_together, run_together
@@ -40,7 +40,7 @@ from jaxpar.train.failures import (
     memory_errors,
 )
 from jaxpar.train.guard import Guard
-from jaxpar.train.manifest import DamagedCheckpoint
+from jaxpar.train.manifest import DamagedCheckpoint, UnreadCheckpoint
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report
 from jaxpar.train.nonfinite import first_nonfinite
 from jaxpar.train.open_run import (
@@ -121,15 +121,20 @@ def run(
     began = time.monotonic() if began is None else began
     while True:
         opened = open_run(experiment, folder, corpus, say)
-        try:
-            return _train_and_close(opened, watch, report, began, stateful or {}, say)
-        except DamagedCheckpoint as error:
-            # A step without a manifest shows its damage when it is read, and of several processes
-            # perhaps to one alone.
-            place = opened.checkpoints.folder / str(opened.first)
-            if jax.process_count() > 1 or opened.is_new or str(place) not in str(error):
-                raise
-            opened.checkpoints.set_aside(opened.first, str(error))
+        result = _train_and_close(opened, watch, report, began, stateful or {}, say)
+        if result is not None:
+            return result
+
+
+def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
+    """Whether an error is damage of the step that the run goes on from. A step without a manifest
+    shows its damage when it is read, and of several processes perhaps to one alone.
+    """
+    if not isinstance(error, DamagedCheckpoint) or isinstance(error, UnreadCheckpoint):
+        return False
+    # weights to begin from may be another run's checkpoint
+    place = with_urls(str(opened.checkpoints.folder / str(opened.first)))
+    return jax.process_count() == 1 and not opened.is_new and place in str(error)
 
 
 def _train_and_close(
@@ -139,8 +144,10 @@ def _train_and_close(
     began: float,
     stateful: Mapping[str, Stateful],
     say: Callable[[str], None],
-) -> Result:
-    """Run the steps that are left, and give the folder back."""
+) -> Result | None:
+    """Run the steps that are left, and give the folder back. None = the step to go on from is
+    damaged, and was moved aside: the run is to be opened again.
+    """
     limit = _time_limit(opened, began)
     stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process
@@ -149,11 +156,16 @@ def _train_and_close(
             result = _train(opened, watch, report, stop, limit, stateful)
         except PeerLost:
             raise  # nothing is waited for, as that would wait for the other process
-        except BaseException:
+        except BaseException as error:
+            aside = _is_of_first_step(opened, error)
+            if aside:  # while the folder is still this training's
+                opened.checkpoints.set_aside(opened.first, str(error))
             try:
                 opened.checkpoints.close()
-            except Exception as error:  # the first error is the one to tell
-                say(f"warning: {error}")
+            except Exception as later:  # the first error is the one to tell
+                say(f"warning: {later}")
+            if aside:
+                return None
             raise
         opened.checkpoints.remove_old()
         opened.checkpoints.close()

@@ -151,6 +151,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"distill.hidden": ("4:1",)}, r"the model has 3 layers \(model\.layers\)"),
     ({"distill.hidden": ("last", "last")}, "has 'last' twice"),
     ({"distill.hidden_width": 0}, r"set distill\.hidden_width to its model\.embed"),
+    ({"distill.hidden_weight": 0.0}, "hidden_weight=0: nothing of it is in the loss"),
     ({"mesh.stage": 2}, r"mesh\.stage=2: a pipeline hands no layer's states to the loss"),
     ({"model.lora.rank": 2, "train.init": "runs/a"}, "beside LoRA nothing else is trained"),
 ]
