@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpar import data, kernels, models, parallel, plan, rehearse, show, train, verify
-    from jaxpar.base.checks import check
     from jaxpar.base.config import Config, load_config, override
+    from jaxpar.base.config.checks import check
     from jaxpar.base.errors import UserError
-    from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
-    from jaxpar.base.plan import Plan
-    from jaxpar.base.runtime import start
-    from jaxpar.base.sharding import Layout, ShardingRules, placements, spec_for
+    from jaxpar.base.layout.mesh import DcnSpec, MeshSpec, make_mesh
+    from jaxpar.base.layout.plan import Plan
+    from jaxpar.base.layout.sharding import Layout, ShardingRules, placements, spec_for
+    from jaxpar.base.process.runtime import start
     from jaxpar.rehearse.targets import load_target
     from jaxpar.train.experiment import Experiment
+    from jaxpar.train.optimizer.state_layout import optimizer_state
     from jaxpar.train.plans import make_experiment
-    from jaxpar.train.state_layout import optimizer_state
 
 _NAMES = {
     "base.checks": ("check",),

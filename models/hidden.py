@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.hidden_pairs import HiddenPair
-from jaxpar.base.sharding import Axes, PyTree
+from jaxpar.base.config.hidden_pairs import HiddenPair
+from jaxpar.base.layout.sharding import Axes, PyTree
 from jaxpar.parallel.experts import RouterSums
 
 PROJECTIONS = "distill"

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import PyTree
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.remat import remat
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple, cast
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpar.base.sharding import Axes, LogicalAxis
+from jaxpar.base.layout.sharding import Axes, LogicalAxis
 from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.models.lora import LoraPair
 from jaxpar.models.parameters import declared_axes
+from jaxpar.parallel.linear.weight_view import Weight, WeightView
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.weight_view import Weight, WeightView
 
 
 class Linear(NamedTuple):

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.base.batch_arrays import TEACHER_HIDDEN
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
 from jaxpar.models.families import family_of
 from jaxpar.models.head import Head
 from jaxpar.models.hidden import PROJECTIONS, Projections, Streams, hidden_loss

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import PyTree
+from jaxpar.base.layout.sharding import PyTree
 from jaxpar.models.parameters import declared_axes, require_float32
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops

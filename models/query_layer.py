@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import Lora, ModelConfig
-from jaxpar.base.sparsity_config import Sparsity
+from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.models.linears import column_linears, row_linear
 from jaxpar.models.parameters import normal, param
 from jaxpar.models.transformer import Block

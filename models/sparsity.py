@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import jax
 
 from jaxpar.base.config import ModelConfig
+from jaxpar.base.config.sparsity import MATRICES
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Axes, Layout, state_axes
-from jaxpar.base.sparsity_config import MATRICES
+from jaxpar.base.layout.sharding import Axes, Layout, state_axes
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
 from jaxpar.models.parts import Params
-from jaxpar.parallel.weight_view import read, require_units
+from jaxpar.parallel.linear.weight_view import read, require_units
 
 _OUTER = ("layers", "experts")
 """The dims that a matrix may be stacked over."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models.hidden import normed_states
 from jaxpar.models.model import Batch, Model
 from jaxpar.models.parts import Params

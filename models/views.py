@@ -10,7 +10,7 @@ from functools import partial
 import jax
 
 from jaxpar.base.config import Lora, ModelConfig
-from jaxpar.base.sparsity_config import Sparsity
+from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.models.lora import merge_lora
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params

@@ -25,14 +25,14 @@ from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_terminal_summary,
 )
 
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import widen_cpu_pool
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.process.runtime import widen_cpu_pool
 
 # Shapes that signatures state are checked whenever a function is traced.
 CHECKED = (
     "jaxpar.models.layers",
-    "jaxpar.parallel.ring_matmul",
+    "jaxpar.parallel.linear.ring_matmul",
 )
 install_import_hook(CHECKED, "beartype.beartype")
 

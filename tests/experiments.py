@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxpar.base.config import Config
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train.experiment import Experiment
 from jaxpar.verify.of_config import Setup

@@ -173,11 +173,12 @@ def make_files(folder: Path) -> None:
     import jax
 
     from jaxpar.base.config import Lora, ModelConfig
-    from jaxpar.base.mesh import MeshSpec, make_mesh
-    from jaxpar.base.plan import Plan
-    from jaxpar.models import Model, peft
-    from jaxpar.models.hf_export import export_hf
-    from jaxpar.models.hf_families import hf_config
+    from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+    from jaxpar.base.layout.plan import Plan
+    from jaxpar.models import Model
+    from jaxpar.models.hf import peft
+    from jaxpar.models.hf.export import export_hf
+    from jaxpar.models.hf.families import hf_config
 
     (folder / "tiny.toml").write_text(_TINY)
     (folder / "mesh.toml").write_text(

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import config_args

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import traceback
 
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.runtime import start
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.process.runtime import start
 from jaxpar.cli.main import main
 
 DEVICES = 8

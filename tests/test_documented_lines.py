@@ -25,14 +25,14 @@ import jax
 import pytest
 from buckets import s3_server
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, ModelConfig, parse
+from jaxpar.base.config.checks import check
 from jaxpar.base.toml import presets
 from jaxpar.cli import arguments, commands, compose, launch, rehearse
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hf.export import export_hf
 from jaxpar.rehearse.targets import compilers
 
 ROOT = Path(__file__).parent.parent

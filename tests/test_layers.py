@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.base.mesh import MESH_AXES
+from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.models import FAMILIES
 
 pytestmark = pytest.mark.quick
@@ -63,6 +63,13 @@ TREES = {
 }
 FACADE = "jaxpar"  # jaxpar/__init__.py, which re-exports
 MODULES = [module for module in FILES if module != FACADE]
+
+FOLDERS = [
+    module
+    for module in MODULES
+    if len(module.split(".")) == 3 and FILES[module].name == "__init__.py"
+]
+"""A wing that is long has folders, each of which is read by itself."""
 
 every_module = pytest.mark.parametrize("module", MODULES)
 
@@ -138,6 +145,21 @@ def ours(module: str) -> set[str]:
     return {name for name in imports(module) if name.split(".")[0] == "jaxpar"}
 
 
+def folder_of(module: str) -> str | None:
+    """`jaxpar.train.runs` for jaxpar.train.runs.manifest; none for a room beside the folders."""
+    inside = [folder for folder in FOLDERS if f"{module}.".startswith(f"{folder}.")]
+    return inside[0] if inside else None
+
+
+def len_of(folder: str) -> int:
+    """The lines of a folder."""
+    return sum(
+        len(FILES[module].read_text("utf-8").splitlines())
+        for module in MODULES
+        if folder_of(module) == folder
+    )
+
+
 def test_the_table(capsys):
     lines = {
         wing: sum(len(FILES[m].read_text("utf-8").splitlines()) for m in MODULES if room(m) == wing)
@@ -147,6 +169,8 @@ def test_the_table(capsys):
         print()
         for wings in WINGS.strip().split("\n"):
             print("  " + "   ".join(f"{wing} {lines[wing]:,}" for wing in wings.split()))
+        for folder in FOLDERS:
+            print(f"  {folder.removeprefix('jaxpar.')} {len_of(folder):,}")
     assert {room(module) for module in MODULES} == set(FLOOR), (
         "a wing without a line, or a line without its wing"
     )
@@ -177,6 +201,23 @@ def test_imports_have_no_cycles():
         TopologicalSorter({module: ours(module) - {module} for module in MODULES}).static_order()
     )
     assert set(order) == set(MODULES)
+
+
+def test_the_folders_of_a_wing_need_each_other_in_one_direction():
+    needed: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
+    for module in MODULES:
+        folder = folder_of(module)
+        if folder:
+            others = {folder_of(other) for other in ours(module)} - {None, folder}
+            needed[folder] |= {str(other) for other in others if other is not None}
+    order = list(TopologicalSorter(needed).static_order())
+    assert set(order) == set(FOLDERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_is_in_it(folder):
+    said = ast.get_docstring(TREES[folder]) or ""
+    assert said, f"{folder} does not say what it is for"
 
 
 @pytest.mark.parametrize("wing", FLOOR)

@@ -6,9 +6,9 @@ import tomllib
 
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, ModelConfig, load_config, parse
-from jaxpar.base.mesh import axis_sizes, devices_needed, resolve
+from jaxpar.base.config.checks import check
+from jaxpar.base.layout.mesh import axis_sizes, devices_needed, resolve
 from jaxpar.base.toml import presets, to_toml
 
 CONFIGS = presets("jaxpar.configs")

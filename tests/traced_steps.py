@@ -23,7 +23,7 @@ from jaxpar.base.config import (
     TrainConfig,
     override,
 )
-from jaxpar.base.mesh import MeshSpec, devices_needed
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model

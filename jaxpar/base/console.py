@@ -17,8 +17,8 @@ from rich.table import Column
 
 from jaxpar.base.errors import UserError, require_local, visible, with_urls
 from jaxpar.base.hardware import has_bfloat16
-from jaxpar.base.mesh import describe
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import describe
+from jaxpar.base.layout.plan import Plan
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.toml import find_toml, from_toml, presets
 
 LANES = 128

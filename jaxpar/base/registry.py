@@ -154,7 +154,7 @@ def unknown(name: object, known: tuple[str, ...]) -> str:
 
 SCHEDULES: Registry[Any] = Registry("pipeline.schedule", "jaxpar.parallel.pipeline.schedules")
 """How microbatches go through stages: see `register_schedule` there."""
-FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.ring_matmul")
+FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.linear.ring_matmul")
 """How a linear gathers and scatters: see `register_form` there."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
 """Where tokens come from: see `register_source` there."""

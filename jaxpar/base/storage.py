@@ -10,8 +10,8 @@ copied here first, and what is made here is sent there:
   a timeout) is tried again, with one line that says so, up to `LIMIT_SECONDS`.
 - A `UserError` and the console name such copies by their URLs (`errors.with_urls`).
 
-`jaxpar.train.bucket_runs` keeps run folders in buckets, and `jaxpar.data.ranged` reads token files
-by range. A path that is only ever local is refused by `errors.require_local`.
+`jaxpar.train.runs.bucket_runs` keeps run folders in buckets, and `jaxpar.data.ranged` reads token
+files by range. A path that is only ever local is refused by `errors.require_local`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from filelock import FileLock
 
 from jaxpar.base.console import PlainConsole, bytes_text
 from jaxpar.base.errors import UserError, is_url, name_by_url, read_json
-from jaxpar.base.runtime import cache_folder, replacing, write_whole
+from jaxpar.base.process.runtime import cache_folder, replacing, write_whole
 
 T = TypeVar("T")
 

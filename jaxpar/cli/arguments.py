@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import tyro
 
 from jaxpar.base.config import Config, fit_schedule, load_config, override
+from jaxpar.base.config.unused_settings import require_effects
 from jaxpar.base.errors import UserError, is_url, require_local, visible
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
@@ -26,7 +27,6 @@ from jaxpar.base.ranges import require_ranges
 from jaxpar.base.registry import require_names
 from jaxpar.base.storage import as_url, local_path
 from jaxpar.base.toml import flatten, presets
-from jaxpar.base.unused_settings import require_effects
 from jaxpar.cli.flags import Flag, flags_of, key_of, read_flags, replace_fields
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _load(load: Callable[[str], Config], name: str) -> Config:
         return load(name)
     if name.endswith(".toml"):
         return load(str(local_path(name)))
-    from jaxpar.train.bucket_runs import folder_here  # Orbax, which only a run needs
+    from jaxpar.train.runs.bucket_runs import folder_here  # Orbax, which only a run needs
 
     folder = folder_here(name)
     if not (folder / "config.toml").exists():
@@ -138,7 +138,7 @@ def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
       UserError: `train.steps` leaves no room for the schedule of the run.
     """
     # Orbax, which only training needs
-    from jaxpar.train.run_folder import finished_steps, is_run, read_run_config
+    from jaxpar.train.runs.run_folder import finished_steps, is_run, read_run_config
 
     folder = run_folder(name, args.run)
     if not is_run(folder) or not any(finished_steps(folder)):
@@ -395,11 +395,11 @@ def run_folder(name: str, given: str = "") -> Path:
       The folder, which need not be there; `given` where it is not empty.
     """
     if is_url(given):
-        from jaxpar.train.bucket_runs import run_here  # Orbax, which only a run needs
+        from jaxpar.train.runs.bucket_runs import run_here  # Orbax, which only a run needs
 
         return run_here(given)
     if is_url(name):
-        from jaxpar.train.bucket_runs import run_here
+        from jaxpar.train.runs.bucket_runs import run_here
 
         url = as_url(name)
         is_run = not url.endswith(".toml") or url.endswith("/config.toml")

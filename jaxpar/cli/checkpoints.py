@@ -21,7 +21,7 @@ class CheckpointsArgs:
 
 def checkpoints_command(words: list[str]) -> int:
     """jaxpar checkpoints RUN [--verify]"""
-    from jaxpar.train.list_checkpoints import CheckpointRow, list_checkpoints
+    from jaxpar.train.runs.list_checkpoints import CheckpointRow, list_checkpoints
 
     (name,) = positional(checkpoints_command.__doc__, CheckpointsArgs(), words, 1)
     args = parse_words(checkpoints_command.__doc__, CheckpointsArgs(), words[1:])

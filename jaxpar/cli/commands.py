@@ -13,15 +13,15 @@ from typing import Annotated, Literal
 import jax
 from rich.console import RenderableType
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Bos, Config, DataConfig
+from jaxpar.base.config.checks import check
 from jaxpar.base.console import PACKAGES, bytes_text, check_folders, console
 from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.process.runtime import machine_memory, memory_of, start, versions, write_whole
 from jaxpar.base.ranges import Range
-from jaxpar.base.runtime import machine_memory, memory_of, start, versions, write_whole
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import (
     ConfigArgs,
@@ -192,7 +192,7 @@ def train_command(words: list[str]) -> int:
 
 def watch_command(words: list[str]) -> int:
     """jaxpar watch RUN|FOLDER [--once] [--profile [--target T]]"""
-    from jaxpar.train.bucket_runs import copy_of, folder_here
+    from jaxpar.train.runs.bucket_runs import copy_of, folder_here
 
     (name,) = positional(watch_command.__doc__, WatchArgs(), words, 1, urls=True)
     args = parse_words(watch_command.__doc__, WatchArgs(), words[1:])
@@ -278,7 +278,7 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D]
     [--adapter | --compressed]
     """
-    from jaxpar.train.bucket_runs import folder_here, run_here, send, writing_folder
+    from jaxpar.train.runs.bucket_runs import folder_here, run_here, send, writing_folder
 
     names = positional(convert_command.__doc__, ConvertArgs(Config()), words, 2, urls=True)
     source = folder_here(names[0])
@@ -299,7 +299,7 @@ def _export(source: Path, target: Path, words: list[str]) -> None:
       UserError: a flag has no effect on an export, or the run cannot be exported.
     """
     from jaxpar.train import restore
-    from jaxpar.train.run_folder import read_run_config
+    from jaxpar.train.runs.run_folder import read_run_config
 
     base = read_run_config(source)
     args = parse_words(convert_command.__doc__, ConvertArgs(base), words)

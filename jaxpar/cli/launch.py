@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from jaxpar.base.checks import check
+from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.ranges import Range

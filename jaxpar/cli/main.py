@@ -13,8 +13,8 @@ import os
 import sys
 from typing import NamedTuple, NoReturn
 
-from jaxpar.base.early_signals import end_quietly, leave_on_signals
 from jaxpar.base.errors import UserError, short, suggest, visible
+from jaxpar.base.process.early_signals import end_quietly, leave_on_signals
 
 
 class Command(NamedTuple):

@@ -16,17 +16,23 @@ import jax
 import tyro
 
 from jaxpar.base.config import Config
+from jaxpar.base.config.training_rules import only_training
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError, json_line, visible
-from jaxpar.base.mesh import MeshSpec, describe
+from jaxpar.base.layout.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
-from jaxpar.base.training_rules import only_training
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
-from jaxpar.data.answers import missing_names
-from jaxpar.train.bucket_runs import folder_here
+from jaxpar.data.chat.answers import missing_names
 from jaxpar.train.evaluate import evaluate_folder
-from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
-from jaxpar.train.sampling import Sampling
+from jaxpar.train.generation.prompts import (
+    Prompt,
+    continuation,
+    encode_prompts,
+    read_prompts,
+    stop_ids,
+)
+from jaxpar.train.generation.sampling import Sampling
+from jaxpar.train.runs.bucket_runs import folder_here
 from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
 from jaxpar.train.write_top_k import write_top_k
 
@@ -334,7 +340,7 @@ def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:
             "precision.compute alone"
         )
     try:
-        from jaxpar.train.harness import run_tasks
+        from jaxpar.train.generation.harness import run_tasks
     except ImportError as error:
         raise UserError(
             f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'"

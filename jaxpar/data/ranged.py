@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import cache_folder, write_whole
+from jaxpar.base.process.runtime import cache_folder, write_whole
 from jaxpar.base.storage import Bucket
 
 BLOCK = 2**20

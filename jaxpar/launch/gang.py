@@ -20,16 +20,16 @@ from uuid import uuid4
 
 import jax
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import RESOLVED, Config, parse
+from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.mesh import devices_needed
-from jaxpar.base.runtime import run_together, start, write_whole
+from jaxpar.base.layout.mesh import devices_needed
+from jaxpar.base.process.runtime import run_together, start, write_whole
 from jaxpar.base.toml import to_toml
 from jaxpar.launch.local import train_config
 from jaxpar.rehearse.targets import Target, check_mesh
-from jaxpar.train.failures import PeerLost
+from jaxpar.train.guard.failures import PeerLost
 
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
@@ -343,7 +343,7 @@ def _report(step: int, row: Mapping[str, float]) -> None:
 
 
 def _say_who(rank: int, count: int) -> None:
-    """Set what `base.runtime.start` joins by; on TPUs and GPUs Ray has joined the processes
+    """Set what `base.process.runtime.start` joins by; on TPUs and GPUs Ray has joined the processes
     already.
     """
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]

@@ -14,17 +14,17 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import memory_of, run_together, write_whole
+from jaxpar.base.process.runtime import memory_of, run_together, write_whole
 from jaxpar.plan import resolve
 from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
-from jaxpar.train.bucket_runs import run_here, send
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import with_run_data
+from jaxpar.train.runs.bucket_runs import run_here, send
 from jaxpar.verify.of_config import require
 
 _EVERY = 60.0  # seconds between two drawings of loss.png

@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError, is_url
 from jaxpar.base.hardware import Cloud, load_chip
 from jaxpar.base.toml import find_toml, flatten, presets

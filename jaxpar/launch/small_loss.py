@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import (
     CheckpointConfig,
     CompilerConfig,
@@ -26,10 +25,11 @@ from jaxpar.base.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.plan import Context, Overlap, Pipeline
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Context, Overlap, Pipeline
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models.masks import shrink_mask
 from jaxpar.plan.points import digest_of
 from jaxpar.train import run

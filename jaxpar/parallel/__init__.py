@@ -10,14 +10,14 @@ host memory and the pipeline.
 from jaxpar.parallel._attention import attention, choose_attention, fit_heads
 from jaxpar.parallel._dropout import dropout
 from jaxpar.parallel._lookup import lookup
-from jaxpar.parallel._top_k import TopK, linear_top_k
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, linear_cross_entropy
+from jaxpar.parallel.cross_entropy.top_k import TopK, linear_top_k
 from jaxpar.parallel.experts import RouterSums, expert_mlp
 from jaxpar.parallel.linear import column_linear, logits, rank_linear, row_linear
+from jaxpar.parallel.linear.weight_view import WeightView
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import in_natural_order, in_order
-from jaxpar.parallel.weight_view import WeightView
 
 __all__ = [
     "LossSums",

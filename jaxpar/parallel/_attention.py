@@ -16,15 +16,22 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Strategy
-from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis, require_layout
+from jaxpar.base.layout.plan import Strategy
+from jaxpar.base.layout.sharding import (
+    Axes,
+    Layout,
+    fit_rules,
+    kv_copy_axes,
+    output_axis,
+    require_layout,
+)
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.libraries import stand_in_scope
 from jaxpar.kernels.masks import Causal, Mask, apart_from_segments, without_segments
 from jaxpar.parallel.collectives import capability_of, manual, platform_of
 from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
-from jaxpar.parallel.context_task import with_documents_from
+from jaxpar.parallel.context.task import with_documents_from
 from jaxpar.parallel.linear import ATTENDED
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import context_sizes, require_strategy
@@ -159,7 +166,7 @@ def _check_whole(split: Split) -> None:
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """Let attention run on more devices than there are heads: see `jaxpar.base.sharding.fit_rules`.
+    """Let attention run on more devices than there are heads: see `layout.rules.fit_rules`.
     The log says once what was changed.
 
     Args:

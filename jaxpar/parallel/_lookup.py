@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Axes, Layout, LogicalAxis, require_layout, state_axes
+from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis, require_layout, state_axes
 from jaxpar.parallel.collectives import first_row, gather, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import output_axis
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import output_axis
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.ops import Ops

@@ -9,9 +9,9 @@ import jax
 from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
 from jaxtyping import Array
 
-from jaxpar.base.activation_names import NAMES
 from jaxpar.base.jax_compat import CUDNN_ATTENTION, NAME
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.activation_names import NAMES
+from jaxpar.base.layout.plan import Plan
 from jaxpar.parallel.host_memory import HOST
 
 # cuDNN's attention gives its backward more than its output, and these other arrays have no name.
@@ -23,7 +23,7 @@ def named(x: Array, name: str) -> Array:
 
     Args:
       x: the activation.
-      name: one of `jaxpar.base.activation_names.NAMES`.
+      name: one of `jaxpar.base.layout.activation_names.NAMES`.
 
     Returns:
       The same array.

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, output_axis
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Axes, output_axis
 from jaxpar.kernels.masks import Mask, looks_back
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.ops import Ops

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.errors import UserError, short, suggest
-from jaxpar.base.mesh import describe
-from jaxpar.base.plan import Plan, Strategy
-from jaxpar.base.sharding import Axes, Layout, require_layout
+from jaxpar.base.layout.mesh import describe
+from jaxpar.base.layout.plan import Plan, Strategy
+from jaxpar.base.layout.sharding import Axes, Layout, require_layout
 from jaxpar.parallel.collectives import manual
 
 TOKENS: Axes = ("batch", None)

@@ -15,12 +15,12 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from jaxpar.base.activation_names import Action
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of, lowering_platform, usable_bytes
-from jaxpar.base.runtime import memory_of
+from jaxpar.base.layout.activation_names import Action
+from jaxpar.base.process.runtime import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
 from jaxpar.plan.memory_search import (

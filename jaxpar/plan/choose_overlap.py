@@ -18,11 +18,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.compiler import step_options
-from jaxpar.base.plan import Overlap
+from jaxpar.base.layout.plan import Overlap
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
-from jaxpar.parallel.ring_matmul import ring_forms
+from jaxpar.parallel.linear.ring_matmul import ring_forms
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import MemoryConfig
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import output_axis
+from jaxpar.base.layout.activation_names import NAMES, Action, Keep
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import output_axis
 from jaxpar.models.masks import reach
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.plan.communication import recompute_bytes, step_collectives

@@ -17,8 +17,8 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.activation_names import NAMES
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.activation_names import NAMES
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import CollectiveKind, Phase, sent_bytes
 from jaxpar.models import Params

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.activation_names import NAMES
 from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import compiler_message
+from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.activation_names import Action, Keep
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
+from jaxpar.base.layout.activation_names import Action, Keep
 from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
 from jaxpar.plan.choose_remat import (
     ActionCosts,

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.base.activation_names import Keep
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.unused_settings import idle_keys
 from jaxpar.base.errors import UTF8, UserError, reading, suggest
+from jaxpar.base.layout.activation_names import Keep
 from jaxpar.base.toml import flatten, read_tables
-from jaxpar.base.unused_settings import idle_keys
 
 
 @dataclass(frozen=True)

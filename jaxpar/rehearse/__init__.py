@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.graph.schema import TaskGraph
 from jaxpar.rehearse.report.comparison import Comparison, compare, print_comparison
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import show
+from jaxpar.rehearse.report.task_graph import TaskGraph
 from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import Target, load_target
 

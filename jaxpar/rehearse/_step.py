@@ -23,9 +23,9 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import versions
-from jaxpar.base.sharding import Placement
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Placement
+from jaxpar.base.process.runtime import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.tasks import Origin

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.jax_compat import ClosedJaxpr
-from jaxpar.base.sharding import PyTree, path_name
+from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.rehearse.targets import Target
 
 _MOST_NAMED = 4

@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.checks import check, require_settled
 from jaxpar.base.config import Config
+from jaxpar.base.config.checks import check, require_settled
 from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import without_fusion
-from jaxpar.base.mesh import MESH_AXES, describe
-from jaxpar.base.sharding import placements
+from jaxpar.base.layout.mesh import MESH_AXES, describe
+from jaxpar.base.layout.sharding import placements
 from jaxpar.hlo.fusions import operations
 from jaxpar.hlo.parse import parse_module
 from jaxpar.rehearse._step import Compiled, compile_for, report_of
 from jaxpar.rehearse.graph.report import edges_of, fused_row
 from jaxpar.rehearse.graph.runs import unrolled
-from jaxpar.rehearse.graph.schema import Fused
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
+from jaxpar.rehearse.report.task_graph import Fused
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline import read_and_price, replay

@@ -23,8 +23,8 @@ from jax.experimental import topologies
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.jax_compat import register_gpu_compiler
-from jaxpar.base.mesh import MeshSpec, describe, resolve
-from jaxpar.base.runtime import versions, without_chips
+from jaxpar.base.layout.mesh import MeshSpec, describe, resolve
+from jaxpar.base.process.runtime import versions, without_chips
 from jaxpar.base.toml import presets
 
 log = logging.getLogger(__name__)

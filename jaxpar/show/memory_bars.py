@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from jaxpar.base.activation_names import NAMES
+from jaxpar.base.layout.activation_names import NAMES
 
 _STATE = {
     "parameters": "#1f4e8c",

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Layout
+from jaxpar.base.layout.sharding import Layout
 from jaxpar.parallel.token_order import chunk_order
 from jaxpar.show.shards import DEVICES
 

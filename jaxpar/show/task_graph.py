@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jaxpar.base.errors import UserError
-from jaxpar.rehearse.graph.schema import OrderRow, TaskGraph, TaskRow
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
+from jaxpar.rehearse.report.task_graph import OrderRow, TaskGraph, TaskRow
 from jaxpar.show.timeline import COLORS, REST, draw_lanes, rows_of
 
 _CRITICAL = "#d40000"

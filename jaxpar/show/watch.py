@@ -20,10 +20,10 @@ from rich.text import Text
 
 from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_text
 from jaxpar.base.errors import UserError, visible, with_urls
-from jaxpar.base.mesh import describe, total_sizes
+from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.run_folder import is_run, read_run_config
+from jaxpar.train.runs.run_folder import is_run, read_run_config
 
 _MOST = 1e15
 """What no number of a run comes to, unless its line is damaged: such a one is not shown."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.train.generation import generate
     from jaxpar.train.loop import run
     from jaxpar.train.optimizer import Optimizer
-    from jaxpar.train.per_matrix import muon_dimensions
+    from jaxpar.train.optimizer.per_matrix import muon_dimensions
     from jaxpar.train.plans import make_experiment, make_plan
     from jaxpar.train.restore import config_of, export_run
     from jaxpar.train.step import batch_rows, init_state, make_eval_step, make_train_step, put_batch

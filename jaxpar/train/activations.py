@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.base.activation_names import NAMES, PRESETS, Action, Keep
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, merge_trees, output_axis
+from jaxpar.base.layout.activation_names import NAMES, PRESETS, Action, Keep
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Axes, merge_trees, output_axis
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED

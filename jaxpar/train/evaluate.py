@@ -16,8 +16,8 @@ from jax.stages import Compiled
 
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import Batches, machine_memory, run_together
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.process.runtime import Batches, machine_memory, run_together
 from jaxpar.data.corpus import Part, val_batches
 from jaxpar.data.masking import Masking, make_masking
 from jaxpar.data.text_bytes import count_bytes, unknown_id
@@ -27,7 +27,7 @@ from jaxpar.train.plans import kernel_notes, make_experiment, mask_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus
-from jaxpar.train.run_folder import is_run
+from jaxpar.train.runs.run_folder import is_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
 
 

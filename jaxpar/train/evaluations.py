@@ -14,16 +14,16 @@ import jax
 from jax.stages import Compiled
 
 from jaxpar.base.console import duration_text
-from jaxpar.base.runtime import run_together, told_by_first
-from jaxpar.base.stopping import Stop
+from jaxpar.base.process.runtime import run_together, told_by_first
+from jaxpar.base.process.stopping import Stop
 from jaxpar.data.masking import make_masking
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches
-from jaxpar.train.failures import EVALUATION, STEP, Running
+from jaxpar.train.guard.failures import EVALUATION, STEP, Running
 from jaxpar.train.metrics import MetricsLog, read_metrics
 from jaxpar.train.open_run import OpenRun
+from jaxpar.train.runs.val_losses import METRIC
 from jaxpar.train.step import compile_eval_step
-from jaxpar.train.val_losses import METRIC
 
 FINAL = "final_"
 """What stands before the metrics of the evaluation after the last step."""

@@ -13,10 +13,10 @@ import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.hardware import lowering_platform
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import AnyModel
-from jaxpar.train.given_optimizer import GIVEN, AnyOptimizer, as_optimizer, fingerprint_of
 from jaxpar.train.optimizer import Optimizer
+from jaxpar.train.optimizer.given_optimizer import GIVEN, AnyOptimizer, as_optimizer, fingerprint_of
 from jaxpar.train.step import TrainState, batch_shapes, in_host, state_shapes
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxpar.base.errors import read_json
-from jaxpar.train.given_optimizer import GIVEN
+from jaxpar.train.optimizer.given_optimizer import GIVEN
 from jaxpar.train.restore import OPTIMIZER, PARTS
-from jaxpar.train.run_folder import finished_steps, read_run_config
+from jaxpar.train.runs.run_folder import finished_steps, read_run_config
 
 _KINDS = {OPTIMIZER: str | None, PARTS: dict[str, str] | None}
 

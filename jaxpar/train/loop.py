@@ -19,16 +19,16 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console, duration_text
 from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.jax_compat import compiler_message
-from jaxpar.base.machine_notice import MachineNotice
-from jaxpar.base.runtime import Batches, raised_together, run_together
-from jaxpar.base.stopping import Stop, ask_to_stop
+from jaxpar.base.process.machine_notice import MachineNotice
+from jaxpar.base.process.runtime import Batches, raised_together, run_together
+from jaxpar.base.process.stopping import Stop, ask_to_stop
 from jaxpar.data.corpus import Corpus, HostBatch, skipped_records
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Params
-from jaxpar.train.bucket_runs import run_here
 from jaxpar.train.evaluations import FINAL, Evaluations, is_due
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.failures import (
+from jaxpar.train.guard import Guard
+from jaxpar.train.guard.failures import (
     STEP,
     CopiesDiffer,
     Diverged,
@@ -39,10 +39,12 @@ from jaxpar.train.failures import (
     divergence_message,
     memory_errors,
 )
-from jaxpar.train.guard import Guard
-from jaxpar.train.manifest import DamagedCheckpoint, UnreadCheckpoint
+from jaxpar.train.guard.nonfinite import first_nonfinite
+from jaxpar.train.guard.replicas import ReplicaCheck, mismatch_message, replicas_note
+from jaxpar.train.guard.run_again import verdict
+from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
+from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report
-from jaxpar.train.nonfinite import first_nonfinite
 from jaxpar.train.open_run import (
     GUARD,
     FirstStep,
@@ -53,16 +55,14 @@ from jaxpar.train.open_run import (
     open_run,
     rows_at,
 )
-from jaxpar.train.replicas import ReplicaCheck, mismatch_message, replicas_note
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
-from jaxpar.train.run_again import verdict
 from jaxpar.train.run_data import keep_data
+from jaxpar.train.runs.bucket_runs import run_here
+from jaxpar.train.runs.manifest import DamagedCheckpoint, UnreadCheckpoint
+from jaxpar.train.runs.val_losses import METRIC
 from jaxpar.train.sinks import Sink
 from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
 from jaxpar.train.step import empty_batch, evaluation_params, make_train_step, put_batch
-from jaxpar.train.time_limit import TimeLimit, save_seconds
-from jaxpar.train.val_losses import METRIC
-from jaxpar.train.watchdog import Watchdog
 
 __all__ = ["STEP", "CopiesDiffer", "Diverged", "OutOfMemory", "Result", "Watch", "run"]
 

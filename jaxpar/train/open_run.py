@@ -12,34 +12,34 @@ from typing import Any, NamedTuple
 import jax
 from grain import DatasetIterator
 
-from jaxpar.base.checks import require_settled
 from jaxpar.base.compiler import options_text, step_options
 from jaxpar.base.config import Config
+from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import machine_memory, run_together, told_by_first
-from jaxpar.base.sharding import local_bytes
+from jaxpar.base.layout.sharding import local_bytes
+from jaxpar.base.process.runtime import machine_memory, run_together, told_by_first
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.parallel.host_memory import require_right_gradients
-from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.given_optimizer import other_optimizer_note
-from jaxpar.train.learning_rate import schedule_note
-from jaxpar.train.own_tokenizer import keep_tokenizer
+from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
+from jaxpar.train.optimizer.learning_rate import schedule_note
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, restore_state
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
-from jaxpar.train.run_folder import (
+from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.own_tokenizer import keep_tokenizer
+from jaxpar.train.runs.run_folder import (
     CHECKPOINTS,
     Checkpoints,
     compare_run,
     keep_config,
     replaced_values,
 )
-from jaxpar.train.run_identity import require_tokenizer_files, run_identity
-from jaxpar.train.run_lock import SharedLock
+from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
+from jaxpar.train.runs.run_lock import SharedLock
 from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state
 from jaxpar.train.teacher import Teacher, open_teacher

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.base.activation_names import Keep
-from jaxpar.base.checks import check
 from jaxpar.base.compiler import option_notes, step_options
 from jaxpar.base.config import Config
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.hidden_pairs import read_pairs
+from jaxpar.base.config.sparsity import MATRICES
 from jaxpar.base.errors import UserError
-from jaxpar.base.hidden_pairs import read_pairs
-from jaxpar.base.mesh import make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.activation_names import Keep
+from jaxpar.base.layout.mesh import make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.process.runtime import start
 from jaxpar.base.registry import SOURCES
-from jaxpar.base.runtime import start
-from jaxpar.base.sparsity_config import MATRICES
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.hidden import Projections
 from jaxpar.models.masks import layer_masks, words_that_look_ahead
@@ -36,10 +36,10 @@ from jaxpar.parallel.sequence_halves import require_no_later_keys
 from jaxpar.parallel.token_order import check_halves
 from jaxpar.train.activations import check_names, policy_notes
 from jaxpar.train.experiment import Experiment, pipelined_microbatches
-from jaxpar.train.given_optimizer import AnyOptimizer
-from jaxpar.train.named_optimizers import decay_note
 from jaxpar.train.optimizer import require_runnable
-from jaxpar.train.state_layout import replicated_note
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
+from jaxpar.train.optimizer.named_optimizers import decay_note
+from jaxpar.train.optimizer.state_layout import replicated_note
 from jaxpar.train.step import gradient_axes, param_shapes
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 
 from jaxpar.base.config import Config
+from jaxpar.base.config.sparsity import MATRICES
 from jaxpar.base.errors import UserError
-from jaxpar.base.sparsity_config import MATRICES
 from jaxpar.data.corpus import train_batches
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Params, in_parts
-from jaxpar.train.one_shot import Criterion, Target, prune_once
+from jaxpar.train.optimizer.one_shot import Criterion, Target, prune_once
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import (
     drop_stages,

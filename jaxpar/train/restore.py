@@ -22,32 +22,32 @@ from jaxpar.base.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
+from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.base.errors import UserError, read_json, require_kinds, short, with_urls
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import number_from_first, run_together, told_by_first
-from jaxpar.base.sparsity_config import Sparsity
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.process.runtime import number_from_first, run_together, told_by_first
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
-from jaxpar.models import AnyModel, Model, Params, in_parts, peft
-from jaxpar.models.compressed import export_compressed
-from jaxpar.models.hf import import_hf, model_config_from_hf
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models import AnyModel, Model, Params, in_parts
+from jaxpar.models.hf import import_hf, model_config_from_hf, peft
+from jaxpar.models.hf.compressed import export_compressed
+from jaxpar.models.hf.export import export_hf
 from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
 from jaxpar.models.views import base_config, fold_views
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
-from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.given_optimizer import GIVEN
-from jaxpar.train.in_use import in_use
-from jaxpar.train.manifest import DamagedCheckpoint
 from jaxpar.train.optimizer import Optimizer
-from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
+from jaxpar.train.optimizer.given_optimizer import GIVEN
 from jaxpar.train.plans import make_experiment, with_projections
-from jaxpar.train.run_folder import (
+from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.in_use import in_use
+from jaxpar.train.runs.manifest import DamagedCheckpoint
+from jaxpar.train.runs.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
+from jaxpar.train.runs.run_folder import (
     CHECKPOINTS,
     Checkpoints,
     compare_run,
@@ -57,8 +57,8 @@ from jaxpar.train.run_folder import (
     read_run_config,
     warn,
 )
-from jaxpar.train.run_identity import require_tokenizer_files, run_identity
-from jaxpar.train.run_lock import locked
+from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
+from jaxpar.train.runs.run_lock import locked
 from jaxpar.train.step import (
     TrainState,
     evaluation_params,

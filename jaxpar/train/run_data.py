@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config, DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.runtime import run_together, write_whole
+from jaxpar.base.process.runtime import run_together, write_whole
 from jaxpar.data.corpus import Corpus, load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.own_tokenizer import with_own_tokenizer
-from jaxpar.train.run_folder import (
+from jaxpar.train.runs.own_tokenizer import with_own_tokenizer
+from jaxpar.train.runs.run_folder import (
     finished_steps,
     is_run,
     moved_data,
     read_run_config,
     refused_changes,
 )
-from jaxpar.train.template_date import with_template_date
+from jaxpar.train.runs.template_date import with_template_date
 
 DATA = "data.json"
 

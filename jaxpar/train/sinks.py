@@ -15,8 +15,8 @@ from typing import Any
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json, short
+from jaxpar.base.process.runtime import write_whole
 from jaxpar.base.registry import SINKS, registering
-from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
 
 MetricsRow = dict[str, float]

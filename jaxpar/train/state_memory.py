@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.base.plan import Plan, gradient_dtype
-from jaxpar.base.sharding import Axes, KeyPath, local_bytes, state_axes
+from jaxpar.base.layout.plan import Plan, gradient_dtype
+from jaxpar.base.layout.sharding import Axes, KeyPath, local_bytes, state_axes
 from jaxpar.models import AnyModel
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.per_matrix import hidden_matrices
+from jaxpar.train.optimizer.per_matrix import hidden_matrices
 from jaxpar.train.step import Shape
 
 

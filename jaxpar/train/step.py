@@ -22,14 +22,14 @@ from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PR
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import Option, once_options
-from jaxpar.base.plan import (
+from jaxpar.base.layout.plan import (
     Plan,
     deferred_sum_axes,
     gradient_dtype,
     param_dtype,
     plan_without_batch_axes,
 )
-from jaxpar.base.sharding import (
+from jaxpar.base.layout.sharding import (
     Axes,
     KeyPath,
     is_axes,
@@ -47,8 +47,6 @@ from jaxpar.parallel.host_memory import HOST, on_device
 from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS, axes_of
-from jaxpar.train.given_optimizer import AnyOptimizer, as_optimizer, require_update
-from jaxpar.train.host_update import require_host_update
 from jaxpar.train.optimizer import (
     Optimizer,
     in_host_memory_of,
@@ -56,8 +54,10 @@ from jaxpar.train.optimizer import (
     reported_rate,
     require_runnable,
 )
-from jaxpar.train.state_layout import StateArray
-from jaxpar.train.update import update
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer, require_update
+from jaxpar.train.optimizer.host_update import require_host_update
+from jaxpar.train.optimizer.state_layout import StateArray
+from jaxpar.train.optimizer.update import update
 
 Leaf = TypeVar("Leaf")
 Shape = jax.ShapeDtypeStruct

@@ -20,9 +20,9 @@ from jax.stages import Compiled
 from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, MemoryConfig, PrecisionConfig, TrainConfig
+from jaxpar.base.config.hidden_pairs import read_pairs
 from jaxpar.base.errors import UserError
-from jaxpar.base.hidden_pairs import read_pairs
-from jaxpar.base.sharding import local_bytes
+from jaxpar.base.layout.sharding import local_bytes
 from jaxpar.data.corpus import Corpus, ReadBeside
 from jaxpar.data.top_k_files import describe, is_top_k_folder, open_answers, tokenizer_hash
 from jaxpar.hlo.collective_order import require_order
@@ -30,11 +30,11 @@ from jaxpar.models import Batch, Params, in_parts
 from jaxpar.models.top_k import TeacherAnswer, teacher_answer
 from jaxpar.models.views import base_config
 from jaxpar.parallel.token_order import TOKENS
-from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import load_params, sum_of_bits
-from jaxpar.train.run_folder import is_run
+from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.run_folder import is_run
 from jaxpar.train.step import batch_shapes, cut_microbatches
 from jaxpar.train.trained import folder_tokenizer, read_config
 

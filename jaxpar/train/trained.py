@@ -9,22 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import has_bfloat16
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import start
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.process.runtime import start
 from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
-from jaxpar.models import Model, peft
+from jaxpar.models import Model
+from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config
-from jaxpar.train.bucket_runs import folder_here
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import folder_config, load_params
-from jaxpar.train.run_folder import is_run, read_run_config
+from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.run_folder import is_run, read_run_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.arguments import require_number
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import PyTree
+from jaxpar.base.layout.sharding import PyTree
 from jaxpar.verify.arguments import (
     makes_gradients,
     place_by,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.errors import UserError, short
-from jaxpar.base.mesh import describe
-from jaxpar.base.sharding import PyTree, path_name
+from jaxpar.base.layout.mesh import describe
+from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.verify.comparison import by_name
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.base.sharding import PyTree, path_name
+from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.verify.report import GradientRow, Verdict
 
 FLOOR = 0.1

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.base.sharding import PyTree, path_name
+from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of
 from jaxpar.verify.mistakes import Evidence, Guess, MistakeKind, diagnose, guesses_of_part
 from jaxpar.verify.report import GradientRow, Verdict

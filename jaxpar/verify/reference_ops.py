@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, LogicalAxis
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Axes, LogicalAxis
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel import TopK
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.weight_view import Weight
+from jaxpar.parallel.linear.weight_view import Weight
 from jaxpar.verify.reference_weights import weight_array
 
 

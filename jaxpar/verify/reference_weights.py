@@ -1,5 +1,5 @@
 """Makes of a weight what multiplies, as plain mathematics on one device: the reference of the views
-of `jaxpar.parallel.weight_view`.
+of `jaxpar.parallel.linear.weight_view`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax import Array
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM
-from jaxpar.parallel.weight_view import Weight, WeightView
+from jaxpar.parallel.linear.weight_view import Weight, WeightView
 
 
 def weight_array(weight: Weight, summed: range) -> Array:

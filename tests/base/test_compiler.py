@@ -19,7 +19,7 @@ from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_chip
 from jaxpar.base.jax_compat import SCOPED_VMEM, TPU_FLAGS, compiler_options, options_of
-from jaxpar.base.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.toml import presets, to_toml
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import (
     Config,
     fit_schedule,
@@ -19,8 +18,9 @@ from jaxpar.base.config import (
     override,
     parse,
 )
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.base.rules import ShardingRules
+from jaxpar.base.layout.rules import ShardingRules
 from jaxpar.base.toml import flatten, to_toml
 
 pytestmark = pytest.mark.quick

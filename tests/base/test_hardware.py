@@ -15,7 +15,7 @@ from jaxpar.base.hardware import (
     load_mesh_preset,
     peak_flops,
 )
-from jaxpar.base.mesh import MeshSpec, devices_needed
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed
 from jaxpar.base.toml import flatten, presets
 
 MESHES = presets("jaxpar.meshes")

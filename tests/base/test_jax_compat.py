@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import needs_libtpu
 
 from jaxpar.base import jax_compat
-from jaxpar.base.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.rehearse.targets import load_target
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import (
+from jaxpar.base.layout.mesh import (
     MESH_AXES,
     DcnSpec,
     MeshSpec,

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import (
     Config,
     MetricsConfig,
@@ -21,9 +20,10 @@ from jaxpar.base.config import (
     override,
     parse,
 )
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.ranges import range_rows, ranges
 from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.arguments import config_args

@@ -23,8 +23,8 @@ from jaxpar.data.corpus import load_corpus
 from jaxpar.data.sources import register_source
 from jaxpar.kernels.masks import Causal, Dilated
 from jaxpar.models.masks import WORDS, MaskWord, layer_masks, register_mask
+from jaxpar.parallel.linear.ring_matmul import Lane, register_form
 from jaxpar.parallel.pipeline import register_schedule
-from jaxpar.parallel.ring_matmul import Lane, register_form
 from jaxpar.rehearse.report.lint import LINTS, Finding, LintedStep, find_all, register_lint
 from jaxpar.train.sinks import Sink, register_sink
 

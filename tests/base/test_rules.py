@@ -18,10 +18,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.base import rules as rules_module
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
-from jaxpar.base.rules import as_rules
+from jaxpar.base.layout import rules as rules_module
+from jaxpar.base.layout.rules import as_rules
 from jaxpar.base.toml import to_toml
 
 pytestmark = pytest.mark.quick

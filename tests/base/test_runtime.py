@@ -16,10 +16,10 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxpar.base import runtime
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.runtime import keep_heap, keep_programs, replacing, start, write_whole
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.process import runtime
+from jaxpar.base.process.runtime import keep_heap, keep_programs, replacing, start, write_whole
 
 pytestmark = pytest.mark.quick
 

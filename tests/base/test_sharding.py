@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MESH_AXES
-from jaxpar.base.plan import Plan
-from jaxpar.base.rules import LOGICAL_AXES
-from jaxpar.base.sharding import (
+from jaxpar.base.layout.mesh import MESH_AXES
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.rules import LOGICAL_AXES
+from jaxpar.base.layout.sharding import (
     ShardingRules,
     fit_rules,
     local_bytes,

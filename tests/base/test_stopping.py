@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from jaxpar.base import machine_notice
-from jaxpar.base.machine_notice import MachineNotice, metadata_server
-from jaxpar.base.stopping import Stop
+from jaxpar.base.process import machine_notice
+from jaxpar.base.process.machine_notice import MachineNotice, metadata_server
+from jaxpar.base.process.stopping import Stop
 
 BUSY = """
 import ctypes, signal
-from jaxpar.base.early_signals import leave_on_signals
+from jaxpar.base.process.early_signals import leave_on_signals
 leave_on_signals()
 print("ready", flush=True)
 ctypes.CDLL(None).sleep(20)  # as a compiler does: Python calls no handler meanwhile
@@ -53,9 +53,9 @@ def test_a_signal_before_the_first_step_ends_a_process_that_compiles_at_once(
 
 FIRST = """
 import signal, time
-from jaxpar.base.early_signals import leave_on_signals
+from jaxpar.base.process.early_signals import leave_on_signals
 leave_on_signals()
-from jaxpar.base.stopping import Stop
+from jaxpar.base.process.stopping import Stop
 stop = Stop()
 stop.listen()
 signal.raise_signal(signal.SIGINT)
@@ -75,7 +75,7 @@ def test_the_first_ctrl_c_asks_also_where_the_thread_hears_of_it_later() -> None
 
 LATE = """
 import os, signal
-from jaxpar.base.early_signals import end_quietly, leave_on_signals
+from jaxpar.base.process.early_signals import end_quietly, leave_on_signals
 leave_on_signals()
 end_quietly()
 class Late:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jaxpar.base.config import RESOLVED, Config, load_config, override
+from jaxpar.base.config.unused_settings import EFFECTS, idle_keys
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten, presets, to_toml
-from jaxpar.base.unused_settings import EFFECTS, idle_keys
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 

@@ -11,7 +11,7 @@ import pytest
 from experiments import experiment_of
 
 from jaxpar.base.config import Config, load_config, override
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.bench import measure as bench
 from jaxpar.bench.measure import Timing
 from jaxpar.bench.torch_step import OPTIMIZERS

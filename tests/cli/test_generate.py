@@ -15,13 +15,14 @@ import pytest
 
 from jaxpar.base.config import Config, Lora, ModelConfig
 from jaxpar.base.errors import visible
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.cli.main import main
 from jaxpar.data.tokenizer import BytesTokenizer
-from jaxpar.models import Model, Params, peft
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models import Model, Params
+from jaxpar.models.hf import peft
+from jaxpar.models.hf.export import export_hf
 from jaxpar.train.generation import Generator
-from jaxpar.train.prompts import continuation
+from jaxpar.train.generation.prompts import continuation
 from jaxpar.train.trained import decode_mesh
 
 MODEL = ModelConfig(

@@ -26,7 +26,7 @@ from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 from jaxpar.cli.main import COMMANDS, main
 from jaxpar.models import Model
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hf.export import export_hf
 from jaxpar.train.metrics import read_metrics
 
 pytestmark = pytest.mark.quick
@@ -154,7 +154,7 @@ from jaxpar.cli.main import main
 codes = [main(line.split()) for line in {words}]
 print(codes, {{"jax", "numpy", "tyro", "rich"}} & set(sys.modules))
 from jaxpar import *
-print(jaxpar.base.mesh.MeshSpec is MeshSpec, set(jaxpar.__all__) <= set(globals()), hasattr(jaxpar, "Confgi"))
+print(jaxpar.base.layout.mesh.MeshSpec is MeshSpec, set(jaxpar.__all__) <= set(globals()), hasattr(jaxpar, "Confgi"))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120

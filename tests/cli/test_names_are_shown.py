@@ -91,7 +91,7 @@ def checkpoint(tmp_path: Path, plan_of) -> Path:
     import jax
 
     from jaxpar.models import Model
-    from jaxpar.models.hf_export import export_hf
+    from jaxpar.models.hf.export import export_hf
 
     model = Model(MODEL)
     plan = plan_of()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from nonsense import settings, summary
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 

@@ -8,10 +8,10 @@ import pytest
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.answers import ConversationWriter, open_writer
 from jaxpar.data.chat import load_examples
-from jaxpar.data.chat_template import ChatTemplate, names_read
-from jaxpar.data.conversations import read_conversation
+from jaxpar.data.chat.answers import ConversationWriter, open_writer
+from jaxpar.data.chat.chat_template import ChatTemplate, names_read
+from jaxpar.data.chat.conversations import read_conversation
 
 pytest.importorskip("jinja2")
 

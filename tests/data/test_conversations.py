@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.data import chat_template
-from jaxpar.data.answers import ConversationWriter, open_writer
-from jaxpar.data.chat_template import ChatTemplate, load_template, render
-from jaxpar.data.conversations import read_conversation
+from jaxpar.data.chat import chat_template
+from jaxpar.data.chat.answers import ConversationWriter, open_writer
+from jaxpar.data.chat.chat_template import ChatTemplate, load_template, render
+from jaxpar.data.chat.conversations import read_conversation
 
 pytest.importorskip("jinja2")
 

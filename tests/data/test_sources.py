@@ -15,11 +15,11 @@ import grain
 import numpy as np
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, DataConfig, override
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.unused_settings import idle_keys
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SOURCES
-from jaxpar.base.unused_settings import idle_keys
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.identity import identify
 from jaxpar.data.parts import PartDefaults

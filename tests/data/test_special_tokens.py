@@ -17,12 +17,12 @@ import pytest
 from jaxpar.base.config import RESOLVED, Config, DataConfig, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.data.answers import ConversationWriter
 from jaxpar.data.chat import load_examples
-from jaxpar.data.chat_template import ChatTemplate, load_template
+from jaxpar.data.chat.answers import ConversationWriter
+from jaxpar.data.chat.chat_template import ChatTemplate, load_template
+from jaxpar.data.chat.end_of_turn import end_of_turn
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.documents import Documents
-from jaxpar.data.end_of_turn import end_of_turn
 from jaxpar.data.special_tokens import read_special_tokens
 from jaxpar.data.tokenizer import (
     HFTokenizer,

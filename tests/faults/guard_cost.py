@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from jaxpar.base.config import Config, TrainConfig, load_config, override
-from jaxpar.base.runtime import start
-from jaxpar.train.failures import StepNumbers
+from jaxpar.base.process.runtime import start
 from jaxpar.train.guard import Guard
+from jaxpar.train.guard.failures import StepNumbers
+from jaxpar.train.guard.replicas import ReplicaCheck
+from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.replicas import ReplicaCheck
 from jaxpar.train.step import init_state, make_train_step, put_batch
-from jaxpar.train.watchdog import Watchdog
 
 
 class Steps:

@@ -140,13 +140,13 @@ def write_result(run: str, file: str) -> None:
     """Write what `Runs.result` returns, in a process of its own."""
     import jax
 
-    from jaxpar.base.sharding import path_name
-    from jaxpar.train.bucket_runs import folder_here
+    from jaxpar.base.layout.sharding import path_name
     from jaxpar.train.experiment import Experiment
     from jaxpar.train.metrics import read_metrics
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.restore import restore_state
-    from jaxpar.train.run_folder import Checkpoints, read_run_config
+    from jaxpar.train.runs.bucket_runs import folder_here
+    from jaxpar.train.runs.run_folder import Checkpoints, read_run_config
 
     folder = folder_here(run)
     experiment: Experiment = make_experiment(_on_one_device(read_run_config(folder)))

@@ -88,7 +88,7 @@ def end(process: subprocess.Popen[str]) -> Ended:
 
 def wait_for_step(run: Path, process: subprocess.Popen[str]) -> None:
     """Wait until a training has a checkpoint."""
-    from jaxpar.train.steps import steps_in
+    from jaxpar.train.runs.steps import steps_in
 
     until = time.monotonic() + PATIENCE
     while not steps_in(run / "checkpoints"):
@@ -99,7 +99,7 @@ def wait_for_step(run: Path, process: subprocess.Popen[str]) -> None:
 
 def problems(ended: Ended, run: Path, least: int = 1) -> list[str]:
     """Say what is wrong with how a training ended, and with the checkpoints that it left."""
-    from jaxpar.train.list_checkpoints import list_checkpoints
+    from jaxpar.train.runs.list_checkpoints import list_checkpoints
 
     found = []
     if ended.code != 2:

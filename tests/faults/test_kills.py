@@ -104,7 +104,7 @@ def final(run: Path) -> tuple[int, list[np.ndarray]]:
     """The last step of a run, and all parameters of it."""
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.restore import load_run
-    from jaxpar.train.run_folder import finished_steps, read_run_config
+    from jaxpar.train.runs.run_folder import finished_steps, read_run_config
 
     experiment = make_experiment(read_run_config(run), jax.devices()[:1])
     step, params = load_run(run, finished_steps(run)[-1], experiment)

@@ -17,18 +17,18 @@ from traced_steps import config_of, staged
 import jaxpar.train.loop as loop_module
 import jaxpar.train.open_run as open_module
 from jaxpar.base.config import Config, override
-from jaxpar.base.mesh import devices_needed
+from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.failures import Diverged, StepNumbers
+from jaxpar.train.guard.failures import Diverged, StepNumbers
+from jaxpar.train.guard.nonfinite import first_nonfinite
+from jaxpar.train.guard.run_again import verdict
 from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.nonfinite import first_nonfinite
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.run_again import verdict
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.runs.run_folder import Checkpoints
 from jaxpar.train.step import TrainState, init_state, put_batch
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")

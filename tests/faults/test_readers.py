@@ -21,7 +21,7 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.steps import steps_in
+from jaxpar.train.runs.steps import steps_in
 
 pytestmark = pytest.mark.slow
 

@@ -110,7 +110,7 @@ def final(folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of a run by step, and the parameters at its end."""
     import jax
 
-    from jaxpar.base.sharding import path_name
+    from jaxpar.base.layout.sharding import path_name
     from jaxpar.train.metrics import read_metrics
     from jaxpar.train.trained import open_trained
 

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from traced_steps import config_of
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.mesh import make_mesh
-from jaxpar.train.failures import CopiesDiffer
+from jaxpar.base.layout.mesh import make_mesh
+from jaxpar.train.guard.failures import CopiesDiffer
 from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.runs.run_folder import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("keeps_programs")]
 

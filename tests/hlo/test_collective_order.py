@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.collective_order import find_unordered, require_order
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import order_token_after, ready_after

@@ -29,8 +29,8 @@ from jaxpar.base.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from jaxpar.base.mesh import MeshSpec, devices_needed
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, Task, walk
 from jaxpar.kernels.attention import chunked

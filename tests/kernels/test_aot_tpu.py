@@ -12,8 +12,8 @@ import pytest
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.hardware import load_mesh_preset
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.masks import Causal

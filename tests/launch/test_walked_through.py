@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs

@@ -22,12 +22,15 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules
-from jaxpar.models import Model, Params, hf, hf_export, hf_families
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules
+from jaxpar.models import Model, Params
+from jaxpar.models.hf import export as hf_export
+from jaxpar.models.hf import families as hf_families
 from jaxpar.models.hf import hf_config
-from jaxpar.models.hf_export import export_hf, hf_tensors
+from jaxpar.models.hf import load as hf
+from jaxpar.models.hf.export import export_hf, hf_tensors
 
 GPT2 = ModelConfig(
     family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12

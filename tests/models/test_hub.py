@@ -16,9 +16,9 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
 from jaxpar.models import Model
-from jaxpar.models.hf_export import export_hf
-from jaxpar.models.hub import hub_folder
-from jaxpar.train.run_folder import read_run_config
+from jaxpar.models.hf.export import export_hf
+from jaxpar.models.hf.hub import hub_folder
+from jaxpar.train.runs.run_folder import read_run_config
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")

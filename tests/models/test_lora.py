@@ -14,14 +14,14 @@ import pytest
 from experiments import experiment_of
 from tiers import some
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
+from jaxpar.models.hf.peft import export_adapter
 from jaxpar.models.lora import merge_lora
-from jaxpar.models.peft import export_adapter
 from jaxpar.models.views import base_config
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state_memory import state_bytes

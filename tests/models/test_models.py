@@ -18,9 +18,9 @@ from tiers import some
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.models.transformer import (
     Block,

@@ -17,15 +17,15 @@ import jaxpar
 from jaxpar import train, verify
 from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels import masks
 from jaxpar.models import Block, Model
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import plan_notes
 from jaxpar.train.restore import beside_state, load_run
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.runs.run_folder import Checkpoints
 from jaxpar.train.step import init_state
 
 HEADS = ("heads", "head_dim")

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.hf import import_hf, model_config_from_hf
-from jaxpar.models.hf_export import export_hf, hf_tensors
+from jaxpar.models.hf.export import export_hf, hf_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Layout
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Layout
 from jaxpar.models import Block, Model
 from jaxpar.models.hf import import_hf
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hf.export import export_hf
 
 pytestmark = pytest.mark.quick
 

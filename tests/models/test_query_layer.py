@@ -16,10 +16,10 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from jaxpar.base.config import Lora, ModelConfig
+from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sparsity_config import Sparsity
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.masks import reach
 from jaxpar.models.query_layer import QueryLayer

@@ -16,19 +16,19 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Block, Model
-from jaxpar.models.compressed import Compressed, compress, expand, export_compressed
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hf.compressed import Compressed, compress, expand, export_compressed
+from jaxpar.models.hf.export import export_hf
 from jaxpar.models.sparsity import read_stacked
 from jaxpar.models.views import base_model, fold_views
-from jaxpar.train.given_optimizer import as_optimizer
+from jaxpar.train.optimizer.given_optimizer import as_optimizer
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import export_run, load_params
 from jaxpar.train.step import init_state, make_train_step, put_batch

@@ -24,8 +24,8 @@ from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 from on_gpu.stopwatch import durations, ready_step, time_once
 from on_gpu.tiles import OTHERS, tile_rows
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import CHIPS, load_chip, peak_flops

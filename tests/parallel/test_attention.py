@@ -20,9 +20,9 @@ from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inpu
 
 from jaxpar.base.config import KernelsConfig, ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Context, Overlap, Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Context, Overlap, Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.origin import decode
 from jaxpar.kernels.attention import chunked, dispatch, libraries
 from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved, reference

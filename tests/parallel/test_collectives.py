@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.collectives import further_split, gather, manual, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.ops import Ops

@@ -20,17 +20,18 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Context, Plan
-from jaxpar.base.sharding import ShardingRules, kv_copy_axes
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Context, Plan
+from jaxpar.base.layout.sharding import ShardingRules, kv_copy_axes
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Call, reference
 from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
-from jaxpar.parallel import context, ring_attention
 from jaxpar.parallel.context import check_split, split_attention
-from jaxpar.parallel.context_task import UNROLLED
+from jaxpar.parallel.context import ring as ring_attention
+from jaxpar.parallel.context import split as context
+from jaxpar.parallel.context.task import UNROLLED
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 from jaxpar.rehearse.requested_collectives import requested_collectives

@@ -19,11 +19,11 @@ import pytest
 
 import jaxpar.parallel.cross_entropy
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.cross_entropy import LossSums, Tiling, tiling
-from jaxpar.parallel.loss_terms import SoftTargets, Targets
+from jaxpar.parallel.cross_entropy.loss_terms import SoftTargets, Targets
 from jaxpar.parallel.ops import Ops
 from jaxpar.verify.reference_ops import ReferenceOps
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxpar.base.config import Config, DataConfig, ModelConfig, override
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossWeights

@@ -20,9 +20,9 @@ from experiments import experiment_of
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh, total_sizes
-from jaxpar.base.plan import Pipeline, Plan
-from jaxpar.base.sharding import replicated_sharding
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh, total_sizes
+from jaxpar.base.layout.plan import Pipeline, Plan
+from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model

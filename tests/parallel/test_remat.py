@@ -10,9 +10,9 @@ import pytest
 from experiments import experiment_of
 from traced_steps import config_of
 
-from jaxpar.base.activation_names import NAMES, PRESETS, Keep, actions
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.activation_names import NAMES, PRESETS, Keep, actions
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.remat import remat

@@ -20,16 +20,16 @@ import pytest
 import jaxpar
 from jaxpar import parallel
 from jaxpar.base import registry
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Overlap, Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Overlap, Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
+from jaxpar.parallel.linear.ring_matmul import Lane, register_form, ring_forms
 from jaxpar.parallel.ops import Ops, overlap_notes
-from jaxpar.parallel.ring_matmul import Lane, register_form, ring_forms
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxpar.base.checks import check as check_config
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check as check_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SCHEDULES
 from jaxpar.parallel.pipeline.program import program

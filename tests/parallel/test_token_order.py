@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Context, Overlap, Plan
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Context, Overlap, Plan
 from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
 
 pytestmark = pytest.mark.quick

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxpar.parallel._top_k
+import jaxpar.parallel.cross_entropy.top_k
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.cross_entropy import Tiling
 from jaxpar.parallel.ops import Ops
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -41,7 +41,7 @@ def test_they_are_the_largest_of_all_scores(
     spec: MeshSpec, chunks: int, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles = Tiling(chunks, slices)
-    monkeypatch.setattr(jaxpar.parallel._top_k, "tiling", lambda *_: tiles)
+    monkeypatch.setattr(jaxpar.parallel.cross_entropy.top_k, "tiling", lambda *_: tiles)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((B, S, D)), jnp.float32)
     table = jnp.asarray(rng.standard_normal((V, D)), jnp.float32)

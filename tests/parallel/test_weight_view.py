@@ -16,13 +16,13 @@ import pytest
 from jax import Array
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels import block_sparse
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
-from jaxpar.parallel import zero_blocks
+from jaxpar.parallel.linear import zero_blocks
+from jaxpar.parallel.linear.weight_view import WeightView
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.weight_view import WeightView
 from jaxpar.verify.reference_ops import ReferenceOps
 
 B = 4

@@ -11,8 +11,8 @@ import pytest
 from tiers import needs_libtpu
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.plan import Overlap
-from jaxpar.parallel.ring_matmul import ring_forms
+from jaxpar.base.layout.plan import Overlap
+from jaxpar.parallel.linear.ring_matmul import ring_forms
 from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, choose_overlap, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target

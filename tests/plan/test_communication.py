@@ -12,11 +12,11 @@ import pytest
 from experiments import experiment_of
 from traced_steps import config_of, staged
 
-from jaxpar.base.activation_names import Keep
 from jaxpar.base.config import Config, load_config, override
-from jaxpar.base.mesh import MeshSpec, devices_needed
-from jaxpar.base.plan import Overlap
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.activation_names import Keep
+from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.base.layout.plan import Overlap
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.plan.communication import (
     StepCollective,

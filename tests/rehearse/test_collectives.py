@@ -13,7 +13,7 @@ import pytest
 from rehearsed_mlp import BYTES, library, plain, tasks_of
 from traced_steps import FAST, config_of, staged, traced
 
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, CollectiveKind, Origin, Task, walk
 from jaxpar.rehearse.cost import Cost

@@ -13,8 +13,8 @@ from report_types import problems
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Pipeline, Plan
-from jaxpar.base.sharding import ShardingRules, placements
+from jaxpar.base.layout.plan import Pipeline, Plan
+from jaxpar.base.layout.sharding import ShardingRules, placements
 from jaxpar.hlo.tasks import Origin, Task
 from jaxpar.models import Model
 from jaxpar.rehearse.cost import Cost

@@ -24,7 +24,7 @@ from jaxpar.base.config import (
     TrainConfig,
 )
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.models import Model

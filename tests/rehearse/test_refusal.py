@@ -9,7 +9,7 @@ from experiments import experiment_of
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
-from jaxpar.base.mesh import make_mesh
+from jaxpar.base.layout.mesh import make_mesh
 from jaxpar.rehearse import _step
 from jaxpar.rehearse.of_config import advice
 from jaxpar.rehearse.report.memory import DoesNotFit, needs_and_has, refusal

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.rehearse.report.collectives import scope_of
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 

@@ -16,9 +16,9 @@ from tiers import needs_cuda, needs_libtpu, some
 from traced_steps import Sent, asked_here, compiled, config_of, over, sent, staged
 
 from jaxpar.base.config import Config, MemoryConfig, load_config
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.plan import Overlap
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Overlap
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train.plans import make_plan

@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import MARKS, needs_cuda, needs_libtpu, some
 
-from jaxpar.base import jax_compat, runtime
+from jaxpar.base import jax_compat
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, has_bfloat16, load_mesh_preset
-from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Layout, ShardingRules
+from jaxpar.base.layout.mesh import DcnSpec, MeshSpec, devices_needed, make_mesh
+from jaxpar.base.layout.sharding import Layout, ShardingRules
+from jaxpar.base.process import runtime
 from jaxpar.base.toml import presets
 from jaxpar.kernels.masks import Causal
 from jaxpar.parallel import attention

@@ -27,7 +27,7 @@ from jaxpar.rehearse.graph.list_schedule import best_schedule, check_schedule
 from jaxpar.rehearse.graph.paths import bound, paths_of
 from jaxpar.rehearse.graph.report import task_graph_of, write_graph
 from jaxpar.rehearse.graph.runs import RunGraph, beside_compute, closed, unrolled
-from jaxpar.rehearse.graph.schema import TaskGraph
+from jaxpar.rehearse.report.task_graph import TaskGraph
 from jaxpar.rehearse.timeline import replay
 
 STORED = sorted((Path(__file__).parents[1] / "hlo" / "data" / "hlo").glob("*.txt"))

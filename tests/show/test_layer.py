@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from traced_steps import config_of
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.mesh import devices_needed
+from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.show.layer import layer_figure
 from jaxpar.train.activations import activations
 from jaxpar.train.experiment import Experiment

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.cli.main import main
 from jaxpar.show.profile import measured_lines, profile_parts
 from jaxpar.train.loop import run

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import DcnSpec, MeshSpec
-from jaxpar.base.plan import Pipeline
+from jaxpar.base.layout.mesh import DcnSpec, MeshSpec
+from jaxpar.base.layout.plan import Pipeline
 from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.show.figures import save_figure

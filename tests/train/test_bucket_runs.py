@@ -15,9 +15,9 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
-from jaxpar.train import bucket_runs, run_folder, run_lock
-from jaxpar.train.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
-from jaxpar.train.run_folder import Checkpoints, is_run, keep_config
+from jaxpar.train.runs import bucket_runs, run_folder, run_lock
+from jaxpar.train.runs.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
+from jaxpar.train.runs.run_folder import Checkpoints, is_run, keep_config
 
 STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
 

@@ -25,7 +25,7 @@ import pytest
 from tiers import some
 
 from jaxpar.base.config import Config, load_config, override
-from jaxpar.base.sharding import replicated_sharding
+from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.models import Model
 from jaxpar.parallel.token_order import TOKENS

@@ -20,11 +20,11 @@ import pytest
 import jaxpar.train.restore as restore_module
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import replicated_sharding
-from jaxpar.train import run_folder
-from jaxpar.train.manifest import DamagedCheckpoint
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import replicated_sharding
+from jaxpar.train.runs import run_folder
+from jaxpar.train.runs.manifest import DamagedCheckpoint
+from jaxpar.train.runs.run_folder import Checkpoints
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,7 @@ from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hf.export import export_hf
 from jaxpar.train.open_run import first_step, open_run
 from jaxpar.train.restore import config_of, export_run, import_run, load_run
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxpar.base.batch_arrays import TEACHER_HIDDEN
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus
 from jaxpar.models import Model
@@ -23,7 +23,7 @@ from jaxpar.models.hidden import normed_states
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import export_run, load_params, load_run
-from jaxpar.train.run_folder import keep_config
+from jaxpar.train.runs.run_folder import keep_config
 from jaxpar.train.step import batch_shapes, empty_batch, loss_weights
 from jaxpar.train.teacher import open_teacher
 from jaxpar.verify.of_config import checks as verify

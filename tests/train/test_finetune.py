@@ -20,9 +20,9 @@ from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
 from jaxpar.launch.local import train_config as train
-from jaxpar.models import Model, peft
-from jaxpar.models.hf import import_hf
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models import Model
+from jaxpar.models.hf import import_hf, peft
+from jaxpar.models.hf.export import export_hf
 from jaxpar.models.lora import with_old_names
 from jaxpar.models.views import base_config
 from jaxpar.train.plans import make_experiment, make_plan
@@ -39,7 +39,7 @@ from jaxpar.train.restore import (
     restore_state,
     saved_part,
 )
-from jaxpar.train.run_folder import Checkpoints, read_run_config
+from jaxpar.train.runs.run_folder import Checkpoints, read_run_config
 from jaxpar.train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")

@@ -16,9 +16,10 @@ import pytest
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
-from jaxpar.models import Model, peft
+from jaxpar.models import Model
+from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config
-from jaxpar.train.learning_rate import learning_rate
+from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import config_of, load_params
 from jaxpar.train.step import init_state, make_train_step, put_batch

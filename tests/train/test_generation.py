@@ -14,12 +14,12 @@ import pytest
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel.cache import EMPTY, DecodeOps
 from jaxpar.train.generation import Generator, bucket
-from jaxpar.train.sampling import Sampling, draw
+from jaxpar.train.generation.sampling import Sampling, draw
 from jaxpar.verify.reference_ops import ReferenceOps
 
 CONFIG = ModelConfig(

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.train.generation import Generator, decode_plan
-from jaxpar.train.sampling import Sampling, filter_scores
+from jaxpar.train.generation.sampling import Sampling, filter_scores
 
 pytestmark = pytest.mark.slow
 

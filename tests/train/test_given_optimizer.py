@@ -14,7 +14,7 @@ from traced_steps import config_of
 from jaxpar.base.config import Config, override
 from jaxpar.train import run
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.given_optimizer import other_optimizer_note
+from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
 from jaxpar.train.plans import make_experiment
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.train.trained import open_trained
 
 pytestmark = pytest.mark.slow
@@ -157,7 +157,7 @@ def test_a_task_gets_the_numbers_of_transformers(
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from jaxpar.train.harness import HarnessModel, run_tasks
+    from jaxpar.train.generation.harness import HarnessModel, run_tasks
 
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=4, dtype="float32")
     trained = open_trained(folder, MeshSpec(**mesh, platform="cpu"))
@@ -203,7 +203,7 @@ def test_a_task_gets_the_numbers_of_transformers(
 def test_chat_prompts_leave_an_answer_open_and_end_at_the_end_of_a_turn(
     content: str, folder: Path, tmp_path: Path
 ):
-    from jaxpar.train.harness import HarnessModel
+    from jaxpar.train.generation.harness import HarnessModel
 
     copy = Path(shutil.copytree(folder, tmp_path / "chat"))
     template = "{% for m in messages %}[{{ m.role }}]{{ " + content + " }}at\n{% endfor %}"
@@ -227,7 +227,7 @@ def test_chat_prompts_leave_an_answer_open_and_end_at_the_end_of_a_turn(
 
 @pytest.mark.filterwarnings("default")
 def test_what_cannot_be_run_is_told(folder: Path, tmp_path: Path) -> None:
-    from jaxpar.train.harness import run_tasks
+    from jaxpar.train.generation.harness import run_tasks
 
     trained = open_trained(folder, MeshSpec(platform="cpu"))
     with pytest.raises(

@@ -19,17 +19,17 @@ import jaxpar.train.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.learning_rate import learning_rate
 from jaxpar.train.metrics import read_metrics
+from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
-from jaxpar.train.run_folder import Checkpoints, read_run_config
+from jaxpar.train.runs.run_folder import Checkpoints, read_run_config
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 

@@ -16,12 +16,12 @@ import pytest
 import jaxpar.train.loop as loop
 from jaxpar.base.config import CheckpointConfig, Config, ModelConfig, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.train import evaluations, open_run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.runs.run_folder import Checkpoints
 from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxpar.train.manifest as manifest
+import jaxpar.train.runs.manifest as manifest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
-from jaxpar.train.in_use import in_use, steps_in_use
-from jaxpar.train.manifest import MANIFEST, DamagedCheckpoint, require_whole, write_manifest
-from jaxpar.train.run_folder import Checkpoints
-from jaxpar.train.steps import clear_up, steps_in
+from jaxpar.train.runs.in_use import in_use, steps_in_use
+from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, require_whole, write_manifest
+from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.steps import clear_up, steps_in
 
 pytestmark = pytest.mark.quick
 PIECE = mmap.ALLOCATIONGRANULARITY
@@ -236,7 +236,7 @@ def test_a_step_that_the_file_system_does_not_give_is_no_damaged_one(
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "x").write_bytes(b"abc")
     write_manifest(folder, 3, {})
-    monkeypatch.setattr("jaxpar.train.manifest._SETTLE", 0.0)
+    monkeypatch.setattr("jaxpar.train.runs.manifest._SETTLE", 0.0)
     read = Path.read_bytes
     failing = iter(range(times))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.parallel.remat import named
-from jaxpar.train.named_counts import with_counts
+from jaxpar.train.guard.named_counts import with_counts
 
 pytestmark = pytest.mark.quick
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.base.checks import check, outdated
 from jaxpar.base.config import Config, ModelConfig, load_config, override
+from jaxpar.base.config.checks import check, outdated
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
@@ -22,7 +22,7 @@ from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import beside_state, saved_part
-from jaxpar.train.run_folder import (
+from jaxpar.train.runs.run_folder import (
     Checkpoints,
     compare_run,
     keep_config,

@@ -15,7 +15,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Model, Params
-from jaxpar.train.one_shot import Target, prune_once
+from jaxpar.train.optimizer.one_shot import Target, prune_once
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import put_batch
 from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params

@@ -14,9 +14,9 @@ import pytest
 from jaxpar.base.config import Config, ModelConfig, TrainConfig
 from jaxpar.models import Model
 from jaxpar.models.families import FAMILIES
-from jaxpar.train.learning_rate import learning_rate
-from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import decay_mask
+from jaxpar.train.optimizer.learning_rate import learning_rate
+from jaxpar.train.optimizer.named_optimizers import config_optimizer
 
 pytestmark = pytest.mark.quick
 

@@ -15,19 +15,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from traced_steps import config_of
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import CheckpointConfig, Config, load_config, override, parse
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.optimizer import OptimizerName, _Settings
 from jaxpar.base.errors import UserError
-from jaxpar.base.optimizer_config import OptimizerName, _Settings
-from jaxpar.base.sharding import local_bytes, path_name
+from jaxpar.base.layout.sharding import local_bytes, path_name
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.named_optimizers import config_optimizer
-from jaxpar.train.per_matrix import hidden_matrices, matrix_dims, muon_dimensions
+from jaxpar.train.optimizer.named_optimizers import config_optimizer
+from jaxpar.train.optimizer.per_matrix import hidden_matrices, matrix_dims, muon_dimensions
+from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import beside_state, restore_state
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.runs.run_folder import Checkpoints
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import (
     TrainState,
@@ -37,7 +38,6 @@ from jaxpar.train.step import (
     put_batch,
     state_shapes,
 )
-from jaxpar.train.update import update
 
 SMALL = {
     "data.seq_len": 16,

@@ -18,15 +18,15 @@ from jaxpar.data.special_tokens import read_special_tokens
 from jaxpar.data.tokenizer import BytesTokenizer, encode_prompt, load_tokenizer
 from jaxpar.launch import local
 from jaxpar.models import Model
-from jaxpar.models.hf_export import export_hf
+from jaxpar.models.hf.export import export_hf
 from jaxpar.train import evaluate, loop, run_data
-from jaxpar.train.own_tokenizer import (
+from jaxpar.train.restore import config_of, export_run, import_run
+from jaxpar.train.runs.own_tokenizer import (
     export_tokenizer,
     exported_ids,
     keep_tokenizer,
     with_own_tokenizer,
 )
-from jaxpar.train.restore import config_of, export_run, import_run
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 

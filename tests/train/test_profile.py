@@ -5,8 +5,8 @@ from contextlib import closing
 import jax
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.train.metrics import Profile
 

@@ -10,9 +10,9 @@ import pytest
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
-from jaxpar.data.conversations import Conversation
+from jaxpar.data.chat.conversations import Conversation
 from jaxpar.data.tokenizer import load_tokenizer
-from jaxpar.train.prompts import read_prompts, stop_ids
+from jaxpar.train.generation.prompts import read_prompts, stop_ids
 from jaxpar.train.trained import Trained
 
 pytestmark = pytest.mark.quick

@@ -14,18 +14,18 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, load_config, override
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.pruning import Pruning
 from jaxpar.base.errors import UserError
-from jaxpar.base.pruning_config import Pruning
 from jaxpar.hlo.collective_order import find_unordered
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
-from jaxpar.train.given_optimizer import as_optimizer
+from jaxpar.train.optimizer.given_optimizer import as_optimizer
+from jaxpar.train.optimizer.pruning import PruningState, cubic
+from jaxpar.train.optimizer.ranks import highest, largest
 from jaxpar.train.plans import make_experiment, make_plan
-from jaxpar.train.pruning import PruningState, cubic
-from jaxpar.train.ranks import highest, largest
 from jaxpar.train.restore import load_params
 from jaxpar.train.step import make_train_step, state_shapes, step_shapes
 from jaxpar.verify.of_config import checks as verify

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.parallel.host_memory import HOST
-from jaxpar.train.replicas import Mismatch, ReplicaCheck, mismatch_message, replicas_note
+from jaxpar.train.guard.replicas import Mismatch, ReplicaCheck, mismatch_message, replicas_note
 
 pytestmark = pytest.mark.quick
 

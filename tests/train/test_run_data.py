@@ -15,13 +15,13 @@ import jaxpar.data.identity as identity_module
 import jaxpar.train.loop as loop
 from jaxpar.base.config import Config, DataConfig, ModelConfig, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import compare_data, keep_data, with_run_data
-from jaxpar.train.run_folder import compare_run, keep_config, read_run_config
+from jaxpar.train.runs.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
 

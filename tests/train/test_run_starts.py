@@ -13,11 +13,11 @@ import pytest
 import jaxpar.train.loop as loop
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
-from jaxpar.train.run_folder import compare_run, keep_config, read_run_config
+from jaxpar.train.runs.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = pytest.mark.quick
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SINKS
 from jaxpar.train.metrics import MetricsLog, read_metrics

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import path_name
+from jaxpar.base.layout.sharding import path_name
 
 pytestmark = pytest.mark.quick
 

@@ -26,8 +26,8 @@ from tiers import some
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import options_of
-from jaxpar.base.mesh import MeshSpec, describe, devices_needed
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec, describe, devices_needed
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
@@ -35,8 +35,8 @@ from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train import step as step_module
-from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import decay_mask
+from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import (
     batch_rows,

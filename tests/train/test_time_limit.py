@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, override
+from jaxpar.base.config.checks import check
 from jaxpar.base.durations import process_began, seconds_of
 from jaxpar.base.errors import UserError
-from jaxpar.train.time_limit import TimeLimit, save_seconds
+from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 
 NAME = "train.max_time=1h"
 

@@ -20,19 +20,19 @@ import pytest
 from traced_steps import config_of, staged
 
 from jaxpar.base.config import CheckpointConfig, Config, TrainConfig, override
-from jaxpar.base.optimizer_config import AdamW, OptimizerConfig
-from jaxpar.base.plan import Plan
+from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
+from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
-from jaxpar.train.learning_rate import learning_rate
-from jaxpar.train.named_optimizers import config_optimizer
 from jaxpar.train.optimizer import decay_mask, pack_moments
+from jaxpar.train.optimizer.learning_rate import learning_rate
+from jaxpar.train.optimizer.named_optimizers import config_optimizer
+from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.runs.run_folder import Checkpoints
 from jaxpar.train.step import TrainState, init_state, make_train_step, put_batch
-from jaxpar.train.update import update
 
 OPTIMIZER = {"memory.optimizer": "offload"}
 PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}

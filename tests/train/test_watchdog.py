@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxpar.train.watchdog import Watchdog
+from jaxpar.train.guard.watchdog import Watchdog
 
 pytestmark = pytest.mark.quick
 

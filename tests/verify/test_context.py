@@ -17,9 +17,9 @@ from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.masks import Causal, Tiles, dense
 from jaxpar.models import Model
 from jaxpar.models import model as model_module
-from jaxpar.parallel import context
 from jaxpar.parallel import token_order as batches
-from jaxpar.parallel.context_task import ContextTask
+from jaxpar.parallel.context import split as context
+from jaxpar.parallel.context.task import ContextTask
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import parameter_order
 

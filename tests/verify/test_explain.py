@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Plan
 from jaxpar.verify.comparison import copies, copies_by_axis
 from jaxpar.verify.explain import _contributions
 from jaxpar.verify.of_config.checks import nearest_to_loss, partitions_of

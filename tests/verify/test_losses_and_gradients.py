@@ -13,9 +13,9 @@ from experiments import case_on
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import path_name
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import FAMILIES, Model
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.parallel.padding import TokenCounts

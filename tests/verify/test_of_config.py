@@ -21,14 +21,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshSpec, make_mesh, total_sizes
-from jaxpar.base.plan import Overlap, Plan
-from jaxpar.base.sharding import path_name
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh, total_sizes
+from jaxpar.base.layout.plan import Overlap, Plan
+from jaxpar.base.layout.sharding import path_name
 from jaxpar.cli.main import main
 from jaxpar.models import Model
-from jaxpar.parallel import choose_attention, experts
+from jaxpar.parallel import choose_attention
 from jaxpar.parallel.collectives import order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.experts import layer as experts
 from jaxpar.parallel.ops import Ops
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer

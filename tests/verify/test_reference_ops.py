@@ -13,8 +13,8 @@ import pytest
 from experiments import case_on
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels.masks import Causal, Window
 from jaxpar.models import FAMILIES, Model
 from jaxpar.parallel import Ops

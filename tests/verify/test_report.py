@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxpar.base.config import Config
-from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.verify import of_config

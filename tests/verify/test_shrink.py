@@ -12,8 +12,8 @@ import pytest
 from jaxpar.base.config import Config, load_config, override, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_mesh_preset
-from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
-from jaxpar.base.plan import Context
+from jaxpar.base.layout.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
+from jaxpar.base.layout.plan import Context
 from jaxpar.base.toml import flatten, presets
 from jaxpar.models.masks import reach
 from jaxpar.verify.of_config.setup import fit_mesh, mesh_note, simulated_devices

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.pipeline.layers import layers_of

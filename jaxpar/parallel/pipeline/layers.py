@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Pipeline, Plan
-from jaxpar.base.sharding import named_axes
+from jaxpar.base.layout.plan import Pipeline, Plan
+from jaxpar.base.layout.sharding import named_axes
 from jaxpar.parallel.pipeline.schedules import Times, check_sizes, schedule, simulate_schedule
 
 _Array = TypeVar("_Array", jax.Array, np.ndarray)

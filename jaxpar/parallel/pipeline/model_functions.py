@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Pipeline, Plan
-from jaxpar.base.sharding import Layout, PyTree
+from jaxpar.base.layout.plan import Pipeline, Plan
+from jaxpar.base.layout.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
 from jaxpar.parallel.collectives import manual, reduce_scatter
 from jaxpar.parallel.linear import GATHERED, STORED
 

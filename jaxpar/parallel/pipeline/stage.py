@@ -23,8 +23,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxpar.base.jax_compat import ClosedJaxpr
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import PyTree, merge_trees
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import PyTree, merge_trees
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host

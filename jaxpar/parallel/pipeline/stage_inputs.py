@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import PyTree
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED

@@ -14,14 +14,15 @@ from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import write_whole
+from jaxpar.base.process.runtime import write_whole
 from jaxpar.hlo.fusions import Operations, operations, operations_opened
 from jaxpar.hlo.tasks import Loop, Needs, Node, Origin, Path, Program, Task, Wait, walk_paths
 from jaxpar.rehearse.cost import Costs
 from jaxpar.rehearse.graph.list_schedule import Schedule, best_schedule
 from jaxpar.rehearse.graph.paths import Paths, bound, lane_loads, paths_of
 from jaxpar.rehearse.graph.runs import MOST_RUNS, RunGraph, beside_compute, closed, unrolled
-from jaxpar.rehearse.graph.schema import (
+from jaxpar.rehearse.report.schema import Rehearsal
+from jaxpar.rehearse.report.task_graph import (
     GRAPH_SCHEMA,
     Edge,
     Fused,
@@ -31,7 +32,6 @@ from jaxpar.rehearse.graph.schema import (
     TaskGraph,
     TaskRow,
 )
-from jaxpar.rehearse.report.schema import Rehearsal
 
 _MOST_EVENTS = 60_000
 

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 
 from jaxpar.base.console import bytes_text, console
 from jaxpar.base.errors import UserError, read_json, require_kinds, short
-from jaxpar.base.mesh import describe
+from jaxpar.base.layout.mesh import describe
 from jaxpar.rehearse.report.schema import SCHEMA, LintFinding, Rehearsal
 from jaxpar.rehearse.report.tables import finding_lines, seconds_text, titled_table
 

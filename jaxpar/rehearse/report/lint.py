@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, short, suggest
-from jaxpar.base.plan import Plan
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Placement
 from jaxpar.base.registry import Registry, registering
-from jaxpar.base.sharding import Placement
 from jaxpar.hlo.tasks import Origin
 from jaxpar.rehearse.report.schema import CollectiveRow, KernelRow, LintFinding, Memory
 from jaxpar.rehearse.timeline import TaskTime

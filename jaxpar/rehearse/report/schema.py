@@ -6,7 +6,7 @@ otherwise.
 
 from typing import Literal, NotRequired, TypedDict
 
-from jaxpar.rehearse.graph.schema import TaskGraph
+from jaxpar.rehearse.report.task_graph import TaskGraph
 
 SCHEMA = 4
 """The version goes up when a key is renamed, removed or changes its meaning; a new key does not

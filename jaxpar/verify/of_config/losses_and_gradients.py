@@ -20,9 +20,9 @@ import numpy as np
 from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
-from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
+from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import is_axes, path_name, replicated_sharding
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import AnyModel, Batch, Model, OwnModel, Params
 from jaxpar.models.hidden import PROJECTIONS
@@ -33,7 +33,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
-from jaxpar.train.given_optimizer import AnyOptimizer
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.step import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies

@@ -12,14 +12,21 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxpar.base import mesh as meshes
-from jaxpar.base.checks import check
 from jaxpar.base.config import Config, KernelsConfig, rules_of
+from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import DcnSpec, MeshSpec, axis_sizes, describe, devices_needed, total_sizes
-from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import start, widen_cpu_pool
-from jaxpar.base.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout import mesh as meshes
+from jaxpar.base.layout.mesh import (
+    DcnSpec,
+    MeshSpec,
+    axis_sizes,
+    describe,
+    devices_needed,
+    total_sizes,
+)
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.process.runtime import start, widen_cpu_pool
 from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
@@ -27,7 +34,7 @@ from jaxpar.parallel import choose_attention
 from jaxpar.parallel.ops import attention_calls
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.given_optimizer import AnyOptimizer
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
 from jaxpar.train.plans import check_batch, check_parameters, with_projections
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, few_rows, shrink
 

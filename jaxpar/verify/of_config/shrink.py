@@ -22,18 +22,18 @@ from jaxpar.base.config import (
     TrainConfig,
     rules_of,
 )
+from jaxpar.base.config.hidden_pairs import read_pairs
+from jaxpar.base.config.pruning import Pruning
 from jaxpar.base.errors import UserError
-from jaxpar.base.hidden_pairs import read_pairs
-from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
-from jaxpar.base.plan import Pipeline
-from jaxpar.base.pruning_config import Pruning
-from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
+from jaxpar.base.layout.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
+from jaxpar.base.layout.plan import Pipeline
+from jaxpar.base.layout.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
 from jaxpar.base.toml import flatten
 from jaxpar.kernels.masks import looks_back
 from jaxpar.models.masks import layer_masks, shrink_mask
+from jaxpar.parallel.context.ulysses import devices_sharing
+from jaxpar.parallel.linear.ring_matmul import ring_forms
 from jaxpar.parallel.pipeline import layers_of, microbatches
-from jaxpar.parallel.ring_matmul import ring_forms
-from jaxpar.parallel.ulysses import devices_sharing
 
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
 _FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one

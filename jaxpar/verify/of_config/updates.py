@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.config import PrecisionConfig
-from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.sharding import path_name
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import Params
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.step import gradient_axes, init_state
-from jaxpar.train.update import update
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.losses_and_gradients import (
     Case,

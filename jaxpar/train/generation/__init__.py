@@ -1,0 +1,20 @@
+"""Text from a model: prompts of different lengths in one batch (`generator`), what a shape compiles
+(`decode_programs`), how a token is drawn (`sampling`), prompts as text (`prompts`), and the model
+of lm-evaluation-harness (`harness`).
+"""
+
+from jaxpar.train.generation.generator import (
+    GenerationTimes,
+    Generator,
+    bucket,
+    decode_plan,
+    generate,
+)
+
+__all__ = [
+    "GenerationTimes",
+    "Generator",
+    "bucket",
+    "decode_plan",
+    "generate",
+]

@@ -1,0 +1,188 @@
+"""Prompts as people write them: read from files, written by a chat template, turned into token ids,
+and text back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.base.errors import UserError, parse_json
+from jaxpar.data.chat.answers import open_writer
+from jaxpar.data.chat.chat_template import find_template
+from jaxpar.data.chat.conversations import Conversation, read_conversation
+from jaxpar.data.chat.end_of_turn import ends_of_turn
+from jaxpar.data.special_tokens import TOKENIZER, read_special_tokens
+from jaxpar.data.tokenizer import Tokenizer, encode_prompt, read_text
+from jaxpar.models.hf import peft
+from jaxpar.train.trained import Trained, require_tokenizer
+
+Given = str | Conversation
+"""A text, or a conversation with what else its template may read."""
+
+
+class Prompt(NamedTuple):
+    """A prompt as the model sees it: its text, and its token ids."""
+
+    text: str
+    ids: list[int]
+    undefined: tuple[str, ...] = ()
+    """Names that its chat template wrote and that nothing defines."""
+
+
+def read_prompts(file: Path) -> list[Given]:
+    """Read one prompt a line; in a .jsonl file each line is an object with `prompt`, a text, or a
+    conversation.
+
+    Conversations have the forms of those that are trained on (`conversations.read_conversation`).
+    What is to be written is left out: a completion, or the answers with which messages end.
+
+    Raises:
+      UserError: the file cannot be read or has no prompt, a line is not such an object, or it has
+        answers alone.
+    """
+    lines = [
+        (number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()
+    ]
+    if not lines:
+        raise UserError(f"{file} has no prompt in it: it has one a line")
+    if file.suffix != ".jsonl":
+        return [line.removesuffix("\r") for _, line in lines]
+    found: list[Given] = []
+    for number, line in lines:
+        value = parse_json(line, f"{file} line {number}")
+        try:
+            given = _read_prompt(value)
+        except UserError as error:
+            raise UserError(f"{file} line {number}: {error}") from error
+        if given is None:
+            raise UserError(
+                f'{file} line {number} has neither "prompt", a text or messages, nor "messages" '
+                'or "conversations", '
+                "lists of objects"
+            )
+        found.append(given)
+    return found
+
+
+def _read_prompt(value: Any) -> Given | None:
+    if not isinstance(value, dict):
+        return None
+    prompt = value.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    conversation = read_conversation(value)
+    if conversation is None:
+        return None
+    return _without_answer(conversation)
+
+
+def _without_answer(conversation: Conversation) -> Conversation:
+    """Leave out a completion, or where there is none the assistant's turns at the end, so that
+    others are written.
+    """
+    kept = conversation.messages
+    if conversation.learned_from:
+        kept = kept[: conversation.learned_from]
+    else:
+        while kept and kept[-1]["role"] == "assistant":
+            kept = kept[:-1]
+    if not kept:
+        raise UserError("it has an answer, and nothing that is answered")
+    return conversation._replace(messages=kept)
+
+
+def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list[Prompt]:
+    """Turn prompts into token ids. `chat` takes a text as the user's message.
+
+    Conversations are written by the folder's chat template, with its names of `data.template_args`,
+    and any other text is encoded with special tokens. A UserError says that there is no tokenizer
+    or no chat template, that the template refuses a conversation, or that a prompt is empty.
+    """
+    data = trained.config.data
+    writer = cache(
+        lambda: open_writer(trained.folder / TOKENIZER, data.template_args, data.template_date)
+    )
+    found: list[Prompt] = []
+    for number, prompt in enumerate(given, 1):
+        if chat and isinstance(prompt, str):
+            talk = Conversation([{"role": "user", "content": prompt}], {})
+        else:
+            talk = prompt
+        if isinstance(talk, str):
+            made = Prompt(talk, encode_text(trained, talk, special=True))
+        else:
+            written = writer().prompt(talk)
+            made = Prompt(
+                written.text, encode_text(trained, written.text, special=False), written.undefined
+            )
+        if not made.text:
+            raise UserError(f"prompt {number} is empty: give at least one character")
+        found.append(made)
+    return found
+
+
+def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
+    """Turn a text into token ids.
+
+    With `special` it begins as a document in training does: with the begin of text where the
+    tokenizer of a Hugging Face folder says so, or `data.bos` of a run. A text that is written with
+    it does not get another. A UserError says that there is no tokenizer, that it does not know a
+    character, or that the text is not Unicode.
+    """
+    tokenizer = require_tokenizer(trained)
+    try:
+        text.encode()
+    # half of a surrogate pair, from JSON or from a terminal that is not UTF-8
+    except UnicodeError as error:
+        raise UserError(f"a prompt is not Unicode text: {error}") from error
+    if special:
+        ids = encode_prompt(text, tokenizer)
+    else:
+        ids = tokenizer.encode(text)
+    return ids.tolist()
+
+
+def stop_ids(trained: Trained, chat: bool) -> list[int]:
+    """Return the ids that end a text: the tokenizer's end of text, those that the folder's files
+    declare, and for a `chat` the tokens with which the template closes a turn: that which
+    `data.template_args` names, or the default, if there is one.
+
+    Raises:
+      UserError: there is no tokenizer, one of the files cannot be read, or `data.template_args`
+        asks for a template that is not there, or for a name that it does not read.
+    """
+    tokenizer = require_tokenizer(trained)
+    file = trained.folder / TOKENIZER
+    found = {tokenizer.end_of_text, *read_special_tokens(file).ends}
+    # one that has a tokenizer of its own, beside none of the model's files
+    if peft.is_adapter(trained.folder):
+        found.update(read_special_tokens(peft.base_folder(trained.folder) / TOKENIZER).ends)
+    data = trained.config.data
+    if chat and (data.template_args or find_template(file)):
+        found.update(
+            ends_of_turn(open_writer(file, data.template_args, data.template_date), tokenizer)
+        )
+    return sorted(
+        id for id in found if id is not None and 0 <= id < trained.config.model.vocab_size
+    )
+
+
+def continuation(
+    tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ended: bool = True
+) -> str:
+    """Return the text of new tokens as it follows the prompt; unless it has ended, without a half
+    character at its end, or half of a line end.
+
+    The prompt is decoded along, because a tokenizer may write the first token of a text otherwise
+    than a later one.
+    """
+    before = tokenizer.decode(list(prompt))
+    text = tokenizer.decode([*prompt, *new])
+    if text.startswith(before):
+        text = text[len(before) :]
+    else:
+        text = tokenizer.decode(list(new))
+    return text if ended else text.rstrip("\ufffd\r")

@@ -1,0 +1,136 @@
+"""The arithmetic of an optimizer's step on some parts of a model, wherever it is computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Int
+
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import PyTree, is_axes, state_axes
+from jaxpar.models import Params
+from jaxpar.parallel.collectives import gather, manual
+from jaxpar.train.optimizer.definition import Optimizer, pack_moments
+
+
+class Scale(NamedTuple):
+    """The factor of a step's gradients, and whether the step is to be made."""
+
+    factor: Array
+    finite: Array
+
+
+class UpdatedPart(NamedTuple):
+    """Some parts of a model, or one of their layers, after a step."""
+
+    params: Params
+    opt_state: optax.OptState
+    overflows: Int[Array, ""]
+
+
+class NewArrays(NamedTuple):
+    """What the arithmetic makes.
+
+    Attributes:
+      params: the new parameters, in the dtypes of the old ones.
+      opt_state: the new state, as `pack_moments` returns it.
+      overflows: for each array of `params` that `is_counted`, and of `opt_state` unless the
+        optimizer stays finite, how many of its entries were not finite although the step is, and
+        kept their old value.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    overflows: tuple[Int[Array, ""], ...]
+
+
+def update_arrays(
+    params: Params,
+    opt_state: optax.OptState,
+    grads: Params,
+    scale: Scale,
+    axes: Params,
+    optimizer: Optimizer,
+    plan: Plan,
+) -> NewArrays:
+    """Return the new parameters and state of some parts, all of which lie in one memory.
+
+    Args:
+      params: the parameters, laid out as the state is.
+      opt_state: their state, as `pack_moments` returns it.
+      grads: their gradients, summed over tokens.
+      scale: what to multiply them by, and whether the step is made.
+      axes: the logical axes of the parameters.
+      optimizer: the optimizer.
+      plan: the plan.
+    """
+    factor, finite = scale
+    grads = jax.tree.map(
+        lambda g: g.astype(jnp.float32) * factor,
+        grads,
+    )
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    float32 = opt_state
+    if plan.moments != "float32":
+        float32 = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == plan.moments else x, opt_state
+        )
+    updates, state = optimizer.make(axes).update(grads, float32, exact)
+    asked = jax.tree.map(
+        lambda x, more, old: (x + more).astype(old.dtype),
+        exact,
+        updates,
+        params,
+    )
+    new = jax.tree.map(
+        lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old),
+        asked,
+        params,
+    )
+    overflows = _overflows(asked, finite)
+    state = pack_moments(optimizer, state, params, axes, plan.moments)
+    if not optimizer.stays_finite:
+        overflows += _overflows(state, finite)
+    state = jax.tree.map(
+        lambda x, old: _kept(x, old, finite, optimizer.stays_finite),
+        state,
+        opt_state,
+    )
+    return NewArrays(new, state, overflows)
+
+
+def gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
+    """Gather updated parameters from the layout of the optimizer's state to their own layout.
+
+    Args:
+      updated: the new parameters, laid out as the state is, on the device.
+      axes: the logical axes of the parameters.
+      plan: the plan.
+    """
+    stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
+    one = lambda x, state, own: gather(x, state, own, plan)  # noqa: E731
+    return manual(lambda new: jax.tree.map(one, new, stored, axes), plan, (stored,), axes)(updated)
+
+
+def is_counted(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether entries of an array can be other than finite."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _kept(x: Array, old: Array, finite: Array, stays_finite: bool) -> Array:
+    """The new entries of an array of the state, or the old ones where the step is not made, or
+    where the new are not finite and may be so.
+    """
+    if not stays_finite and is_counted(x):
+        finite = finite & (jnp.isfinite(x) | ~jnp.isfinite(old))
+    return jnp.where(finite, x, old)
+
+
+def _overflows(tree: PyTree, finite: Array) -> tuple[Int[Array, ""], ...]:
+    """Count the entries of each array that are not finite in a step that is."""
+    counted = filter(is_counted, jax.tree.leaves(tree))
+    return tuple(jnp.sum(finite & ~jnp.isfinite(x), dtype=jnp.int32) for x in counted)

@@ -1,0 +1,84 @@
+"""What a run's folder has of checkpoints: a row for each, with what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.base.errors import UserError
+from jaxpar.train.runs.manifest import DamagedCheckpoint, Depth, bytes_of, require_whole
+from jaxpar.train.runs.run_folder import CHECKPOINTS, read_run_config
+from jaxpar.train.runs.steps import DAMAGED, steps_in
+from jaxpar.train.runs.val_losses import Losses
+
+
+class CheckpointRow(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+      step: its number.
+      size: bytes on disk.
+      loss: its validation loss, in nats a token; None = it was not evaluated.
+      has_manifest: whether there was anything to compare it with.
+      problem: what is wrong with it; empty = nothing was found.
+    """
+
+    step: int
+    size: int
+    loss: float | None
+    has_manifest: bool
+    problem: str
+
+
+class RunCheckpoints(NamedTuple):
+    """The checkpoints of a run.
+
+    Attributes:
+      rows: one for each, from the oldest.
+      notes: what else is damaged.
+      aside: the folders of damaged ones that a training has moved aside.
+    """
+
+    rows: list[CheckpointRow]
+    notes: list[str]
+    aside: list[Path]
+
+
+def list_checkpoints(folder: Path, depth: Depth) -> RunCheckpoints:
+    """Look at the checkpoints of a run, and write nothing.
+
+    Args:
+      folder: the run folder.
+      depth: how much of each is compared with its manifest.
+
+    Returns:
+      What was found.
+
+    Raises:
+      UserError: it is no run folder, or its config is damaged.
+    """
+    read_run_config(folder)
+    checkpoints = folder / CHECKPOINTS
+    notes = list[str]()
+    losses = Losses(checkpoints, notes.append)
+    losses.read()
+    rows = [
+        _row(checkpoints / str(step), step, losses.known.get(step), depth)
+        for step in steps_in(checkpoints)
+    ]
+    aside = sorted((folder / DAMAGED).glob("[0-9]*"))
+    return RunCheckpoints(rows, notes, aside)
+
+
+def _row(place: Path, step: int, loss: float | None, depth: Depth) -> CheckpointRow:
+    problem = ""
+    has_manifest = True
+    try:
+        has_manifest = require_whole(place, step, depth) is not None
+    except DamagedCheckpoint as error:
+        problem = str(error)
+    try:
+        size = bytes_of(place)
+    except OSError as error:
+        raise UserError(f"cannot read {place}: {error.strerror}") from error
+    return CheckpointRow(step, size, loss, has_manifest, problem)

@@ -1,0 +1,353 @@
+"""One training in a run folder at a time: its lock says who, and a heartbeat that they still run.
+
+The lock is a file and no lock of the system, which network file systems do not all have and
+buckets never: there it is an object. The owner touches it every `BEAT` seconds. Clocks of two
+machines are not compared: who finds the lock of another machine watches it, and takes it over if it
+does not beat.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+
+from jaxpar.base.errors import UserError, parse_json, read_json, require_kinds
+from jaxpar.base.process.processes import machine, process_start
+from jaxpar.base.process.runtime import run_together, writing
+from jaxpar.base.storage import Bucket
+from jaxpar.train.runs.bucket_runs import LOCK, copy_of
+
+BEAT = 10.0
+"""Seconds between two beats."""
+WATCH = 3 * BEAT
+"""Seconds without a beat after which the lock of another machine is a dead one's."""
+_SETTLE = 0.5
+"""Seconds in which two that take over one lock would both be seen."""
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+"""What the system says of a lock that is not there."""
+_KINDS = {"token": str, "machine": str, "pid": int, "began": str, "since": str}
+
+Say = Callable[[str], None]
+
+
+class _Owner(NamedTuple):
+    """Who a lock says holds it; `token` is of one holding."""
+
+    token: str
+    machine: str
+    pid: int
+    began: str
+    since: str
+
+    @property
+    def text(self) -> str:
+        """For a message."""
+        host = self.machine.partition(" ")[0]
+        return f"process {self.pid} on {host}, since {self.since}"
+
+
+class RunLock:
+    """The lock of a run folder, held by this process until `close`."""
+
+    def __init__(self, folder: Path, say: Say):
+        """Take the lock.
+
+        Args:
+          folder: the run folder, which is made if it is absent.
+          say: gets a line where a dead owner's lock is taken over.
+
+        Raises:
+          UserError: another training holds it, or the folder cannot be written.
+        """
+        self._folder = folder
+        self._file = folder / LOCK
+        pid = os.getpid()
+        began = process_start(pid) or ""
+        since = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        self._own = _Owner(uuid.uuid4().hex, machine(), pid, began, since)
+        self._stopped = threading.Event()
+        self.lost = ""
+        """Why this process holds the lock no longer; empty = it does."""
+        self._take(say)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _take(self, say: Say) -> None:
+        while not self._create():
+            owner = self._read_settled()
+            if owner is not None and self._is_alive(owner, say):
+                raise UserError(
+                    f"{self._folder} is being trained by {owner.text}: wait until it ends, or use "
+                    "another --run folder"
+                )
+            whose = "that cannot be read" if owner is None else f"of {owner.text}, which has ended,"
+            say(f"the lock {self._file} {whose} is taken over")
+            self._remove()
+            if self._create():
+                time.sleep(_SETTLE)
+                if self._why_lost():
+                    continue
+                return
+
+    def _create(self) -> bool:
+        """Write the lock if there is none, and return whether it is this process's now."""
+        try:
+            with writing(self._file):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with self._file.open("x", encoding="utf-8") as file:
+                    self._write(file)
+        except UserError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return True
+
+    def _write(self, file: TextIO) -> None:
+        try:
+            file.write(json.dumps(self._own._asdict()) + "\n")
+            file.flush()
+        except OSError:  # a full disk
+            self._file.unlink(missing_ok=True)
+            raise
+
+    def _read(self) -> _Owner | None:
+        """Read who holds the lock; None = it is not there, or says nothing.
+
+        Raises:
+          UserError: the file system does not answer, which says nothing about the lock.
+        """
+        try:
+            found: dict[str, Any] = read_json(self._file, _KINDS)
+            return _Owner(**{name: found[name] for name in _KINDS})
+        except (UserError, KeyError) as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, _ABSENT):
+                raise
+            return None
+
+    def _read_settled(self) -> _Owner | None:
+        """Read the lock, and once more where another process may be writing it at the moment, or a
+        network file system has failed once.
+        """
+        owner = None
+        with suppress(UserError):
+            owner = self._read()
+        if owner is None:
+            time.sleep(_SETTLE)
+            owner = self._read()
+        return owner
+
+    def _is_alive(self, owner: _Owner, say: Say) -> bool:
+        """Whether an owner runs: the system knows of this machine, and another's lock beats."""
+        if owner.machine == self._own.machine:
+            return process_start(owner.pid) == owner.began
+        say(f"{self._file} is of {owner.text}: watching for {WATCH:.0f} s whether it still runs")
+        before = self._beat_time()
+        until = time.monotonic() + WATCH
+        while time.monotonic() < until:
+            time.sleep(min(_SETTLE, WATCH / 10))
+            if self._beat_time() != before:
+                # gone = it ended well just now
+                return self._is_there()
+        return False
+
+    def _beat_time(self) -> int | str:
+        try:
+            return self._file.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _is_there(self) -> bool:
+        return self._file.exists()
+
+    def _touch(self) -> None:
+        with suppress(OSError):
+            os.utime(self._file)
+
+    def _remove(self) -> None:
+        with writing(self._file):
+            self._file.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        """Touch the lock until it is released or lost."""
+        while not self._stopped.wait(BEAT):
+            with suppress(UserError):  # who cannot read the lock has not lost it
+                self.lost = self.lost or self._why_lost()
+            if self.lost:
+                return
+            self._touch()
+
+    def _why_lost(self) -> str:
+        owner = self._read_settled()
+        if owner == self._own:
+            return ""
+        if owner is not None:
+            return (
+                f"{self._folder} was taken over by {owner.text}, which found no sign of this one: "
+                "only that one goes on"
+            )
+        if not self._folder.exists():
+            return (
+                f"the run folder {self._folder} is no longer there: bring it back to where it was, "
+                "and start again from its last checkpoint"
+            )
+        return (
+            f"{self._file} was removed or damaged, so another training may be there: start again "
+            "from the last checkpoint"
+        )
+
+    def require(self) -> None:
+        """Require that this process still holds the lock, by reading it.
+
+        Raises:
+          UserError: another training has it, the run folder is gone, or the lock cannot be read.
+        """
+        self.lost = self.lost or self._why_lost()
+        if self.lost:
+            raise UserError(self.lost)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._stopped.set()
+        self._thread.join()
+        with suppress(UserError):
+            if not self._why_lost():
+                self._remove()
+
+
+class BucketLock(RunLock):
+    """The lock of a run in a bucket: an object that is written anew at each beat."""
+
+    def __init__(self, url: str, folder: Path, say: Say):
+        """Take the lock.
+
+        Args:
+          url: that of the run.
+          folder: the copy that this process has of it.
+          say: gets a line where a dead owner's lock is taken over.
+
+        Raises:
+          UserError: another training holds it, or the bucket cannot be read and written.
+        """
+        self._bucket = Bucket(url)
+        self._beats = 0
+        super().__init__(folder, say)
+
+    @property
+    def _content(self) -> bytes:
+        return (json.dumps({**self._own._asdict(), "beats": self._beats}) + "\n").encode()
+
+    def _create(self) -> bool:
+        # not every server refuses to write over an object
+        if self._bucket.find(LOCK) is None and self._bucket.create(LOCK, self._content):
+            return True
+        # what was written though the answer said no is this process's too
+        return self._read() == self._own
+
+    def _read(self) -> _Owner | None:
+        content = self._bucket.read_if_there(LOCK)
+        try:
+            found = require_kinds(parse_json(content or b"", LOCK), _KINDS, LOCK)
+            return _Owner(**{name: found[name] for name in _KINDS})
+        except (UserError, KeyError):
+            return None
+
+    def _beat_time(self) -> str:
+        found = self._bucket.find(LOCK)
+        return "" if found is None else found.identity
+
+    def _is_there(self) -> bool:
+        return self._bucket.find(LOCK) is not None
+
+    def _touch(self) -> None:
+        self._beats += 1
+        with suppress(UserError):  # the next save will say it
+            self._bucket.write(LOCK, self._content)
+
+    def _remove(self) -> None:
+        self._bucket.remove([LOCK])
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(BEAT):
+            try:
+                self.lost = self.lost or self._why_lost()
+            except UserError:
+                # A bucket that does not answer has given it to nobody. But another may take it
+                # meanwhile, so it is written only after a look.
+                continue
+            if self.lost:
+                return
+            self._touch()
+
+
+class SharedLock:
+    """The lock of a run folder, which the first of a run's processes holds for all."""
+
+    def __init__(self, folder: Path, say: Say):
+        """Take the lock. All processes must call this, and then `close`.
+
+        Args:
+          folder: the run folder, which is made if it is absent.
+          say: gets a line where a dead owner's lock is taken over.
+
+        Raises:
+          UserError: another training holds it, or the folder cannot be written.
+        """
+        copy = copy_of(folder)
+
+        def take() -> RunLock:
+            return RunLock(folder, say) if copy is None else BucketLock(copy.url, folder, say)
+
+        main = jax.process_index() == 0
+        self._lock = run_together(lambda: take() if main else None)
+        if copy is not None:
+            # what another training has written until it ended
+            run_together(copy.refresh)
+
+    @property
+    def lost(self) -> str:
+        """Why the lock is known to be held no longer; empty = it is held, or is another
+        process's.
+        """
+        return "" if self._lock is None else self._lock.lost
+
+    def require(self) -> None:
+        """See `RunLock.require`; on processes but the first nothing is required."""
+        if self._lock is not None:
+            self._lock.require()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+@contextmanager
+def locked(folder: Path, say: Say) -> Iterator[SharedLock]:
+    """Hold the lock of a run folder.
+
+    Args:
+      folder: the run folder, which is made if it is absent.
+      say: gets a line where a dead owner's lock is taken over.
+
+    Yields:
+      The lock.
+
+    Raises:
+      UserError: another training holds it, or the folder cannot be written.
+    """
+    lock = SharedLock(folder, say)
+    try:
+        yield lock
+    finally:
+        lock.close()

@@ -1,0 +1,121 @@
+"""Which steps a folder of checkpoints has, and what becomes of those that are none, or damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from jaxpar.base.errors import UserError, read_json
+from jaxpar.train.runs.manifest import METADATA, UnreadCheckpoint, require_whole
+
+DAMAGED = "damaged"
+"""The folder of a run that damaged checkpoints are moved to; nothing removes them there."""
+_STATE = "state"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of a folder of checkpoints, sorted: folders whose name is a number, with a
+    state in them. A copy of one under way counts.
+
+    Args:
+      folder: the folder, which may be absent.
+    """
+    # also where the name is too long, which is an error of `iterdir`
+    if not os.path.isdir(folder):
+        return []
+    names = [path.name for path in folder.iterdir() if _is_number(path.name)]
+    return sorted(int(name) for name in names if _holds_checkpoint(folder / name))
+
+
+def _holds_checkpoint(path: Path) -> bool:
+    """Whether there is anything of a checkpoint in a folder. The arrays may still be in a
+    bucket.
+    """
+    return (path / _STATE).exists() or (path / METADATA).exists()
+
+
+def _is_number(name: str) -> bool:
+    """Whether a name is a number as it is written here, so not 040."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
+    """Take out of a folder of checkpoints what Orbax would take for a step and is none, or that
+    lacks a part, before a training opens it.
+
+    A step that is not kept, because there are enough newer ones, was being removed when its run
+    was killed: the rest of it is removed. What is left is moved aside.
+
+    Args:
+      folder: the folder of checkpoints.
+      keep: how many of the newest are kept.
+      best: the step that is kept besides; None = none is.
+
+    Returns:
+      A line for each that was moved aside, or that could not be read and is left.
+
+    Raises:
+      UserError: it cannot be moved.
+    """
+    if not os.path.isdir(folder):
+        return []
+    said = []
+    whole = 0
+    numbers = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    for path in sorted(numbers, key=lambda path: int(path.name), reverse=True):
+        try:
+            problem = _missing(path)
+        except UnreadCheckpoint as error:
+            said.append(f"warning: checkpoint {path} is left as it is: {error}")
+            continue
+        if not problem:
+            whole += 1
+        elif whole >= keep and int(path.name) != best:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            said.append(set_aside(path, problem))
+    return said
+
+
+def _missing(path: Path) -> str:
+    """Say what keeps a folder from being the step of its name, without reading what is large; an
+    UnreadCheckpoint says that this cannot be known.
+    """
+    if not _is_number(path.name) or not _holds_checkpoint(path):
+        return "it holds no checkpoint"
+    try:
+        require_whole(path, int(path.name), "sizes")
+        read_json(path / METADATA)
+    except UnreadCheckpoint:
+        raise
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def set_aside(path: Path, problem: str) -> str:
+    """Move a damaged step out of the way of the run, where nothing removes it.
+
+    Args:
+      path: the folder of the step, in the run's folder of checkpoints.
+      problem: what is wrong with it.
+
+    Returns:
+      A line that says so.
+
+    Raises:
+      UserError: it cannot be moved.
+    """
+    aside = path.parent.parent / DAMAGED
+    names = (path.name, *(f"{path.name}-{number}" for number in range(1, 1000)))
+    try:
+        aside.mkdir(exist_ok=True)
+        target = next(aside / name for name in names if not (aside / name).exists())
+        path.rename(target)
+    except OSError as error:
+        raise UserError(
+            f"checkpoint {path} is damaged ({problem}) and cannot be moved to {aside} "
+            f"({error.strerror}): move it away"
+        ) from error
+    return f"warning: checkpoint {path} is damaged ({problem}): it was moved to {target}"
