@@ -19,13 +19,13 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from jaxpar.base.config.checks import outdated
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
+from jaxpar.base.config.checks import outdated
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UTF8, UserError, reading, require_local
+from jaxpar.base.layout.sharding import path_name
 from jaxpar.base.process.runtime import number_from_first, run_together, told_by_first, write_whole
 from jaxpar.base.sealed import require_intact, seal
-from jaxpar.base.layout.sharding import path_name
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.models import FAMILIES
 from jaxpar.train.runs.bucket_runs import NotAsSent, RunCopy, Sender, copy_of
