@@ -31,15 +31,10 @@ from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, re
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket_runs import folder_here
 from jaxpar.train.runs.own_tokenizer import keep_tokenizer
-from jaxpar.train.runs.run_folder import (
-    CHECKPOINTS,
-    Checkpoints,
-    compare_run,
-    keep_config,
-    replaced_values,
-)
+from jaxpar.train.runs.run_folder import CHECKPOINTS, compare_run, keep_config, replaced_values
 from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.run_lock import SharedLock
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state
 from jaxpar.train.teacher import Teacher, open_teacher
@@ -67,7 +62,7 @@ class OpenRun(NamedTuple):
     folder: Path
     experiment: Experiment
     corpus: Corpus
-    checkpoints: Checkpoints
+    checkpoints: TrainingCheckpoints
     compared: Compared
     first: int
     is_new: bool
@@ -160,7 +155,9 @@ def _open_locked(
     if tokenizer is not None:
         run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
     identity = run_together(lambda: run_identity(folder, compared.pieces))
-    checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint, identity, say, lock.require)
+    checkpoints = TrainingCheckpoints(
+        folder / CHECKPOINTS, config.checkpoint, identity, say, lock.require
+    )
     latest, manifest = checkpoints.newest_whole()
     run_together(lambda: require_tokenizer_files(folder, manifest, say))
     first = latest or 0

@@ -44,21 +44,21 @@ from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import GIVEN
 from jaxpar.train.plans import make_experiment, with_projections
 from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.checkpoints import Checkpoints, warn
 from jaxpar.train.runs.in_use import in_use
 from jaxpar.train.runs.manifest import DamagedCheckpoint
 from jaxpar.train.runs.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.runs.run_folder import (
     CHECKPOINTS,
-    Checkpoints,
     compare_run,
     finished_steps,
     is_run,
     keep_config,
     read_run_config,
-    warn,
 )
 from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.run_lock import locked
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import (
     TrainState,
     evaluation_params,
@@ -675,7 +675,7 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
                 carry_tokenizer(peft.base_folder(source), target)
             carry_tokenizer(source, target, keep=adapter)
         identity = run_identity(target, ())
-        checkpoints = Checkpoints(
+        checkpoints = TrainingCheckpoints(
             target / CHECKPOINTS, config.checkpoint, identity, warn, lock.require
         )
         beside = beside_state(experiment, None, None, fingerprint(model, state.params), step=0)

@@ -146,7 +146,8 @@ def write_result(run: str, file: str) -> None:
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.restore import restore_state
     from jaxpar.train.runs.bucket_runs import folder_here
-    from jaxpar.train.runs.run_folder import Checkpoints, read_run_config
+    from jaxpar.train.runs.checkpoints import Checkpoints
+    from jaxpar.train.runs.run_folder import read_run_config
 
     folder = folder_here(run)
     experiment: Experiment = make_experiment(_on_one_device(read_run_config(folder)))

@@ -28,7 +28,7 @@ from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.step import TrainState, init_state, put_batch
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")

@@ -20,7 +20,7 @@ from jaxpar.train.guard.failures import CopiesDiffer
 from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("keeps_programs")]
 

@@ -15,9 +15,11 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
-from jaxpar.train.runs import bucket_runs, run_folder, run_lock
+from jaxpar.train.runs import bucket_runs, run_lock, training_checkpoints
 from jaxpar.train.runs.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
-from jaxpar.train.runs.run_folder import Checkpoints, is_run, keep_config
+from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.run_folder import is_run, keep_config
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
 
@@ -49,7 +51,9 @@ def restored(folder: Path, step: int) -> np.ndarray:
 def train(folder: Path, *steps: int, keep: int = 2) -> None:
     """What a training writes into its folder."""
     keep_config(folder, Config())
-    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=keep, keep_best=False))
+    checkpoints = TrainingCheckpoints(
+        folder / "checkpoints", CheckpointConfig(keep=keep, keep_best=False)
+    )
     for step in steps:
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {step}}}\n')
@@ -277,11 +281,11 @@ def test_a_process_that_is_not_the_first_forgets_the_steps_that_the_first_moved_
     train(run_here(bucket.url), 1, 2)
     folder = another_process(bucket)
     config = CheckpointConfig(keep=2, keep_best=False)
-    checkpoints = Checkpoints(folder / "checkpoints", config)
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", config)
     assert checkpoints.steps() == [1, 2]
     # of two processes this is the second: the first says that step 1 is the newest that is whole
-    monkeypatch.setattr(run_folder.jax, "process_index", lambda: 1)
-    monkeypatch.setattr(run_folder, "number_from_first", lambda _: 1)
+    monkeypatch.setattr(training_checkpoints.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(training_checkpoints, "number_from_first", lambda _: 1)
     assert checkpoints.newest_whole() == (1, None)
     assert checkpoints.steps() == [1]
     monkeypatch.undo()

@@ -39,7 +39,8 @@ from jaxpar.train.restore import (
     restore_state,
     saved_part,
 )
-from jaxpar.train.runs.run_folder import Checkpoints, read_run_config
+from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
@@ -176,7 +177,7 @@ def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
     state = state._replace(params=model.merge(fresh.params, model.trained(state.params)))
     saved = with_old_names(saved_part(state, model))
     assert "q_lora_a" in saved.params["blocks"] and "lora" not in saved.params["blocks"]
-    checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
+    checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", config.checkpoint)
     beside = beside_state(experiment, None, None, fingerprint(model, state.params))
     step = int(state.step)
     checkpoints.save(step, saved, beside)

@@ -14,7 +14,7 @@ from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.host_update import require_host_update
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.checkpoints import Checkpoints
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)}
 AXES = {"w": ("embed", "mlp")}

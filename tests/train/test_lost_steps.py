@@ -21,7 +21,8 @@ from jaxpar.models import Model
 from jaxpar.train import evaluations, open_run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
@@ -202,7 +203,7 @@ def test_a_step_is_saved_before_it_is_evaluated_and_the_best_is_still_known(
 
 def test_a_loss_may_follow_its_checkpoint_and_what_it_makes_old_is_removed(tmp_path: Path) -> None:
     state = {"w": jax.numpy.ones(4)}
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig(keep=1))
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
         checkpoints.save(step, state, {})
         checkpoints.record(step, loss)
@@ -275,7 +276,7 @@ def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
 def test_a_checkpoint_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig())
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

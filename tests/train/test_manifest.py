@@ -16,10 +16,12 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
+from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.in_use import in_use, steps_in_use
 from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, require_whole, write_manifest
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.steps import clear_up, steps_in
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 pytestmark = pytest.mark.quick
 PIECE = mmap.ALLOCATIONGRANULARITY
@@ -95,7 +97,7 @@ def test_a_sample_reads_the_first_piece_of_each_file_and_some_of_the_rest(tmp_pa
 def save(folder: Path, *steps: int) -> list[str]:
     """Save steps, and open the folder again as a training does; return what it says."""
     said = list[str]()
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=3), {}, said.append)
+    checkpoints = TrainingCheckpoints(folder, CheckpointConfig(keep=3), {}, said.append)
     for number in steps:
         checkpoints.save(number, {"w": np.full((4, 8), number, np.float32)}, {})
     checkpoints.close()
@@ -105,8 +107,8 @@ def save(folder: Path, *steps: int) -> list[str]:
 def reopen(folder: Path) -> tuple[int | None, list[str]]:
     """The step that a training would go on after, and what it says."""
     said = list[str]()
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=3), {}, said.append)
-    found, _ = checkpoints.newest_whole()
+    checkpoints = TrainingCheckpoints(folder, CheckpointConfig(keep=3), {}, said.append)
+    found = checkpoints.newest_whole().step
     checkpoints.close()
     return found, said
 
@@ -147,7 +149,7 @@ def test_what_a_killed_run_was_removing_is_removed_without_a_word(tmp_path: Path
     save(folder, 1, 2, 3)
     (folder / "1" / "data" / "metadata").unlink()
     said = list[str]()
-    Checkpoints(folder, CheckpointConfig(keep=2, keep_best=False), {}, said.append).close()
+    TrainingCheckpoints(folder, CheckpointConfig(keep=2, keep_best=False), {}, said.append).close()
     assert steps_in(folder) == [2, 3] and not said and not (tmp_path / "damaged").exists()
 
 
@@ -162,7 +164,7 @@ def test_where_no_step_is_whole_the_run_does_not_begin_anew_without_a_word(tmp_p
 
 def test_a_damaged_loss_is_none_and_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder, CheckpointConfig())
+    checkpoints = TrainingCheckpoints(folder, CheckpointConfig())
     for number, loss in ((1, 2.0), (2, 3.0)):
         checkpoints.save(number, {"w": np.zeros(3, np.float32)}, {}, loss)
     checkpoints.close()
@@ -188,7 +190,7 @@ def test_a_sealed_text_is_as_it_was_written_or_without_its_last_line() -> None:
 
 def test_a_step_that_is_read_is_not_removed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=1, keep_best=False))
+    checkpoints = TrainingCheckpoints(folder, CheckpointConfig(keep=1, keep_best=False))
     state = {"w": np.zeros(3, np.float32)}
     checkpoints.save(1, state, {})
     with in_use(tmp_path, 1):
@@ -214,7 +216,7 @@ def test_the_list_of_checkpoints_names_what_is_damaged(
     folder = run / "checkpoints"
     save(folder, 1, 2)
     (run / "config.toml").write_text(to_toml(Config()))
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=3))
+    checkpoints = TrainingCheckpoints(folder, CheckpointConfig(keep=3))
     checkpoints.save(3, {"w": np.zeros(3, np.float32)}, {}, 2.5)
     checkpoints.close()
     flip(max((folder / "2").rglob("d/*"), key=lambda file: file.stat().st_size), 9)
@@ -248,9 +250,9 @@ def test_a_step_that_the_file_system_does_not_give_is_no_damaged_one(
     monkeypatch.setattr(Path, "read_bytes", fail_first)
     checkpoints = Checkpoints(folder.parent)
     if times == 1:
-        assert checkpoints.newest_whole()[0] == 3
+        assert find_newest_whole(checkpoints, pytest.fail).step == 3
     else:
         with pytest.raises(UserError, match="may be whole"):
-            checkpoints.newest_whole()
+            find_newest_whole(checkpoints, pytest.fail)
         clear_up(folder.parent, 0, None)
     assert folder.exists()

@@ -22,13 +22,8 @@ from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import beside_state, saved_part
-from jaxpar.train.runs.run_folder import (
-    Checkpoints,
-    compare_run,
-    keep_config,
-    refused_changes,
-    replaced_values,
-)
+from jaxpar.train.runs.run_folder import compare_run, keep_config, refused_changes, replaced_values
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
 pytestmark = pytest.mark.quick
@@ -133,7 +128,7 @@ def test_an_old_run_is_evaluated_generated_from_and_exported(
     model = experiment.model
     state = init_state(model, override(old, {"train.seed": 1}), experiment.plan)
     keep_config(run, old)
-    checkpoints = Checkpoints(run / "checkpoints", old.checkpoint)
+    checkpoints = TrainingCheckpoints(run / "checkpoints", old.checkpoint)
     checkpoints.save(
         5,
         saved_part(state, model),

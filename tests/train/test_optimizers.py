@@ -28,7 +28,7 @@ from jaxpar.train.optimizer.per_matrix import hidden_matrices, matrix_dims, muon
 from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import beside_state, restore_state
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import (
     TrainState,
@@ -239,7 +239,7 @@ def test_a_run_goes_on_on_another_mesh(name: str, tmp_path: Path) -> None:
     want, want_losses = trained(
         config(name, data=2, fsdp=2, tensor=2), name, 1, jax.tree.map(jnp.copy, state)
     )
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", CheckpointConfig())
     beside = {"iterator": None, "training_tokens": None, "layer_order": None}
     checkpoints.save(3, state, beside, None)
     changes = {"pipeline.schedule": "looped", "pipeline.microbatches": 2, "pipeline.virtual": 1}
@@ -263,7 +263,7 @@ def test_schedule_free_evaluates_its_average_and_restores_it(tmp_path: Path) -> 
     assert np.linalg.norm(want["embed"]["tokens"] - state.params["embed"]["tokens"]) > 1e-4
     optimizer = config_optimizer(eight)
     assert_near(evaluation_params(model, state, optimizer), want, 1e-6)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", CheckpointConfig())
     beside = {"iterator": None, "training_tokens": None, "layer_order": None}
     checkpoints.save(3, state, beside, None)
     one = config("schedule_free")
@@ -474,7 +474,7 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
         ]
     ):
         state = init_state(saved.model, one, saved.plan, optimizer=saved.optimizer)
-        checkpoints = Checkpoints(tmp_path / str(number), CheckpointConfig())
+        checkpoints = TrainingCheckpoints(tmp_path / str(number), CheckpointConfig())
         checkpoints.save(0, state, beside_state(saved, None, None, None))
         checkpoints.wait()
         with pytest.raises(UserError, match=message):

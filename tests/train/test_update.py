@@ -31,7 +31,7 @@ from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.runs.run_folder import Checkpoints
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import TrainState, init_state, make_train_step, put_batch
 
 OPTIMIZER = {"memory.optimizer": "offload"}
@@ -188,7 +188,7 @@ def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     """Onto the device, too: where it lies is no part of a checkpoint."""
     config = override(config_of("llama", fsdp=2), SMALL | STATE)
     state, *_ = trained(config, 1)
-    with_state = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    with_state = TrainingCheckpoints(tmp_path / "checkpoints", CheckpointConfig())
     with_state.save(
         1, state, {"iterator": None, "training_tokens": None, "layer_order": None}, None
     )
@@ -407,7 +407,7 @@ def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
             nu=half,
         )
     )
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(0, old, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
     _, found = moments_of(
         restore_state(checkpoints, 0, make_experiment(config, jax.devices()[: plan.mesh.size]))[

@@ -1,0 +1,221 @@
+"""The checkpoints of a run, as they are read: which steps there are, and their arrays on any mesh.
+Nothing in their folder is made or removed here, as a training may be writing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from jaxpar.base.console import PlainConsole
+from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.layout.sharding import path_name
+from jaxpar.train.runs.bucket_runs import NotAsSent, copy_of
+from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, Depth, Manifest, require_whole
+from jaxpar.train.runs.orbax_options import item_handlers, writing_processes
+from jaxpar.train.runs.steps import steps_in
+from jaxpar.train.runs.val_losses import Losses, lowest
+
+PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
+
+
+def warn(line: str) -> None:
+    """Say a line on standard error, where the program has no other way to say it."""
+    PlainConsole(stderr=True, soft_wrap=True).print(line)
+
+
+class Checkpoints:
+    """The checkpoints of one run, to be read.
+
+    Attributes:
+      folder: the folder that has them, each in a folder of its step.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = warn):
+        """Open the checkpoints of a run.
+
+        Args:
+          folder: the folder that has them, which may be absent.
+          say: gets a line about each checkpoint that is damaged or has no manifest.
+
+        Raises:
+          UserError: the folder is a URL.
+        """
+        require_local(folder)
+        self.folder = folder.absolute()
+        self._say = say
+        self._copy = copy_of(self.folder.parent)
+        # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
+        # evaluated.
+        self._losses = Losses(self.folder, say)
+        # Each step is opened by itself, so that a damaged one is no hindrance to another.
+        apart = self._copy is not None
+        self._reader = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(**item_handlers(apart)),
+            multiprocessing_options=writing_processes(apart),
+        )
+
+    def latest(self) -> int | None:
+        """Return the newest finished step, or None."""
+        return max(self.steps(), default=None)
+
+    def steps(self) -> list[int]:
+        """Return every finished step, sorted."""
+        return steps_in(self.folder)
+
+    def best(self, without: Container[int] = ()) -> int | None:
+        """Return the step with the lowest validation loss, or None.
+
+        Args:
+          without: steps that are left out.
+        """
+        self._losses.read()
+        return lowest(self._losses.known, [step for step in self.steps() if step not in without])
+
+    def require_whole(self, step: int, depth: Depth = "sample") -> Manifest | None:
+        """Compare a step with its manifest, and say where it has none.
+
+        Args:
+          step: the step.
+          depth: how much of it is read.
+
+        Returns:
+          The manifest, or None.
+
+        Raises:
+          DamagedCheckpoint: it is not as it was saved.
+        """
+        place = self.folder / str(step)
+        try:
+            self._complete(step)
+            found = require_whole(place, step, depth)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"checkpoint {place} is damaged: {error}") from error
+        if found is None:
+            self._say(
+                f"checkpoint {place} has no {MANIFEST}, as those of an earlier version: it is "
+                "taken as it is, unchecked"
+            )
+        return found
+
+    def data(self, step: int) -> dict[str, Any]:
+        """Return what was saved beside the state of a step; raise a UserError where it cannot be
+        read.
+        """
+        return self._read(step, data=ocp.args.JsonRestore()).data
+
+    def names(self, step: int) -> list[str]:
+        """Return the names of the arrays of a finished step's state, as `params.blocks.q`; a
+        UserError says that they cannot be read.
+        """
+        with self._readable(step):
+            found: Any = self._saved_form(step)
+            leaves = jax.tree_util.tree_leaves_with_path(found.state)
+        return [path_name(path) for path, _ in leaves]
+
+    def restore(self, step: int, shapes: PyTree, part: bool = False) -> PyTree:
+        """Return the state of a finished step, with the shardings of `shapes`.
+
+        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A
+        `part` is a dictionary of some fields of the state; nothing else is read. A UserError says
+        that files are missing or cut short, or that the state is of another model, precision or
+        optimizer.
+        """
+        self._require_form(step, shapes, part)
+        arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
+        return self._read(
+            step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part)
+        ).state
+
+    def _require_form(self, step: int, shapes: PyTree, part: bool) -> None:
+        """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts
+        silently.
+        """
+        with self._readable(step):
+            found: Any = self._saved_form(step)
+            saved = _forms(found.state)
+            wanted = _forms(shapes)
+            if not saved:
+                raise ValueError("it holds no state")
+        names: Sequence[str] = list(wanted)
+        if not part:
+            names = [*names, *sorted(saved.keys() - wanted.keys())]
+        for name in names:
+            there = saved.get(name, "absent")
+            here = wanted.get(name, "absent")
+            if there != here and not _is_wider_moment(name, there, here):
+                raise UserError(
+                    f"checkpoint {self.folder / str(step)} is of another model, precision or "
+                    f"optimizer ({name} is {there} there and {here} here): take those of its run's "
+                    "config.toml, or of the program that trained it"
+                )
+
+    def _saved_form(self, step: int) -> Any:
+        """Return names, shapes and dtypes of what a step has, by item."""
+        self._complete(step)
+        return self._reader.metadata(self.folder / str(step)).item_metadata
+
+    def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        with self._readable(step):
+            if "state" in items:
+                self._complete(step)
+            return self._reader.restore(self.folder / str(step), ocp.args.Composite(**items))
+
+    @contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        """Turn Orbax's failure to read into a DamagedCheckpoint."""
+        self._await_save()
+        try:
+            yield
+        except UserError:
+            raise
+        # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
+        except Exception as error:
+            why = f"checkpoint {self.folder / str(step)} cannot be read ({first_line(error)})"
+            # a run beside may be removing it, or a copy of it may be under way
+            raise DamagedCheckpoint(
+                f"{why}: try again if a run or a copy is writing there, or take another step"
+            ) from error
+
+    def _await_save(self) -> None:
+        """Wait until what this process saves is there; who only reads saves nothing."""
+
+    def _complete(self, step: int) -> None:
+        """Have the arrays of a step on this machine, where the run is in a bucket."""
+        if self._copy is None:
+            return
+        try:
+            self._copy.complete(step)
+        # a bucket that does not answer has not damaged anything
+        except NotAsSent as error:
+            raise DamagedCheckpoint(str(error)) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _forms(tree: PyTree) -> dict[str, str]:
+    """The dtype and the shape of each leaf, by its name."""
+    return {
+        path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _is_wider_moment(name: str, there: str, here: str) -> bool:
+    """Whether a saved bfloat16 is the second moment of an earlier version, which is float32 now:
+    the same number.
+    """
+    return (
+        ".nu." in name
+        and there.startswith("bfloat16")
+        and here == there.replace("bfloat16", "float32", 1)
+    )

@@ -1,0 +1,102 @@
+"""What Orbax is given: who writes which files, which checkpoints it keeps, and what of its log is
+heard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.options import MultiprocessingOptions
+
+from jaxpar.base.process.runtime import number_from_first
+from jaxpar.train.runs.in_use import steps_in_use
+from jaxpar.train.runs.val_losses import lowest
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+def _is_not_of_unread_future(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
+
+
+# What Orbax logs is raised too, or is of no use to whoever trains; its lines have no form of ours.
+# Of its writes that fail together it raises the first, and asyncio logs the others.
+logging.getLogger("absl").addFilter(_is_not_of_orbax)
+logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
+
+
+class KeepBest:
+    """For Orbax, keeps the checkpoint with the lowest of some losses by step, which grow while the
+    run goes on.
+    """
+
+    def __init__(self, losses: dict[int, float]):
+        self._losses = losses
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint whether it is the best; Orbax asks this before it removes
+        any.
+        """
+        best = lowest(self._losses, [info.step for info in checkpoints])
+        return [info.step == best for info in checkpoints]
+
+
+class KeepRead:
+    """For Orbax, keeps the checkpoints that are being read, as the first process saw it before a
+    save: readers come and go, and all processes must keep the same.
+    """
+
+    def __init__(self, run: Path):
+        self._run = run
+        self._read: list[int] = []
+
+    def look(self) -> None:
+        """Look which steps are being read; all processes must call this."""
+        main = jax.process_index() == 0
+        self._read = steps_from_first(sorted(steps_in_use(self._run)) if main else [])
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint whether a reader has marked it."""
+        return [info.step in self._read for info in checkpoints]
+
+
+def steps_from_first(steps: Sequence[int]) -> list[int]:
+    """Return on every process the steps that the first one gives; all must call this."""
+    count = number_from_first(len(steps))
+    padded = [*steps, *[0] * count][:count]
+    return [number_from_first(step) for step in padded]
+
+
+def writing_processes(apart: bool) -> MultiprocessingOptions:
+    """Who writes: the first process writes what all have, or, where each has a folder of its own,
+    each does.
+    """
+    if not apart or jax.process_count() == 1:
+        return MultiprocessingOptions()
+    return MultiprocessingOptions(primary_host=None)
+
+
+def item_handlers(apart: bool) -> dict[str, Any]:
+    """What writes the parts of a checkpoint. Where each process has a folder of its own, a part of
+    an array is a file of its own too (by default those of a process are in few files, which the
+    first one joins).
+    """
+    if not apart or jax.process_count() == 1:
+        return {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+    processes = writing_processes(apart)
+    arrays = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler(primary_host=None, replica_id=0))
+    )
+    return {
+        "state": ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, multiprocessing_options=processes, type_handler_registry=arrays
+        ),
+        "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+    }

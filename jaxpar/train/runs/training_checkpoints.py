@@ -1,0 +1,323 @@
+"""The checkpoints of a run that trains: they are written in the background, and the newest few and
+the best one are kept. A second writer would clear away an unfinished one of the first as a
+leftover, so who writes has the lock of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from jaxpar.base.config import CheckpointConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.process.runtime import number_from_first, run_together, told_by_first
+from jaxpar.train.runs.bucket_runs import Sender
+from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
+from jaxpar.train.runs.disk_space import require_space
+from jaxpar.train.runs.in_use import steps_in_use
+from jaxpar.train.runs.manifest import MANIFEST, write_manifest
+from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
+from jaxpar.train.runs.orbax_options import (
+    KeepBest,
+    KeepRead,
+    item_handlers,
+    steps_from_first,
+    writing_processes,
+)
+from jaxpar.train.runs.steps import clear_up, set_aside, steps_in
+from jaxpar.train.runs.val_losses import lowest
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+"""What the name of a step ends in while it is written."""
+
+
+class TrainingCheckpoints(Checkpoints):
+    """The checkpoints of one run, which this process reads and writes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        identity: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = warn,
+        require_lock: Callable[[], None] = lambda: None,
+    ):
+        """Open the checkpoints of a run, and clear away what is none.
+
+        Args:
+          folder: the folder that has them, each in a folder of its step; it is made.
+          config: which are kept.
+          identity: what tells the data and the tokenizer of the run from others.
+          say: gets a line about each checkpoint that is damaged or has no manifest.
+          require_lock: is called on the first process before each save, and raises where another
+            training has the run, or its folder is gone.
+
+        Raises:
+          UserError: Orbax cannot open them, or one that is damaged cannot be moved aside.
+        """
+        super().__init__(folder, say)
+        self._config = config
+        self._identity = identity or {}
+        self._require_lock = require_lock
+        self._read_now = KeepRead(self.folder.parent)
+        self._saving: int | None = None
+        if self._copy is not None:
+            self._copy.start_sending()
+        else:  # what a bucket has is a step only once all of it is there
+            self._clear_up()
+        self._losses.read()
+        self._manager = self._open()
+
+    def _clear_up(self) -> None:
+        """Take away what Orbax would stumble over, and say what."""
+        if jax.process_index() == 0:
+            lines = run_together(lambda: clear_up(self.folder, self._config.keep, self._kept()))
+        else:
+            lines = run_together(list[str])
+        for line in lines:
+            self._say(line)
+
+    def _kept(self) -> int | None:
+        """The step that is kept besides the newest, before Orbax has looked at the folder."""
+        if not self._config.keep_best:
+            return None
+        self._losses.read()
+        return lowest(self._losses.known, steps_in(self.folder))
+
+    def _open(self) -> ocp.CheckpointManager:
+        apart = self._copy is not None
+        policies: list[Any] = [managers.LatestN(self._config.keep), self._read_now]
+        if self._config.keep_best:
+            policies.append(KeepBest(self._losses.known))
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+            preservation_policy=managers.AnyPreservationPolicy(policies),
+            create=True,
+            cleanup_tmp_directories=True,
+            multiprocessing_options=writing_processes(apart),
+        )
+        try:
+            handlers = item_handlers(apart)
+            return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        # Orbax makes the folder, reads a few files of every checkpoint, and hands on what fails
+        except Exception as error:
+            why = first_line(error)
+            raise UserError(f"the checkpoints in {self.folder} cannot be opened ({why})") from error
+
+    def steps(self) -> list[int]:
+        """Return every finished step, sorted, and that which is being saved."""
+        return sorted(self._manager.all_steps())
+
+    def best(self, without: Container[int] = ()) -> int | None:
+        """Return the step with the lowest validation loss among those kept, or None.
+
+        Args:
+          without: steps that are left out.
+        """
+        return lowest(self._losses.known, [step for step in self.steps() if step not in without])
+
+    def newest_whole(self) -> Whole:
+        """Find the step to go on after, and move those aside that are newer and damaged.
+
+        All processes must call this.
+
+        Returns:
+          The step; its manifest is known to the first process.
+
+        Raises:
+          UserError: all are damaged, or one cannot be read, which may be whole.
+        """
+        main = jax.process_index() == 0
+        found = run_together(lambda: find_newest_whole(self, self._say) if main else Whole())
+        step = number_from_first(-1 if found.step is None else found.step)
+        self._leave_out_after(step)
+        self._manager.reload()
+        return Whole(None if step < 0 else step, found.manifest)
+
+    def _leave_out_after(self, step: int) -> None:
+        """Take the newer steps out of this process's own copy of a run in a bucket. The first
+        process has moved them aside in its copy alone, and all must know the same steps.
+        """
+        if self._copy is None:
+            return
+        for newer in self.steps():  # as they were before the first process moved any
+            if newer > step:
+                self._copy.leave_out(newer)
+
+    def set_aside(self, step: int, problem: str) -> None:
+        """Move a step aside that cannot be read, and say so. For one process alone.
+
+        Args:
+          step: the step.
+          problem: what is wrong with it.
+        """
+        self._say(set_aside(self.folder / str(step), problem))
+        self._manager.reload()
+
+    def save(
+        self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None = None
+    ) -> None:
+        """Save in the background, unless the step is already saved. All processes must call this.
+
+        Args:
+          step: the number of the step.
+          state: the arrays.
+          data_state: what is kept beside them, as JSON has it; `data` returns it.
+          val_loss: its validation loss, in nats a token, which may also follow: see `record`.
+
+        Raises:
+          UserError: the save before failed, the disk is too full, another training has the run, or
+            this one cannot be written.
+        """
+        # what the first process knows counts, as all must save alike
+        if told_by_first(step not in self.steps()):
+            # The save waits for the one before, and then removes old checkpoints: no loss is
+            # written into those.
+            run_together(self._finish)
+            self._losses.forget(step)  # of a checkpoint that was there before and is not
+            run_together(lambda: self._require_room(state))
+            self._read_now.look()
+            with self._writing():
+                items = ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
+                )
+                self._saving = step
+                self._manager.save(step, args=items)
+                if self._sender is not None:
+                    self._sender.send_step(step)
+        if val_loss is not None:
+            self.record(step, val_loss)
+
+    def _require_room(self, state: PyTree) -> None:
+        """Require on the first process that the run is still this one's, and that a save has room:
+        on its disk, or on that of each process where each has a copy of its own.
+        """
+        main = jax.process_index() == 0
+        if main:
+            self._require_lock()
+        if self._copy is not None:
+            require_space(self.folder, _own_bytes(state))
+        elif main:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            require_space(self.folder, size)
+
+    def _write_manifest(self) -> None:
+        """Write the manifest of the step that is being saved; Orbax calls this in its thread, once
+        all files are there and before the step has its name.
+        """
+        if jax.process_index() == 0 and self._saving is not None:
+            step = self._saving
+            for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
+                write_manifest(folder, step, self._identity)
+
+    def _finish_save(self) -> None:
+        """Wait until what was saved is there, with its manifest and its loss."""
+        try:
+            self._await_save()
+            if self._sender is not None:
+                self._sender.wait()
+        except BaseException:
+            self._saving = None
+            # Orbax counts what it could not write among its steps
+            if jax.process_count() == 1:
+                self._manager.reload()
+            raise
+        step = self._saving
+        self._saving = None
+        if jax.process_index() == 0 and step is not None:
+            place = self.folder / str(step)
+            # where Orbax called too late, when the step had its name
+            if not (place / MANIFEST).exists():
+                write_manifest(place, step, self._identity)
+        self._losses.write()
+
+    def record(self, step: int, val_loss: float) -> None:
+        """Keep the validation loss of a step that was saved. A step without one, or with NaN, is
+        never the best.
+        """
+        if step in self.steps() and math.isfinite(val_loss):
+            self._losses.add(step, val_loss)
+
+    def wait(self) -> None:
+        """Wait until what was saved is there, with its losses; raise a UserError where it could not
+        be written. All processes must call this.
+        """
+        run_together(self._finish)
+
+    def _finish(self) -> None:
+        with self._writing():
+            self._finish_save()
+
+    def _await_save(self) -> None:
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for what is being written, and raise what went wrong in the background (a full disk,
+        say).
+        """
+        try:
+            with self._writing():
+                self._finish_save()
+                self._manager.close()
+                if self._sender is not None:
+                    self._sender.send()
+        finally:
+            if self._sender is not None:
+                self._sender.stop()
+
+    @property
+    def _sender(self) -> Sender | None:
+        """What sends the steps that are written here to a bucket; None = nothing does."""
+        return None if self._copy is None else self._copy.sender
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn Orbax's failure to write into a UserError; it raises what its threads, storage and
+        JSON raise.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._sender is not None:
+                self._sender.stop()
+            why = f"a checkpoint could not be written to {self.folder} ({first_line(error)})"
+            raise UserError(
+                f"{why}: look at the space that is left, and start again from the last one"
+            ) from error
+
+    def remove_old(self) -> None:
+        """Remove what is neither among the newest nor the best nor being read: a save cannot know
+        how its own step evaluates. All processes must call this.
+        """
+        self.wait()
+        # what the first process sees counts, as all must remove alike
+        for step in steps_from_first(self._old_steps()):
+            self._manager.delete(step)
+
+    def _old_steps(self) -> list[int]:
+        """The steps that this process would remove."""
+        steps = self.steps()
+        kept = {
+            *steps[-self._config.keep :],
+            self.best() if self._config.keep_best else None,
+            *steps_in_use(self.folder.parent),
+        }
+        return [step for step in steps if step not in kept]
+
+
+def _own_bytes(state: PyTree) -> int:
+    """The bytes of a state that this process writes into a copy of its own."""
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(state)
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    )
