@@ -31,9 +31,10 @@ from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, re
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket_runs import folder_here
 from jaxpar.train.runs.own_tokenizer import keep_tokenizer
-from jaxpar.train.runs.run_folder import CHECKPOINTS, compare_run, keep_config, replaced_values
+from jaxpar.train.runs.run_folder import compare_run, keep_config, replaced_values
 from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.run_lock import SharedLock
+from jaxpar.train.runs.steps import CHECKPOINTS
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state

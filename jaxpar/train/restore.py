@@ -49,7 +49,6 @@ from jaxpar.train.runs.in_use import in_use
 from jaxpar.train.runs.manifest import DamagedCheckpoint
 from jaxpar.train.runs.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.runs.run_folder import (
-    CHECKPOINTS,
     compare_run,
     finished_steps,
     is_run,
@@ -58,6 +57,7 @@ from jaxpar.train.runs.run_folder import (
 )
 from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.run_lock import locked
+from jaxpar.train.runs.steps import CHECKPOINTS
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import (
     TrainState,

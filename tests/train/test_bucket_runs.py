@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -15,8 +16,9 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
-from jaxpar.train.runs import bucket_runs, run_lock, training_checkpoints
-from jaxpar.train.runs.bucket_runs import UPLOADED, copy_of, folder_here, run_here, send
+from jaxpar.train.runs import bucket_runs, bucket_sender, run_lock, training_checkpoints
+from jaxpar.train.runs.bucket_layout import UPLOADED
+from jaxpar.train.runs.bucket_runs import copy_of, folder_here, run_here, send
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.run_folder import is_run, keep_config
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -86,7 +88,7 @@ def test_a_process_trains_again_after_what_it_could_not_send(bucket, monkeypatch
     folder = run_here(bucket.url)
     train(folder, 1)
     with monkeypatch.context() as broken, pytest.raises(UserError, match="could not be written"):
-        broken.setattr(bucket_runs, "_size_and_hash", lambda file: 1 / 0)
+        broken.setattr(bucket_sender, "size_and_hash", lambda file: 1 / 0)
         train(folder, 2)
     assert bucket.find(f"checkpoints/2/{UPLOADED}") is None
     train(folder, 3)
@@ -192,7 +194,7 @@ def test_files_beside_the_checkpoints_are_sent_when_they_change(bucket):
 
 def test_the_copies_of_processes_that_are_gone_are_removed(bucket, tmp_path, monkeypatch):
     mine = run_here(bucket.url).parent
-    gone = mine.with_name(mine.name.replace(str(bucket_runs.os.getpid()), str(2**22 + 1)))
+    gone = mine.with_name(mine.name.replace(str(os.getpid()), str(2**22 + 1)))
     elsewhere = mine.with_name(f"7@another-machine-{mine.name.rpartition('-')[2]}")
     for folder in (gone, elsewhere):
         folder.mkdir()

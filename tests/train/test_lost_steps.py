@@ -166,10 +166,10 @@ def test_a_save_that_fails_in_the_background_is_not_said_to_be_there(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def wait(self: Checkpoints) -> None:
+    def wait(self: TrainingCheckpoints) -> None:
         raise UserError("a checkpoint could not be written: the disk is full")
 
-    monkeypatch.setattr(Checkpoints, "wait", wait)
+    monkeypatch.setattr(TrainingCheckpoints, "wait", wait)
     with pytest.raises(KeyError, match="reads"):
         loop.run(config, tmp_path / "run", report=stop_at_row_two)
     said = " ".join(capsys.readouterr().out.split())

@@ -16,7 +16,8 @@ import orbax.checkpoint as ocp
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.layout.sharding import path_name
-from jaxpar.train.runs.bucket_runs import NotAsSent, copy_of
+from jaxpar.train.runs.bucket_copy import NotAsSent
+from jaxpar.train.runs.bucket_runs import copy_of
 from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, Depth, Manifest, require_whole
 from jaxpar.train.runs.orbax_options import item_handlers, writing_processes
 from jaxpar.train.runs.steps import steps_in

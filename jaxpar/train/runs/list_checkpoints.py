@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
 from jaxpar.train.runs.manifest import DamagedCheckpoint, Depth, bytes_of, require_whole
-from jaxpar.train.runs.run_folder import CHECKPOINTS, read_run_config
-from jaxpar.train.runs.steps import DAMAGED, steps_in
+from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.steps import CHECKPOINTS, DAMAGED, steps_in
 from jaxpar.train.runs.val_losses import Losses
 
 

@@ -18,10 +18,7 @@ from jaxpar.base.process.runtime import run_together, write_whole
 from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.models import FAMILIES
-from jaxpar.train.runs.steps import steps_in
-
-CHECKPOINTS = "checkpoints"
-"""The folder of a run that has its checkpoints, each in a folder of its step."""
+from jaxpar.train.runs.steps import CHECKPOINTS, steps_in
 
 
 def is_run(folder: Path) -> bool:

@@ -25,7 +25,8 @@ from jaxpar.base.errors import UserError, parse_json, read_json, require_kinds
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.process.runtime import run_together, writing
 from jaxpar.base.storage import Bucket
-from jaxpar.train.runs.bucket_runs import LOCK, copy_of
+from jaxpar.train.runs.bucket_layout import LOCK
+from jaxpar.train.runs.bucket_runs import copy_of
 
 BEAT = 10.0
 """Seconds between two beats."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.train.runs.manifest import METADATA, UnreadCheckpoint, require_whole
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that has its checkpoints, each in a folder of its step."""
 DAMAGED = "damaged"
 """The folder of a run that damaged checkpoints are moved to; nothing removes them there."""
 _STATE = "state"

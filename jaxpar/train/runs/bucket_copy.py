@@ -1,0 +1,224 @@
+"""The copy of a run in a bucket that a process has on this machine. Its small files are fetched as
+they change, and the arrays of a step when they are first read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+from jaxpar.base.errors import UserError, name_by_url
+from jaxpar.base.process.runtime import cache_folder
+from jaxpar.base.storage import Bucket, Found, say
+from jaxpar.train.runs.bucket_layout import (
+    ARRAYS,
+    LOCK,
+    PARTS,
+    UPLOADED,
+    Sizes,
+    State,
+    read_sizes,
+    size_and_hash,
+    states_below,
+    steps_below,
+    whole_steps,
+)
+from jaxpar.train.runs.bucket_sender import Sender
+from jaxpar.train.runs.steps import CHECKPOINTS
+
+
+class NotAsSent(UserError):
+    """A step in a bucket is not as it was sent: an object is missing, or is another."""
+
+
+class RunCopy:
+    """The copy of a run folder that this process has.
+
+    Attributes:
+      url: that of the run.
+      folder: the copy.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.folder = new_folder(url)
+        name_by_url(self.folder, url)
+        self._bucket = Bucket(url)
+        self._steps: dict[int, Sizes] = {}
+        """The files of the steps in the bucket that are whole."""
+        self._absent: dict[int, Sizes] = {}
+        """Those files of them that were not fetched yet."""
+        self._known: dict[str, Found] = {}
+        """The small objects as they were fetched."""
+        self._fetched: dict[str, State] = {}
+        """The files of the copy, as they were when they were fetched."""
+        self.sender: Sender | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Fetch what has changed in the bucket, but no arrays.
+
+        Raises:
+          UserError: the bucket cannot be read.
+        """
+        found = self._bucket.files()
+        left_out = (CHECKPOINTS, LOCK)
+        small = {name: one for name, one in found.items() if not name.startswith(left_out)}
+        steps = self._read_steps(whole_steps(found))
+        for step in self._steps.keys() - steps.keys():
+            shutil.rmtree(self._step_folder(step), ignore_errors=True)
+            self._absent.pop(step, None)
+        for step, files in steps.items():
+            if self._steps.get(step) != files:
+                shutil.rmtree(self._step_folder(step), ignore_errors=True)
+                arrays = [name for name in files if name.startswith(ARRAYS)]
+                self._absent[step] = {name: files[name] for name in arrays}
+            # with what was written after the step, as its loss
+            prefix = f"{CHECKPOINTS}/{step}/"
+            beside = {name: one for name, one in found.items() if name.startswith(prefix)}
+            arrays = (prefix + ARRAYS, prefix + PARTS, prefix + UPLOADED)
+            small |= {name: one for name, one in beside.items() if not name.startswith(arrays)}
+        self._steps = steps
+        self._fetch_changed(small)
+        for step in steps:
+            _set_time(self._step_folder(step), found[f"{CHECKPOINTS}/{step}/{UPLOADED}"])
+        self._fetched = dict(states_below(self.folder))
+
+    def refresh_page(self) -> None:
+        """Fetch what a page about the run needs: its config and its metrics, and which steps there
+        are.
+
+        Raises:
+          UserError: the bucket cannot be read.
+        """
+        found = self._bucket.files()
+        self._fetch_changed({n: found[n] for n in ("config.toml", "metrics.jsonl") if n in found})
+        for step, marker in whole_steps(found).items():
+            folder = self._step_folder(step)
+            folder.mkdir(parents=True, exist_ok=True)
+            _set_time(folder, marker)
+
+    def complete(self, step: int) -> None:
+        """Fetch the arrays of a step, if they were not yet.
+
+        Args:
+          step: the step.
+
+        Raises:
+          NotAsSent: a file is missing, or is not as it was sent. Where a run beside has removed the
+            step, the copy is refreshed, and has it no longer.
+          UserError: the bucket cannot be read.
+        """
+        absent = self._absent.get(step)
+        if absent is None:
+            return
+        folder = self._step_folder(step)
+        prefix = f"{CHECKPOINTS}/{step}/"
+        try:
+            self._bucket.fetch_all((prefix + name, folder / name) for name in absent)
+        except UserError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            if self._bucket.find(prefix + UPLOADED) is None:
+                self.refresh()
+            raise NotAsSent(str(error)) from error
+        for name, (size, made) in absent.items():
+            if size_and_hash(folder / name) != (size, made):
+                raise NotAsSent(
+                    f"{self.url}/{prefix}{name} is not as it was sent: it is damaged, so take "
+                    "another step"
+                )
+        del self._absent[step]
+
+    def leave_out(self, step: int) -> None:
+        """Take a step that the run does not go on after out of the copy; what the bucket has of it
+        stays, and is not fetched again by `complete`.
+
+        Args:
+          step: the step, which may be absent.
+        """
+        shutil.rmtree(self._step_folder(step), ignore_errors=True)
+        self._absent.pop(step, None)
+
+    def start_sending(self) -> None:
+        """Begin to send what changes in the copy; all processes must call this. What an earlier
+        training left unfinished in the bucket is removed; what one of this process could not send
+        is no step of the copy any more.
+
+        Raises:
+          UserError: the bucket cannot be read and written.
+        """
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+            self.refresh()
+            for step in steps_below(self.folder) - self._steps.keys():
+                shutil.rmtree(self._step_folder(step), ignore_errors=True)
+        self.sender = Sender(self.folder, self._bucket, set(self._steps), self._fetched)
+
+    def _read_steps(self, steps: Iterable[int]) -> dict[int, Sizes]:
+        """Read the last objects of steps; a step whose last object is damaged is left out, and
+        said.
+        """
+        found = {}
+        for step in steps:
+            name = f"{CHECKPOINTS}/{step}/{UPLOADED}"
+            content = self._bucket.read_if_there(name)
+            if content is None:  # a run beside has removed it meanwhile
+                continue
+            try:
+                found[step] = read_sizes(content, f"{self.url}/{name}")
+            except UserError as error:
+                say(f"warning: step {step} is left out: {error}")
+        return found
+
+    def _step_folder(self, step: int) -> Path:
+        return self.folder / CHECKPOINTS / str(step)
+
+    def _fetch_changed(self, wanted: Mapping[str, Found]) -> None:
+        new = [name for name, found in wanted.items() if self._known.get(name) != found]
+        new += [n for n in wanted if n not in new and not (self.folder / n).exists()]
+        self._bucket.fetch_all((name, self.folder / name) for name in new)
+        for name in new:
+            _set_time(self.folder / name, wanted[name])
+            self._known[name] = wanted[name]
+
+
+def new_folder(url: str) -> Path:
+    """Make the folder of a copy, which is removed when this process ends; so are those of processes
+    that were killed.
+    """
+    above = cache_folder() / "buckets" / "runs"
+    above.mkdir(parents=True, exist_ok=True)
+    machine = platform.node()
+    for folder in above.glob("*@*"):  # other machines may share the cache
+        pid, _, of = folder.name.partition("@")
+        if of.startswith(machine + "-") and pid.isdecimal() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+    made = hashlib.sha256(url.encode()).hexdigest()[:12]
+    own = f"{os.getpid()}@{machine}-{made}"
+    folder = above / own / PurePosixPath(url.partition("://")[2]).name
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    folder.mkdir(parents=True)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    return folder
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+def _set_time(path: Path, found: Found) -> None:
+    if found.modified and path.exists():
+        os.utime(path, (found.modified, found.modified))

@@ -1,0 +1,200 @@
+"""Sends what changes in the copy of a run to its bucket: each process its own files of a step, and
+the first one the rest, with the last object of a step when all have sent theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpar.base.errors import UserError, reading
+from jaxpar.base.storage import Bucket, Found
+from jaxpar.train.runs.bucket_layout import (
+    CHUNK,
+    PARTS,
+    UPLOADED,
+    Sizes,
+    State,
+    names_below,
+    read_sizes,
+    size_and_hash,
+    states_below,
+    step_of,
+    steps_below,
+    whole_steps,
+    write_sizes,
+)
+from jaxpar.train.runs.steps import CHECKPOINTS
+
+_EVERY_SECONDS = 30.0
+_PEERS_SECONDS = 1800.0
+"""How long the first process waits for the files of another."""
+_LOOK_SECONDS = 0.2
+
+
+class Sender:
+    """Sends what changes in the copy of a run, in a thread of its own, one thing after another."""
+
+    def __init__(self, folder: Path, bucket: Bucket, steps: set[int], fetched: Mapping[str, State]):
+        """Begin; all processes must call this.
+
+        Args:
+          folder: the copy.
+          bucket: the run folder in the bucket.
+          steps: those that are whole there.
+          fetched: the small files of the copy, as they are in the bucket.
+        """
+        self._folder = folder
+        self._bucket = bucket
+        self._steps = set(steps)
+        self._main = jax.process_index() == 0
+        self._peers = jax.process_count() - 1
+        self._index = jax.process_index()
+        self._sent = {name: state for name, state in fetched.items() if self._is_small(name)}
+        """The small files as they were sent."""
+        self._call = _told_by_first()
+        self._thread = ThreadPoolExecutor(1)
+        self._step: Future[None] | None = None
+        self._stopped = threading.Event()
+        if self._main:
+            self._remove_unfinished()
+            threading.Thread(target=self._send_now_and_then, daemon=True).start()
+        if self._peers:
+            multihost_utils.sync_global_devices("jaxpar_bucket_run")
+
+    def send_step(self, step: int) -> None:
+        """Send a step once it is on this machine as a whole; `wait` says how that ended."""
+        self.wait()
+        self._step = self._thread.submit(self._send_step, step)
+
+    def wait(self) -> None:
+        """Wait for the last step, and raise what kept it from being sent."""
+        if self._step is not None:
+            self._step.result()
+
+    def stop(self) -> None:
+        """Send no more of itself, and wait no longer for a step that could not be written on this
+        machine. `send` still sends.
+        """
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, once what is being sent has been sent or has failed."""
+        self.stop()
+        self._thread.shutdown()
+
+    def send(self) -> None:
+        """Send what has changed, and remove from the bucket what was removed here.
+
+        Raises:
+          UserError: the bucket cannot be written, or the last step could not be sent.
+        """
+        self.wait()
+        if self._main:
+            self._thread.submit(self._send_small).result()
+            self._thread.submit(self._remove_retired).result()
+
+    def _send_now_and_then(self) -> None:
+        while not self._stopped.wait(_EVERY_SECONDS):
+            # what fails is said by `_try`, and raised by the next step
+            with suppress(UserError, RuntimeError):
+                self._thread.submit(self._send_small).result()
+
+    def _send_step(self, step: int) -> None:
+        folder = self._folder / CHECKPOINTS / str(step)
+        while not folder.is_dir():  # Orbax renames it, once all of it is there
+            if self._stopped.is_set():
+                return
+            time.sleep(_LOOK_SECONDS)
+        prefix = f"{CHECKPOINTS}/{step}/"
+        names = [name for name in names_below(folder) if self._main or CHUNK.fullmatch(name)]
+        names = [name for name in names if not name.startswith("metrics/")]
+        rows = {name: size_and_hash(folder / name) for name in names}
+        self._bucket.send_all((folder / name, prefix + name) for name in names)
+        if not self._main:
+            self._bucket.write(self._part(step, self._index), write_sizes(rows))
+            return
+        parts = [self._part(step, peer) for peer in range(1, self._peers + 1)]
+        for part in parts:
+            rows |= self._await_part(part)
+        self._send_small()
+        self._bucket.write(prefix + UPLOADED, write_sizes(rows))
+        self._steps.add(step)
+        self._bucket.remove(parts)
+        self._remove_retired()
+
+    def _part(self, step: int, process: int) -> str:
+        """What a process has sent of a step, in this call of the command."""
+        return f"{CHECKPOINTS}/{step}/{PARTS}{self._call}.{process}.json"
+
+    def _await_part(self, part: str) -> Sizes:
+        until = time.monotonic() + _PEERS_SECONDS
+        while self._bucket.find(part) is None:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"another process has not sent its files of {self._bucket.url}/{part} within "
+                    f"{_PEERS_SECONDS:.0f} s: look whether it runs"
+                )
+            time.sleep(1.0)
+        return read_sizes(self._bucket.read(part), part)
+
+    def _send_small(self) -> None:
+        """Send the files beside the checkpoints, and the losses in these, as far as they have
+        changed.
+        """
+        now = {name: state for name, state in states_below(self._folder) if self._is_small(name)}
+        changed = [name for name, state in now.items() if self._sent.get(name) != state]
+        with reading(self._folder):
+            self._bucket.send_all((self._folder / name, name) for name in changed)
+        gone = self._sent.keys() - now.keys()
+        # those of a step go with it, after its last object
+        self._bucket.remove(name for name in gone if not name.startswith(CHECKPOINTS + "/"))
+        self._sent = now
+
+    def _is_small(self, name: str) -> bool:
+        if not name.startswith(CHECKPOINTS + "/"):
+            return True
+        _, step, *rest = name.split("/")
+        later = rest[:1] in (["metrics"], ["val_loss.json"])
+        return step.isdecimal() and int(step) in self._steps and later
+
+    def _remove_retired(self) -> None:
+        """Remove the steps that are gone here, each with its last object first. A step that is here
+        and not in the bucket may be what they have gone for: then they stay until it is there.
+        """
+        if steps_below(self._folder) - self._steps:
+            return
+        for step in sorted(self._steps):
+            if not (self._folder / CHECKPOINTS / str(step)).exists():
+                self._steps.remove(step)
+                self._remove_step(step, self._bucket.files(f"{CHECKPOINTS}/{step}"))
+
+    def _remove_unfinished(self) -> None:
+        found = self._bucket.files(CHECKPOINTS)
+        whole = whole_steps(found)
+        steps = {step_of(name) for name in found} - {None} - whole.keys()
+        for step in steps:
+            self._remove_step(step, found)
+
+    def _remove_step(self, step: int | None, found: Mapping[str, Found]) -> None:
+        prefix = f"{CHECKPOINTS}/{step}/"
+        names = [name for name in found if name.startswith(prefix)]
+        self._bucket.remove(sorted(names, key=lambda name: name != prefix + UPLOADED))
+
+
+def _told_by_first() -> str:
+    """A text that tells this call of a command from others, the same on all processes."""
+    own = uuid.uuid4().bytes
+    if jax.process_count() > 1:
+        rows = np.frombuffer(own, np.uint8)
+        own = bytes(np.asarray(multihost_utils.broadcast_one_to_all(rows), np.uint8))
+    return own.hex()
