@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from jaxpar.train.plans import make_experiment
 
 _NAMES = {
-    "base.checks": ("check",),
+    "base.config.checks": ("check",),
     "base.config": ("Config", "load_config", "override"),
     "base.errors": ("UserError",),
-    "base.mesh": ("DcnSpec", "MeshSpec", "make_mesh"),
-    "base.plan": ("Plan",),
-    "base.runtime": ("start",),
-    "base.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
+    "base.layout.mesh": ("DcnSpec", "MeshSpec", "make_mesh"),
+    "base.layout.plan": ("Plan",),
+    "base.process.runtime": ("start",),
+    "base.layout.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
     "rehearse.targets": ("load_target",),
-    "train.state_layout": ("optimizer_state",),
+    "train.optimizer.state_layout": ("optimizer_state",),
     "train.experiment": ("Experiment",),
     "train.plans": ("make_experiment",),
 }

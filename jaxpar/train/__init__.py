@@ -37,7 +37,7 @@ _MODULES = {
     "make_experiment": "plans",
     "make_plan": "plans",
     "make_train_step": "step",
-    "muon_dimensions": "per_matrix",
+    "muon_dimensions": "optimizer.per_matrix",
     "open_trained": "trained",
     "put_batch": "step",
     "run": "loop",
