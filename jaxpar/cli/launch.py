@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
@@ -30,6 +31,13 @@ class RayArgs(ConfigArgs):
     """
     max_failures: Annotated[int, Range(0, 1_000_000)] = 0
     """How often they start again after a crash."""
+    elastic: str = ""
+    """The fewest and the most processes, 1:4: when one is gone for good, the run goes on with those
+    that are left, and with more at the next start when there is room.
+    """
+    at_size: tuple[str, ...] = ()
+    """Settings of one number of processes under --elastic, in a word: "2 mesh.fsdp=2 mesh.data=1"
+    """
     run: str = ""
     """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config
     came from.
@@ -95,8 +103,7 @@ def launch_command(words: list[str]) -> int:
     from jaxpar.launch.gang import launch
 
     name, args = config_args(usage, RayArgs, rest, training=True, urls=False)
-    if args.workers and args.target:
-        raise UserError("--workers has no effect: a target has a process for each of its hosts")
+    _require_launch(args)
     if args.target:
         target = load_target(args.target)
     else:
@@ -108,6 +115,8 @@ def launch_command(words: list[str]) -> int:
         target,
         args.max_failures,
         args.address,
+        args.elastic,
+        _configs_at_size(usage, rest, args.at_size),
     )
     if not result:
         print(
@@ -116,6 +125,35 @@ def launch_command(words: list[str]) -> int:
         )
         return 1
     return 130 if result["interrupted"] else 0
+
+
+def _require_launch(args: RayArgs) -> None:
+    """Refuse flags of `launch ray` that can have no effect beside the others."""
+    if args.workers and args.target:
+        raise UserError("--workers has no effect: a target has a process for each of its hosts")
+    if args.workers and args.elastic:
+        raise UserError("--workers has no effect: --elastic says how many processes there are")
+    if args.at_size and not args.elastic:
+        raise UserError("--at-size has no effect: the number of processes changes with --elastic")
+    if args.elastic and not args.max_failures:
+        raise UserError(
+            "--elastic has no effect with --max-failures=0, which starts nothing again: add "
+            "--max-failures 10"
+        )
+
+
+def _configs_at_size(usage: str, words: list[str], given: tuple[str, ...]) -> dict[int, Config]:
+    """The config of each number of processes that has settings of its own."""
+    configs = dict[int, Config]()
+    for text in given:
+        number, *settings = text.split()
+        if not number.isdecimal() or not settings:
+            raise UserError(
+                f"--at-size is {text!r}: give a number of processes and its settings in one word, "
+                'such as "2 mesh.fsdp=2"'
+            )
+        configs[int(number)] = config_args(usage, RayArgs, [*words, *settings])[1].config
+    return configs
 
 
 def sweep_command(words: list[str]) -> int:

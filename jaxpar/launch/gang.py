@@ -27,6 +27,7 @@ from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.base.process.runtime import run_together, start, write_whole
 from jaxpar.base.toml import to_toml
+from jaxpar.launch.elastic import Sizes, elastic_sizes, elastic_trainer, read_range
 from jaxpar.launch.local import train_config
 from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.guard.failures import PeerLost
@@ -43,6 +44,8 @@ _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour that Ray's warning says will come
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
+    # of a cluster that is started here: at Ray's 15 a training waits for whatever else runs
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -80,6 +83,9 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[Cluster]:
         import ray.train  # pyright: ignore[reportMissingImports]
         import ray.tune  # pyright: ignore[reportMissingImports]
         from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            NodeAffinitySchedulingStrategy,
+        )
     except ImportError as error:
         raise UserError(f"this needs Ray, and {error}: pip install 'jaxpar[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS", "local")
@@ -95,7 +101,12 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[Cluster]:
         except ConnectionError as error:
             raise UserError(f"no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
         try:
-            lines = Queue()
+            # it lives where this process does, also where the head has no CPU for it: another node
+            # may go away
+            here_only = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), False
+            )
+            lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here_only})
             printing = Thread(target=_print_lines, args=(lines,), daemon=True)
             printing.start()
             yield Cluster(ray, folder, lines)
@@ -112,6 +123,8 @@ def launch(
     target: Target | None = None,
     max_failures: int = 0,
     address: str = "",
+    elastic: str = "",
+    at_size: Mapping[int, Config] | None = None,
 ) -> dict[str, Any]:
     """Train a config in several processes, which start again together from the last checkpoint when
     one has died.
@@ -124,6 +137,9 @@ def launch(
       max_failures: how often they start again after a crash. What the user must mend is not tried
         again.
       address: see `ray_started`.
+      elastic: the fewest and the most processes, `1:4`: they start again with as many as there is
+        room for (see `jaxpar.launch.elastic`); empty = as many as before.
+      at_size: the config of some of these numbers of processes.
 
     Returns:
       The step that the run reached, its last losses, and whether it was told to stop, as the first
@@ -132,16 +148,28 @@ def launch(
 
     Raises:
       UserError: `check` refuses the config, its mesh is not the target's or does not divide over
-        the workers, Ray is not there (see `ray_started`), or the run ended with one (see
-        `jaxpar.train.run`).
+        the workers, no number of `elastic` can serve, Ray is not there (see `ray_started`), or the
+        run ended with one (see `jaxpar.train.run`).
     """
     require_local(folder)
     config = check(_over_processes(config, target))
-    _require_processes(config, workers, target)
-    places = _places(target, workers)
-    with ray_started(address, workers) as cluster:
-        _say_what_is_missing(cluster, places)
-        trainer = _trainer(cluster, job_of(config, folder), places, max_failures)
+    if elastic:
+        fewest, most = read_range(elastic)
+        own = {size: _over_processes(other, target) for size, other in (at_size or {}).items()}
+        sizes = elastic_sizes(config, fewest, most, target, own)
+        for size, why in sizes.refused.items():
+            console().print(f"{size} processes cannot serve: {why}")
+        places = _places(target, most) | {"num_workers": (fewest, most)}
+    else:
+        _require_processes(config, workers, target)
+        sizes = None
+        most = workers
+        places = _places(target, workers)
+    with ray_started(address, most) as cluster:
+        if sizes is None:
+            _say_what_is_missing(cluster, places)
+        job = job_of(config, folder)
+        trainer = _trainer(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
         try:
             found = trainer.fit().return_value or {}
         except cluster.ray.train.TrainingFailedError:
@@ -192,24 +220,36 @@ def _say_what_is_missing(cluster: Cluster, places: Mapping[str, Any]) -> None:
 
 
 def _trainer(
-    cluster: Cluster, job: Mapping[str, Any], places: Mapping[str, Any], max_failures: int
+    cluster: Cluster,
+    job: Mapping[str, Any],
+    places: Mapping[str, Any],
+    max_failures: int,
+    sizes: Sizes | None,
+    join_seconds: int,
 ) -> Any:
-    """Ray's trainer of a job, with the processes of `_places`."""
+    """Ray's trainer of a job, with the processes of `_places`, or with as many of the sizes as
+    there is room for.
+    """
     from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 
     train = cluster.ray.train
     # the mark is the name of a file that all processes must see
-    given = {**job, "mark": uuid4().hex, "lines": cluster.lines}
-    return JaxTrainer(
-        _work,
-        train_loop_config=given,
-        scaling_config=train.ScalingConfig(**places),
-        run_config=train.RunConfig(
+    job = {**job, "mark": uuid4().hex, "lines": cluster.lines}
+    given = {
+        "train_loop_per_worker": _work,
+        "train_loop_config": job,
+        "run_config": train.RunConfig(
             storage_path=cluster.records,
             failure_config=train.FailureConfig(max_failures=max_failures),
             callbacks=[_tell_of_failures(cluster.lines)],
         ),
-    )
+    }
+    if sizes is None:
+        return JaxTrainer(**given, scaling_config=train.ScalingConfig(**places))
+    job["sizes"] = {size: to_toml(config, RESOLVED) for size, config in sizes.configs.items()}
+    # processes that run are left alone
+    scaling = train.ScalingConfig(**places, elastic_resize_monitor_interval_s=math.inf)
+    return elastic_trainer(sizes, join_seconds, cluster.lines, **given, scaling_config=scaling)
 
 
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
@@ -316,8 +356,10 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     returned, not raised: Ray would start all processes again."""
     import ray.train  # pyright: ignore[reportMissingImports]
 
-    config, folder = read_job(job)
     context = ray.train.get_context()
+    if "sizes" in job:
+        job = {**job, "config": job["sizes"][context.get_world_size()]}
+    config, folder = read_job(job)
     try:
         if config.mesh.platform == "cpu":
             _say_who(context.get_world_rank(), context.get_world_size())

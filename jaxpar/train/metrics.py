@@ -113,6 +113,7 @@ class Meter:
             "mfu": mfu(rate, self._flops, self._devices, self._dtype),
             "device_memory": device_memory(self._devices),
             "data_wait": waited,
+            "devices": float(len(self._devices)),
         }
 
 

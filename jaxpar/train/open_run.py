@@ -31,7 +31,12 @@ from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, re
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket_runs import folder_here
 from jaxpar.train.runs.own_tokenizer import keep_tokenizer
-from jaxpar.train.runs.run_folder import compare_run, keep_config, replaced_values
+from jaxpar.train.runs.run_folder import (
+    compare_run,
+    keep_config,
+    replaced_values,
+    resized_note,
+)
 from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.run_lock import SharedLock
 from jaxpar.train.runs.steps import CHECKPOINTS
@@ -165,6 +170,8 @@ def _open_locked(
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
+        if first:
+            notes.append(resized_note(before, config))
         if first and experiment.optimizer.learning_rate is not None:
             notes.append(schedule_note(before.train, config.train, first))
     for note in filter(None, notes):

@@ -178,6 +178,7 @@ def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
     speed = meter.read(6, tokens=100)
     assert (speed["tokens_per_second"], speed["step_seconds"], speed["data_wait"]) == (50, 2, 0.25)
     assert speed["mfu"] is speed["tflops_per_device"] is None, "of a CPU nothing is known"
+    assert speed["devices"] == jax.device_count()
     spend(1)
     assert meter.read(7, tokens=100)["data_wait"] == 0 and meter.trained == 5
 

@@ -14,6 +14,7 @@ import jax
 from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.config.checks import outdated
 from jaxpar.base.errors import UTF8, UserError, reading, require_local
+from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.process.runtime import run_together, write_whole
 from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import flatten, to_toml
@@ -84,6 +85,21 @@ def replaced_values(before: Config, config: Config) -> str:
     values = ", ".join(f"{key} {was[key]} -> {now[key]}" for key in changed)
     if values:
         return f"settings of this run that are refused today are replaced: {values}"
+    return ""
+
+
+def resized_note(before: Config, config: Config) -> str:
+    """Say how the layout of a run differs from that of its last call; empty = it does not."""
+    was = flatten(before)
+    now = flatten(config)
+    keys = [*(f"mesh.{axis}" for axis in MESH_AXES), "train.accumulation"]
+    keys += [key for key in was if key.startswith("mesh.dcn.")]
+    changed = ", ".join(f"{key} {was[key]} -> {now[key]}" for key in keys if was[key] != now[key])
+    if changed:
+        return (
+            f"the run goes on in another layout: {changed}; train.batch={config.train.batch} and "
+            "the order of the data stay"
+        )
     return ""
 
 

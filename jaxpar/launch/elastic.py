@@ -1,0 +1,277 @@
+"""How many processes a run may have: the config of each number, and Ray's choice among them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from jaxpar.base.config import CompilerConfig, Config, KernelsConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.layout.mesh import MeshSpec, axis_sizes, describe, devices_needed, resolve
+from jaxpar.base.process.runtime import start
+from jaxpar.rehearse.targets import Target
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import make_experiment
+
+if TYPE_CHECKING:
+    from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
+
+
+class Sizes(NamedTuple):
+    """The numbers of processes with which a run can go on.
+
+    Attributes:
+      fewest: the smallest number that was asked for.
+      most: the largest.
+      configs: the config of each number that can serve, the largest first.
+      refused: why the others cannot.
+    """
+
+    fewest: int
+    most: int
+    configs: dict[int, Config]
+    refused: dict[int, str]
+
+    def largest(self, places: int) -> int:
+        """Return the largest number that can serve where there is room for so many processes; 0 =
+        none can.
+        """
+        return max((size for size in self.configs if size <= places), default=0)
+
+    def describe(self, size: int) -> str:
+        """Say what a number of processes runs as: `mesh data=2, train.accumulation=2`."""
+        config = self.configs[size]
+        sizes = {axis: count for axis, count in axis_sizes(config.mesh).items() if count != 1}
+        mesh = describe(sizes) if sizes else "of 1 device"
+        return f"mesh {mesh}, train.accumulation={config.train.accumulation}"
+
+
+def read_range(text: str) -> tuple[int, int]:
+    """Read `1:4`, the fewest and the most processes of a run.
+
+    Args:
+      text: the two numbers.
+
+    Returns:
+      The numbers.
+
+    Raises:
+      UserError: they are no such numbers.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(
+            f"--elastic is {text!r}: give the fewest and the most processes, such as --elastic 1:4"
+        )
+    return int(found[1]), int(found[2])
+
+
+def elastic_sizes(
+    config: Config,
+    fewest: int,
+    most: int,
+    target: Target | None = None,
+    at_size: Mapping[int, Config] | None = None,
+) -> Sizes:
+    """Make the config of each number of processes, and look which of them can serve.
+
+    The mesh axis of -1 takes the devices that there are. On simulated CPU devices each process has
+    as many as the other axes multiply to; a mesh without such an axis keeps its devices, which the
+    processes share. `train.batch` stays, and so does the order of the data. Where fewer devices
+    would each have more sequences of a microbatch than with the most processes,
+    `train.accumulation` grows until they have not, so that activations need no more memory than
+    before.
+
+    Args:
+      config: the experiment, whose mesh is over all processes.
+      fewest: the smallest number of processes.
+      most: the largest.
+      target: the GPU nodes to run on, one for each of the most processes; None = CPU devices.
+      at_size: the config of some numbers of processes, used as it is.
+
+    Returns:
+      The numbers that can serve, with their configs.
+
+    Raises:
+      UserError: the target is of TPUs or has another number of hosts, `at_size` names a number that
+        is outside, or no number can serve.
+    """
+    given = at_size or {}
+    for size in given:
+        if not fewest <= size <= most:
+            raise UserError(f"--at-size {size} is not among the processes of {fewest}:{most}")
+    _require_nodes(target, most)
+    counts = dict[int, int]()
+    configs = dict[int, Config]()
+    refused = dict[int, str]()
+    fits = 0  # sequences of a microbatch that a device is known to hold
+    for size in range(most, fewest - 1, -1):
+        try:
+            counts[size] = _device_count(given.get(size, config).mesh, size, target)
+        except UserError as error:
+            refused[size] = str(error)
+    devices = start(MeshSpec(platform="cpu", data=max(counts.values(), default=1)))
+    for size, count in counts.items():
+        own = given.get(size, config)
+        try:
+            made = _experiment(own, size, devices[:count], 0 if size in given else fits)
+        except UserError as error:
+            refused[size] = str(error)
+            continue
+        fits = fits or _sequences(made)
+        mesh = replace(own.mesh, **axis_sizes(made.config.mesh))
+        train = replace(own.train, accumulation=made.config.train.accumulation)
+        configs[size] = replace(own, mesh=mesh, train=train)
+    if not configs:
+        raise UserError(f"no number of processes of {fewest}:{most} can serve: {refused[most]}")
+    return Sizes(fewest, most, configs, refused)
+
+
+def _require_nodes(target: Target | None, most: int) -> None:
+    """Refuse a target that does not lose one host at a time, or that has another number of them."""
+    if target is None:
+        return
+    if target.platform == "tpu":
+        raise UserError(
+            f"--elastic is for processes on CPUs and on GPU nodes: {target.name} loses whole "
+            "slices, so leave it out"
+        )
+    if target.hosts != most:
+        raise UserError(f"{target.name} has {target.hosts} nodes: give --elastic N:{target.hosts}")
+
+
+def _experiment(config: Config, size: int, devices: list[jax.Device], fits: int) -> Experiment:
+    """Make the experiment of a number of processes, on simulated devices, to see whether it can
+    serve; `fits` sequences at most are on a device at a time, 0 = as many as come.
+
+    Raises:
+      UserError: it cannot.
+    """
+    count = len(devices)
+    sizes = resolve(config.mesh, count, f"{_count_text(size)} have {count}")
+    mesh = replace(config.mesh, platform="cpu", distributed=False, **sizes)
+    # kernels and compiler are those of the hardware, and divide nothing
+    config = replace(config, mesh=mesh, kernels=KernelsConfig(), compiler=CompilerConfig())
+    made = make_experiment(config, devices)
+    if not fits or _sequences(made) <= fits:
+        return made
+    batch = config.train.batch
+    for accumulation in range(config.train.accumulation + 1, batch + 1):
+        if batch % accumulation:
+            continue
+        train = replace(config.train, accumulation=accumulation)
+        try:
+            made = make_experiment(replace(config, train=train), devices)
+        except UserError:
+            continue
+        if _sequences(made) <= fits:
+            return made
+    raise UserError(
+        f"train.batch={batch} does not split into microbatches of {fits} sequences a device on "
+        f"{count} devices: give this number its own --at-size"
+    )
+
+
+def _device_count(mesh: MeshSpec, size: int, target: Target | None) -> int:
+    """The devices that so many processes have together."""
+    if target is not None:
+        return target.device_count // target.hosts * size
+    if -1 in axis_sizes(mesh).values():
+        return devices_needed(mesh) * size
+    if devices_needed(mesh) % size:
+        raise UserError(
+            f"{size} processes do not divide the {devices_needed(mesh)} devices of the mesh: give "
+            "one axis -1, as in mesh.data=-1"
+        )
+    return devices_needed(mesh)
+
+
+def _count_text(size: int) -> str:
+    return "1 process" if size == 1 else f"{size} processes"
+
+
+def _sequences(experiment: Experiment) -> int:
+    """How many sequences a device has at a time."""
+    return experiment.sequences // experiment.plan.size("batch")
+
+
+def elastic_trainer(sizes: Sizes, join_seconds: float, lines: Queue, **given: Any) -> Any:
+    """Make Ray's trainer of a run that goes on with the processes that there is room for.
+
+    Ray counts the places before each start, and this takes the largest number that can serve. The
+    first start waits for the most. While processes run, nothing is changed.
+
+    Args:
+      sizes: the numbers that can serve.
+      join_seconds: how long the first start waits for the most.
+      lines: gets a line where the number changes, or is waited for.
+      **given: the arguments of `JaxTrainer`.
+
+    Returns:
+      The trainer.
+
+    Raises:
+      UserError: this version of Ray makes no such choice.
+    """
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+        from ray.train.v2._internal.execution.scaling_policy import (  # pyright: ignore[reportMissingImports]
+            ElasticScalingPolicy,
+        )
+        from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f"--elastic needs Ray 2.60 or a later one that has it: {error}") from error
+
+    # a node that has just gone may still be counted, for seconds: then it is counted again
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+
+    class Policy(ElasticScalingPolicy):
+        """Ray's own, of the numbers that can serve."""
+
+        until = 0.0
+        size = 0
+        said = ""
+
+        def _say(self, line: str) -> None:
+            if line != self.said:
+                self.said = line
+                lines.put(line)
+
+        def _count_possible_workers(self, reserved_resources: Mapping[str, Any]) -> int:
+            # what Ray has reserved may be seconds old
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            here = {node: has for node, has in reserved_resources.items() if node in alive}
+            places = super()._count_possible_workers(here)
+            size = sizes.largest(places)
+            self.until = self.until or time.monotonic() + join_seconds
+            waits = not self.size and time.monotonic() < self.until
+            if size == 0 or (waits and size < sizes.largest(sizes.most)):
+                wanted = sizes.largest(sizes.most) if waits else min(sizes.configs)
+                self._say(
+                    f"waiting for {_count_text(wanted)}: the Ray cluster has room for {places}"
+                )
+                return 0
+            if size < places:
+                self._say(
+                    f"{_count_text(places)} have room and cannot serve ({sizes.refused[places]})"
+                )
+            if size != self.size:
+                before = f" in place of {self.size}" if self.size else ""
+                self._say(f"{_count_text(size)}{before}: {sizes.describe(size)}")
+            self.size = size
+            return size
+
+    class Trainer(JaxTrainer):
+        """Ray's own, with that policy."""
+
+        def _initialize_and_run_controller(self, **controller: Any) -> Any:
+            controller["scaling_policy"] = Policy(self.scaling_config)
+            return super()._initialize_and_run_controller(**controller)
+
+    return Trainer(**given)
