@@ -134,9 +134,8 @@ def _imported(test: Path) -> frozenset[Path]:
 
 
 def _files_of(module: str) -> frozenset[Path]:
-    """Give the files of a module: those of a package's folder, since what it re-exports comes from
-    any of them, and those of a folder inside only where it is imported itself. A name inside a
-    module has none."""
+    """Give the files of a module: all in a package's folder and in those inside it, since what it
+    re-exports comes from any of them. A name inside a module has none."""
     top, *inner = module.split(".")
     if top != "jaxpar" or not inner:
         return frozenset()
@@ -147,7 +146,7 @@ def _files_of(module: str) -> frozenset[Path]:
         folder = ROOT / "jaxpar" / wing
     path = folder.joinpath(*rest)
     if path.is_dir():
-        return frozenset(path.glob("*.py"))
+        return frozenset(path.rglob("*.py"))
     file = path.with_suffix(".py")
     return frozenset({file} if file.exists() else ())
 

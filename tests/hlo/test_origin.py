@@ -118,7 +118,7 @@ def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
         Frame("/repo/models/llama.py", 66, 0),
     ]
     assert source_line(frames, DIRS) == "models/layers.py:55"
-    assert source_line(frames[:2], DIRS) == "jaxpar/parallel/linear/linears.py:104"
+    assert source_line(frames[:2], DIRS) == "jaxpar/parallel/linear.py:104"
     assert source_line(frames[:1], DIRS) == ""
     # a block of one's own, which the model calls, is more telling than the call
     block = Frame("/home/me/palm.py", 12, 0)

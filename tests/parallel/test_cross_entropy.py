@@ -22,7 +22,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
-from jaxpar.parallel.cross_entropy import LossSums, Tiling, tiling
+from jaxpar.parallel.cross_entropy import LossSums, Tiling, in_pieces, tiling
 from jaxpar.parallel.cross_entropy.loss_terms import SoftTargets, Targets
 from jaxpar.parallel.ops import Ops
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -209,7 +209,7 @@ def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
     length: int, chunk: int
 ) -> None:
     x, _, labels = inputs(1, length)
-    x_NTD, targets = jaxpar.parallel.cross_entropy._chunks(
+    x_NTD, targets = in_pieces._chunks(
         x[0],
         Targets(labels[0], None),
         -(-length // chunk),
