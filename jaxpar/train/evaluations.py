@@ -109,6 +109,35 @@ class Evaluations:
             parts = (experiment.model, experiment.config, experiment.plan)
             self._program = beside.submit(partial(compile_eval_step, *parts))
 
+    def make_up(
+        self,
+        missed: set[str],
+        params: Callable[[], Params],
+        log: MetricsLog,
+        beside: Executor,
+    ) -> None:
+        """Make the evaluations that the step to go on after should have and has not.
+
+        Args:
+          missed: what `missed` returned.
+          params: returns the parameters of that step.
+          log: where the losses are written.
+          beside: the thread that compiles.
+
+        Raises:
+          UserError: a process could not read its rows.
+        """
+        if not missed:
+            return
+        step = self._run.first
+        self.compile_beside(beside)
+        if METRIC in missed:
+            loss = self.evaluate(step, params(), log)
+            if loss is not None:
+                self._run.checkpoints.record(step, loss)
+        if FINAL + METRIC in missed and not self.cut_short:
+            self.evaluate(step, params(), log, final=True)
+
     def evaluate(
         self,
         step: int,

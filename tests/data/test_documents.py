@@ -415,9 +415,9 @@ def test_a_missing_package_is_named(monkeypatch):
 
 WATCHED = """
 import hashlib, os, signal, sys
-import jaxpar.train.loop as loop
+import jaxpar.train.loop.steps as steps
 from jaxpar.cli.main import main
-put, (record, last), folder = loop.put_batch, sys.argv[1:3], sys.argv[3]
+put, (record, last), folder = steps.put_batch, sys.argv[1:3], sys.argv[3]
 def watched(rows, plan):
     ids = b"".join(rows[name].tobytes() for name in ("tokens", "labels", "segments"))
     with open(record, "a") as file:
@@ -425,7 +425,7 @@ def watched(rows, plan):
     if os.path.isdir(f"{folder}/checkpoints/{last}") and last != "none":
         os.kill(os.getpid(), signal.SIGKILL)
     return put(rows, plan)
-loop.put_batch = watched
+steps.put_batch = watched
 sys.exit(main(sys.argv[4:]))
 """
 

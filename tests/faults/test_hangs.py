@@ -35,15 +35,15 @@ FLAGS = [
 ]
 HANGING = """
 import time
-import jaxpar.train.loop as loop
+import jaxpar.train.loop.steps as steps
 from jaxpar.cli.main import main
-real, calls = loop.put_batch, []
+real, calls = steps.put_batch, []
 def sleep_for_ever(*args):
     calls.append(1)
     if len(calls) > 3:
         time.sleep(1e6)
     return real(*args)
-loop.put_batch = sleep_for_ever
+steps.put_batch = sleep_for_ever
 main()
 """
 """`jaxpar` whose fourth step never begins."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from traced_steps import config_of, staged
 
-import jaxpar.train.loop as loop_module
+import jaxpar.train.loop.call as call_module
 import jaxpar.train.open_run as open_module
 from jaxpar.base.config import Config, override
 from jaxpar.base.layout.mesh import devices_needed
@@ -176,7 +176,7 @@ def test_a_device_that_failed_once_is_told_from_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers of one step are wrong, once."""
-    real = loop_module._compile
+    real = call_module._compile
 
     def compile_with_a_fault(experiment: Experiment) -> Any:
         program, said = real(experiment)
@@ -193,7 +193,7 @@ def test_a_device_that_failed_once_is_told_from_the_rest(
 
         return step, said
 
-    monkeypatch.setattr(loop_module, "_compile", compile_with_a_fault)
+    monkeypatch.setattr(call_module, "_compile", compile_with_a_fault)
     with pytest.raises(Diverged) as error:
         run(tiny(checkpoint__every=3, train__eval_every=0), tmp_path / "run")
     said = str(error.value)

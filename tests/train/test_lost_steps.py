@@ -260,7 +260,7 @@ def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     impatient = partial(evaluations.Evaluations, patience=0.0)
-    monkeypatch.setattr(loop, "Evaluations", impatient)
+    monkeypatch.setattr("jaxpar.train.loop.call.Evaluations", impatient)
     loop.run(
         override(
             config, {"train.steps": 2, "train.eval_batches": 2, "train.final_eval_batches": 9}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from jaxpar.base.process.stopping import Stop
 from jaxpar.base.toml import to_toml
 from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.guard.failures import OutOfMemory, Running, memory_errors
-from jaxpar.train.loop import _Loop
+from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.own_tokenizer import carry_tokenizer
@@ -185,15 +184,17 @@ def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
 
 def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     """On chat data few labels count, and the devices compute all tokens of a batch."""
-    loop = MagicMock(
+    run = MagicMock(
         experiment=SimpleNamespace(tokens=8 * 16),
-        meter=Meter(0, 1e9, jax.devices(), "float32"),
-        skipped=SimpleNamespace(in_training=0, say_more=lambda: None),
-        opened=SimpleNamespace(last=2),
+        corpus=SimpleNamespace(train=SimpleNamespace(skipped=None), val=None),
+        first=0,
+        last=2,
     )
-    metrics = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
-    _Loop._log(loop, 1, {name: jnp.float32(value) for name, value in metrics.items()})
-    row = loop.parts.log.write.call_args.kwargs
+    log = MagicMock()
+    meter = Meter(0, 1e9, jax.devices(), "float32")
+    measured = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
+    StepRows(run, log, MagicMock(), meter).write(1, measured, bad_steps=0)
+    row = log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row
 

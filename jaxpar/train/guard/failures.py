@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,11 @@ class StepNumbers(NamedTuple):
     loss: Any
     norm: Any
     overflows: Any
+
+    @classmethod
+    def of(cls, step: int, metrics: Mapping[str, Any]) -> StepNumbers:
+        """Take them from a step's metrics, which need not have arrived."""
+        return cls(step, metrics["loss"], metrics["grad_norm"], metrics["overflows"])
 
     @property
     def kept_state(self) -> bool:

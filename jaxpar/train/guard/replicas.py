@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.jax_compat import once_options
 from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.parallel.host_memory import HOST
+from jaxpar.train.guard.failures import CopiesDiffer
 
 
 class Mismatch(NamedTuple):
@@ -105,6 +106,31 @@ class ReplicaCheck:
         )
         everywhere = NamedSharding(mesh, P())
         return jax.jit(of_devices, out_shardings=everywhere, compiler_options=once_options(mesh))
+
+
+def require_alike(
+    check: ReplicaCheck, arrays: PyTree, every: int, step: int, saved: int | None
+) -> None:
+    """Stop where devices hold other copies than their peers. All processes must call this.
+
+    Args:
+      check: the comparison.
+      arrays: what is compared, a state.
+      every: `train.check_replicas`.
+      step: the step after which it is.
+      saved: the last step that has a checkpoint; None = there is none.
+
+    Raises:
+      CopiesDiffer: they do, on all processes alike.
+    """
+    found = check.mismatches(arrays)
+    if not found:
+        return
+    said = mismatch_message(found, every, step)
+    kept = "no checkpoint was saved before"
+    if saved is not None:
+        kept = f"the checkpoint of step {saved} is kept"
+    raise CopiesDiffer(f"{said}; {kept}")
 
 
 def replicas_note(check: ReplicaCheck) -> str:

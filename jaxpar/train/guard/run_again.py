@@ -4,9 +4,61 @@ computation is at fault.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
 import numpy as np
 
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.failures import StepNumbers
+from jaxpar.train.guard.nonfinite import first_nonfinite
+from jaxpar.train.step import TrainState
+
+Batch = Mapping[str, jax.Array]
+Program = Callable[[TrainState[jax.Array], Batch], Any]
+"""The compiled training step: state and batch to state and metrics."""
+
+
+def look_again(
+    experiment: Experiment,
+    program: Program,
+    state: TrainState[jax.Array],
+    batches: Iterator[Batch],
+    row: StepNumbers,
+    finite_since: int,
+) -> str:
+    """Look for what was not finite in a step, and run it again, on its batch and on the next.
+
+    All processes must call this together. It uses the state up, which is not the run's any more.
+
+    Args:
+      experiment: what is trained.
+      program: its compiled step.
+      state: the state that the step has left as it was.
+      batches: gives the step's batch and then the one after it, on the mesh.
+      row: the step's numbers, read.
+      finite_since: how many finite steps have changed the weights since.
+
+    Returns:
+      What to say of it.
+    """
+    before = row.step - 1
+    at_step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(before))
+    state = state._replace(step=at_step)
+    batch = next(batches)
+    said = first_nonfinite(experiment, state, batch)
+    state, metrics = program(state, batch)
+    again = _read(row.step, metrics)
+    another = None
+    if not again.finite:
+        state, metrics = program(state, next(batches))
+        another = _read(row.step + 1, metrics)
+    return f"{said}; {verdict(row, again, another, finite_since)}"
+
+
+def _read(step: int, metrics: Mapping[str, jax.Array]) -> StepNumbers:
+    return jax.device_get(StepNumbers.of(step, metrics))
 
 
 def same_numbers(one: StepNumbers, other: StepNumbers) -> bool:

@@ -1,0 +1,104 @@
+"""The batches of a run's steps, and where in the data each of them lies.
+
+A checkpoint keeps the place after its step, so that the run goes on with the next batch; a step
+that is looked at once more is read again from the place before it. The places of steps that have
+been judged are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from grain import DatasetIterator
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.process.runtime import Batches
+from jaxpar.base.process.stopping import ask_to_stop
+from jaxpar.data.corpus import HostBatch
+from jaxpar.train.open_run import OpenRun, rows_at
+from jaxpar.train.step import empty_batch
+
+
+class StepBatches:
+    """This process's rows of the batch of each step, in the order of the data. A run that rolls
+    back goes on in the data where it was.
+
+    Attributes:
+      broken: what an error of the data said, after which the run may go on over data that were
+        mended; empty = there was none.
+    """
+
+    def __init__(self, run: OpenRun, data: DatasetIterator[HostBatch]):
+        """Take the run, and the data at their place after its first step."""
+        absent = empty_batch(run.experiment.config, run.experiment.plan, absent=True)
+        self.broken = ""
+        self._run = run
+        self._data = data
+        self._rows = Batches(data, absent, ask_to_stop)
+        self._place = data.get_state()
+        self._after: dict[int, Any] = {run.first: self._place}
+        """The place after a step's batch, by step."""
+
+    def next_rows(self, step: int) -> HostBatch:
+        """Read the rows of a step's batch.
+
+        Where one of several processes cannot, it says so later (`require`), and its rows are void.
+        """
+        with self.reading():
+            rows = next(self._rows)
+        if not self._rows.failed:
+            self._place = self._data.get_state()
+            self._after[step] = self._place
+        return rows
+
+    def read_again(self, step: int, count: int) -> list[HostBatch]:
+        """Read the rows of a step's batch once more, and of those after it.
+
+        Args:
+          step: the step, which was not judged yet (`forget_before`).
+          count: how many batches.
+
+        Raises:
+          UserError: they cannot be read, here or by another process.
+        """
+        return rows_at(self._run, self._after[step - 1], count)
+
+    def require(self) -> None:
+        """Raise on every process the error that kept one from reading; all call this together.
+
+        Raises:
+          UserError: the data cannot be read.
+        """
+        with self.reading():
+            self._rows.require()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note an error of the data in `broken`."""
+        try:
+            yield
+        except UserError as error:
+            self.broken = str(error)
+            raise
+
+    def place_after(self, step: int) -> Any | None:
+        """The state of the data's iterator after a step's batch; None = it is not known."""
+        return self._after.get(step)
+
+    def place_before(self, step: int) -> Any | None:
+        """The same before a step's batch."""
+        return self._after.get(step - 1)
+
+    def forget_before(self, step: int) -> None:
+        """Forget the places before a step, which is the last one that was judged."""
+        self._after = {known: place for known, place in self._after.items() if known >= step}
+
+    def forget_all(self) -> None:
+        """Forget all places: the steps that they belong to count for nothing."""
+        self._after.clear()
+
+    def go_on_after(self, step: int) -> None:
+        """Take the batches that come now for those of the steps after this one."""
+        self._after = {step: self._place}

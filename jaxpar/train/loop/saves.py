@@ -1,0 +1,81 @@
+"""What a run saves with a step: the state that is trained, and beside it the place in the data,
+what the guard has seen, and the states of the caller's own objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxpar.base.process.runtime import run_together
+from jaxpar.train.guard import Guard
+from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
+from jaxpar.train.open_run import GUARD, FirstStep, OpenRun
+from jaxpar.train.restore import beside_state, fingerprint, saved_part
+from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
+from jaxpar.train.step import TrainState
+
+
+class Saves:
+    """Saves the steps of a run, and gives the caller's objects what was saved of them."""
+
+    def __init__(
+        self,
+        run: OpenRun,
+        start: FirstStep,
+        stateful: Mapping[str, Stateful],
+        limit: TimeLimit,
+        say: Callable[[str], None],
+    ):
+        """Take a run before its first step.
+
+        Args:
+          run: the run.
+          start: what the call begins with.
+          stateful: the caller's objects by name.
+          limit: is told how long a save takes.
+          say: prints a line.
+        """
+        self._run = run
+        self._frozen = fingerprint(run.experiment.model, start.state.params)
+        self._stateful = stateful
+        self._first_states = run_together(lambda: states_of(stateful))
+        self._limit = limit
+        self._say = say
+
+    def save(self, step: int, state: TrainState[jax.Array], place: Any, guard: Guard) -> None:
+        """Save a step; it is written while the next ones run. All processes must call this.
+
+        Args:
+          step: the step.
+          state: the state after it.
+          place: that of the data after its batch.
+          guard: what has judged the steps.
+
+        Raises:
+          UserError: this save, or the one before it, cannot be written.
+        """
+        run = self._run
+        teacher = None if run.teacher is None else run.teacher.identity
+        size = run.corpus.train.size
+        beside = beside_state(run.experiment, place, size, self._frozen, teacher, step)
+        if seen := guard.saved():
+            beside[GUARD] = seen
+        if states := run_together(lambda: states_of(self._stateful)):
+            beside[STATEFUL] = states
+        before = run.checkpoints.latest()
+        run.checkpoints.save(step, saved_part(state, run.experiment.model), beside)
+        if before is not None:  # which is written to its end by now
+            self._limit.note_save(save_seconds(run.checkpoints.folder / str(before)))
+
+    def give_back(self, saved: Mapping[str, Any] | None) -> None:
+        """Give the caller's objects the states of a step that the run goes back to.
+
+        Args:
+          saved: the states by name; None = it goes back to the beginning, where they had those of
+            the begin of this call.
+        """
+        states = self._first_states if saved is None else saved
+        run_together(lambda: load_states(self._stateful, states, self._say))
