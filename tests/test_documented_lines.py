@@ -8,6 +8,7 @@ line of it; one with a title is an excerpt, or another program's. Quick: every l
 config is one.
 """
 
+import ast
 import json
 import os
 import re
@@ -207,6 +208,24 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
             or block.title
             or page.name == "README.md"
         )
+
+
+PROGRAMS = [page for page in PAGES if "```python" in page.read_text("utf-8")]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
+def test_every_program_takes_what_there_is(page: Path) -> None:
+    """The programs themselves run in the slow tier; a name that is gone is found at once."""
+    for block in blocks(page):
+        if block.language == "python" and not block.title:
+            ours = [
+                node
+                for node in ast.walk(ast.parse(block.text))
+                if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "jaxpar"
+            ]
+            for node in ours:
+                exec(ast.unparse(node), {})
 
 
 OWN_PROCESS = ("launch", "sweep")
