@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config.hidden_pairs import HiddenPair
 from jaxpar.base.layout.sharding import Axes, PyTree
-from jaxpar.parallel.experts import RouterSums
 
 PROJECTIONS = "distill"
 """The name of the projections among the parameters, beside those of a model's parts."""
@@ -53,20 +52,6 @@ class Projections(NamedTuple):
             pair.name: jax.random.normal(one, shape, jnp.float32) / math.sqrt(embed)
             for pair, one in zip(self.pairs, keys, strict=True)
         }
-
-
-class Streams(NamedTuple):
-    """What a model makes of a batch up to its head.
-
-    Attributes:
-      last: the residual stream after the last block.
-      routed: the routers' sums as means over the layers; None where there are no routers.
-      after: the residual streams that were asked for.
-    """
-
-    last: Float[Array, "B S D"]
-    routed: RouterSums | None
-    after: tuple[Float[Array, "B S D"], ...] = ()
 
 
 def normed_states(streams: Sequence[Float[Array, "B S T"]]) -> Float[Array, "B S P T"]:

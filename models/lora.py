@@ -112,6 +112,30 @@ def lora_pairs(
     return LoraPairs(pairs)
 
 
+def trained_part(tree: Params, axes: Params, config: ModelConfig) -> Params:
+    """Pick the part of the parameters that is trained: all of it, or the pairs alone.
+
+    Args:
+      tree: a tree of the parameters' form.
+      axes: the logical axes of the parameters; a matrix of a pair has the axis `rank`.
+      config: its `lora` says whether there are pairs.
+
+    Returns:
+      The part, in a tree of the form of that part.
+    """
+    if not config.lora.rank:
+        return tree
+    return {"blocks": _with_rank(tree["blocks"], axes["blocks"])}
+
+
+def _with_rank(tree: PyTree, axes: PyTree) -> PyTree:
+    """The part of a dict of dicts whose logical axes have a `rank`."""
+    if not isinstance(axes, dict):
+        return tree if "rank" in axes else {}
+    found = {name: _with_rank(tree[name], axes[name]) for name in axes}
+    return {name: part for name, part in found.items() if not (isinstance(part, dict) and not part)}
+
+
 def merge_lora(params: Params, config: ModelConfig) -> Params:
     """Merge LoRA's matrices into those that they are beside: W + (alpha / rank) A B in place of W,
     A and B, computed in float32.

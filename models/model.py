@@ -1,75 +1,56 @@
 """A model as the rest of the library sees it: embed, block and head, as pure functions over a plain
 dict of arrays.
 
+Here it is put together of its parts, and says what it is called with. What its methods do stands in
+rooms of their own: `fresh_parameters`, `forward`, `loss` and `counts`.
+
 Shapes: B batch, S sequence, D embed, V vocab, L layers.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpar.base.batch_arrays import TEACHER_HIDDEN
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, short
+from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import Axes, PyTree, ShardingRules, fit_rules, is_axes, merge_trees
+from jaxpar.base.layout.sharding import PyTree, ShardingRules, fit_rules, merge_trees
+from jaxpar.models.counts import Declared, count_flops, count_parameters
 from jaxpar.models.families import family_of
-from jaxpar.models.head import Head
-from jaxpar.models.hidden import PROJECTIONS, Projections, Streams, hidden_loss
-from jaxpar.models.layers import over_layers
-from jaxpar.models.masks import reach
-from jaxpar.models.parts import (
-    HeadOutput,
-    Maker,
-    Params,
-    Parts,
-    Split,
-    init_part,
-    part_name,
-    split_part,
-    split_parts,
+from jaxpar.models.forward import (
+    Batch,
+    Streams,
+    require_documents,
+    run_block,
+    run_blocks,
+    run_embed,
+    run_head,
+    run_layer,
+    run_query_layer,
+    run_to_head,
 )
+from jaxpar.models.fresh_parameters import init_parameters, init_projections
+from jaxpar.models.head import Head
+from jaxpar.models.hidden import PROJECTIONS, Projections
+from jaxpar.models.lora import trained_part
+from jaxpar.models.loss import logits_of_batch, loss_of_batch, loss_of_stream
+from jaxpar.models.parts import HeadOutput, Maker, OpsMaker, Params, Parts, part_name
 from jaxpar.models.query_layer import QueryLayer
 from jaxpar.models.sparsity import require_sparse
+from jaxpar.models.split import Split, SplitModel, split_part, split_parts
 from jaxpar.models.transformer import Block, Embed
-from jaxpar.parallel.cross_entropy import (
-    LIKELIHOOD,
-    LossSums,
-    LossWeights,
-    SoftTargets,
-    teacher_targets,
-)
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.host_memory import on_device
-from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
-from jaxpar.parallel.remat import named, remat
+from jaxpar.parallel.padding import TokenCounts
 from jaxpar.parallel.sequence_halves import ops_of_parts
-from jaxpar.parallel.token_order import (
-    Places,
-    halves,
-    in_natural_order,
-    in_order,
-    places_of_halves,
-    whole_batch,
-)
-
-_QUERY = 2**31 - 1
-"""What the key of the query layer is made with, which no layer's number is."""
-Batch = Mapping[str, jax.Array]
-OpsMaker = Callable[[Plan], Any]
-"""Makes the ops that blocks call from a plan: `Ops`, or a class with the same methods."""
-_OWN_KEY = 2**20
-"""Folded into the key of a model for its projections: no number of a part or a layer."""
+from jaxpar.parallel.token_order import Places
 
 
 class Model:
@@ -109,18 +90,20 @@ class Model:
             hash((config, self.parts, ops))
         except TypeError as error:
             raise UserError(f"a part of a model is the key of caches: {error}") from error
-        self._split = _split_model(config, self.parts)
-        self.axes: Params = {name: copy.deepcopy(split.axes) for name, split in self._split.items()}
+        parts = _split_all(config, self.parts)
+        self.axes: Params = {name: copy.deepcopy(part.axes) for name, part in parts.items()}
         self.axes["blocks"] = _stacked(self.axes["blocks"])
         if projections is not None:
             self.axes[PROJECTIONS] = projections.axes()
+        numbers_layers = _numbers_layers(config, blocks, parts["blocks"])
+        self._split = SplitModel(config, parts, ops, numbers_layers, projections)
         if config.lora.rank and not self.trained(self.axes)["blocks"]:
             raise UserError(
-                f"model.lora.rank={config.lora.rank}, and {self._split['blocks'].name} has no "
-                "parameter with a dim `rank`: set it to 0"
+                f"model.lora.rank={config.lora.rank}, and {parts['blocks'].name} has no parameter "
+                "with a dim `rank`: set it to 0"
             )
         if config.sparsity.form:
-            require_sparse(config, self._split["blocks"].names, self.own_parts().get("blocks"))
+            require_sparse(config, parts["blocks"].names, self.own_parts().get("blocks"))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Model) and self._key == other._key
@@ -185,9 +168,7 @@ class Model:
         """Whether a block is told the number of its layer: one of ours is where the family's first
         layer differs, one of anyone else's if it takes `layer`.
         """
-        if self.parts.blocks is Block:
-            return not family_of(self.config).first_norm
-        return "layer" in self._split["blocks"].takes
+        return self._split.numbers_layers
 
     def require_documents(self) -> None:
         """Refuse several documents in a row, as `data.pack` has them, where the blocks would mix
@@ -196,11 +177,7 @@ class Model:
         Raises:
           UserError: the blocks take no `segments_BS`.
         """
-        blocks = self._split["blocks"]
-        if "segments_BS" not in blocks.takes:
-            raise UserError(
-                f"packed documents, and {blocks.name} takes no `segments_BS`: set data.pack=false"
-            )
+        require_documents(self._split.parts["blocks"])
 
     def init(
         self,
@@ -218,33 +195,8 @@ class Model:
         Returns:
           The parameters, in the tree of `shapes(order)`.
         """
-        embed_key, blocks_key, head_key = jax.random.split(key, 3)
-        layer_keys = jax.random.split(blocks_key, self.config.layers)
-        blocks = jax.vmap(lambda layer_key: self._init_part("blocks", layer_key))
-        stacked = blocks(
-            layer_keys if order is None else layer_keys[jnp.maximum(jnp.asarray(order), 0)]
-        )
-        if order is not None and min(order) < 0:
-            there = jnp.asarray(order) >= 0
-            stacked = jax.tree.map(
-                lambda x: (
-                    x
-                    * there.reshape(
-                        -1,
-                        *[1] * (x.ndim - 1),
-                    )
-                ),
-                stacked,
-            )
-        part = self._init_part
-        made = {
-            "embed": part("embed", embed_key),
-            "blocks": stacked,
-            "head": part("head", head_key),
-        }
-        if self.config.query_layer:
-            made["query"] = init_part(self.config, "query", QueryLayer, query_key_of(key))
-        return made | self.init_projections(key)
+        makers = _makers(self.config, self.parts)
+        return init_parameters(self.config, makers, self.projections, key, order)
 
     def init_projections(self, key: jax.Array) -> Params:
         """Make fresh projections.
@@ -255,13 +207,7 @@ class Model:
         Returns:
           What `init` has of them: nothing where the model learns no hidden states.
         """
-        if self.projections is None:
-            return {}
-        own_key = jax.random.fold_in(key, _OWN_KEY)
-        return {PROJECTIONS: self.projections.init(own_key, self.config.embed)}
-
-    def _init_part(self, name: str, key: jax.Array) -> Params:
-        return init_part(self.config, name, getattr(self.parts, name), key)
+        return init_projections(self.config, self.projections, key)
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
         """Describe the parameters without making them.
@@ -272,9 +218,8 @@ class Model:
         Returns:
           The parameters as float32 ShapeDtypeStructs.
         """
-        return jax.tree.map(
-            lambda shape: shape, _shapes(self, None if order is None else tuple(order))
-        )
+        found = _shapes(self, None if order is None else tuple(order))
+        return jax.tree.map(lambda shape: shape, found)  # a copy, since the cache keeps its own
 
     def trained(self, tree: Params) -> Params:
         """Pick the part of the parameters that is trained: all of it, or LoRA's matrices alone.
@@ -285,9 +230,7 @@ class Model:
         Returns:
           The part, in a tree of the form of that part.
         """
-        if not self.config.lora.rank:
-            return tree
-        return {"blocks": _with_rank(tree["blocks"], self.axes["blocks"])}
+        return trained_part(tree, self.axes, self.config)
 
     @staticmethod
     def merge(params: Params, trained: Params) -> Params:
@@ -306,7 +249,8 @@ class Model:
     def parameter_names(self) -> list[str]:
         """Return the names of all parameters in the order in which the parts declare them, which is
         that of the forward pass here (but LoRA's come last in a block)."""
-        names = [f"{part}.{name}" for part, one in self._split.items() for name in one.names]
+        parts = self._split.parts.items()
+        names = [f"{part}.{name}" for part, one in parts for name in one.names]
         return names + [f"{PROJECTIONS}.{name}" for name in self.axes.get(PROJECTIONS, ())]
 
     def embed(
@@ -334,20 +278,7 @@ class Model:
         Raises:
           UserError: types are given, and the embedding takes none.
         """
-        split = self._split["embed"]
-        if types_BS is not None and "types_BS" not in split.takes:
-            raise UserError(
-                f"the batch has token_types, and {split.name} takes no `types_BS`: leave them out"
-            )
-        with jax.named_scope("embed"):
-            return split(
-                params["embed"],
-                tokens_BS,
-                positions_BS=positions_BS,
-                ops=self.ops(plan),
-                key=key,
-                types_BS=types_BS,
-            )
+        return run_embed(self._split, params, tokens_BS, positions_BS, plan, key, types_BS)
 
     def block(
         self,
@@ -384,36 +315,9 @@ class Model:
           UserError: the block returns another shape or dtype than it is given, or there are
             documents and it takes none.
         """
-        split = self._split["blocks"]
-        if segments_BS is not None:
-            self.require_documents()
-        with jax.named_scope("block"):
-            # Here and not in the block, so that every block's input can be offloaded.
-            x_BSD = named(x_BSD, "block_input")
-            found = split(
-                layer,
-                x_BSD,
-                positions_BS=positions_BS,
-                segments_BS=segments_BS,
-                ops=ops or self.ops(plan),
-                key=key,
-                kind=kind,
-                text_BS=text_BS,
-                layer=number,
-            )
-            y_BSD, routed = found if isinstance(found, tuple) else (found, None)
-        if not hasattr(y_BSD, "dtype"):
-            raise UserError(
-                f"{split.name} made {short(y_BSD)} of a stream: a block returns the array that the "
-                "next one is given"
-            )
-        if (y_BSD.shape, y_BSD.dtype) != (x_BSD.shape, x_BSD.dtype):
-            raise UserError(
-                f"{split.name} made {y_BSD.dtype}{list(y_BSD.shape)} of "
-                f"{x_BSD.dtype}{list(x_BSD.shape)}: a block returns the shape and dtype that it is "
-                "given (y.astype(x.dtype))"
-            )
-        return y_BSD, routed
+        blocks = self._split.parts["blocks"]
+        place = Places(positions_BS, segments_BS, text_BS)
+        return run_block(blocks, layer, x_BSD, place, ops or self.ops(plan), key, kind, number)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"], plan: Plan) -> HeadOutput:
         """Run what follows the last block, up to the scores.
@@ -426,14 +330,7 @@ class Model:
         Returns:
           What is scored, the vocabulary matrix that multiplies it, and its bias.
         """
-        with jax.named_scope("head"):
-            found = self._split["head"](
-                params["head"],
-                x_BSD,
-                embedding_VD=params["embed"].get("tokens"),
-                ops=self.ops(plan),
-            )
-        return HeadOutput(*found)
+        return run_head(self._split, params, x_BSD, plan)
 
     def hidden_states(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
@@ -479,17 +376,7 @@ class Model:
         Raises:
           UserError: as for `block`.
         """
-        tokens_BS = batch["tokens"]
-        positions_BS = batch["positions"]
-        segments_BS = batch.get("segments")
-        embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
-        types_BS = batch.get("token_types")
-        x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key, types_BS)
-        places = Places(positions_BS, segments_BS, batch.get("text"))
-        found = self._run_blocks(params["blocks"], x_BSD, places, plan, blocks_key, after)
-        if not self.config.query_layer:
-            return found
-        return found._replace(last=self.query(params, found.last, places, plan, blocks_key))
+        return run_to_head(self._split, params, batch, plan, key, after)
 
     def blocks(
         self,
@@ -520,58 +407,8 @@ class Model:
           UserError: as for `block`.
         """
         places = Places(positions_BS, segments_BS, text_BS)
-        found = self._run_blocks(layers, x_BSD, places, plan, key)
+        found = run_blocks(self._split, layers, x_BSD, places, plan, key)
         return found.last, found.routed
-
-    def _run_blocks(
-        self,
-        layers: Params,
-        x_BSD: Float[Array, "B S D"],
-        places: Places,
-        plan: Plan,
-        key: jax.Array | None,
-        after: tuple[int, ...] = (),
-    ) -> Streams:
-        """Run all blocks in turn; see `blocks` and `streams`."""
-        count = len(jax.tree.leaves(layers)[0])
-        if key is None:
-            layer_keys = None
-        else:
-            layer_keys = jax.random.split(key, count)
-        between = sorted({number for number in after if number < count})
-        if self.numbers_layers or between:
-            numbers = jnp.arange(count)
-        else:
-            numbers = None
-        halved = places_of_halves(places, plan)
-
-        def body(carry, layer, kind):
-            xs, kept = carry
-            layer_params, layer_key, number = layer
-            here = jax.tree.map(on_device, layer_params)
-            told = number if self.numbers_layers else None
-            xs, routed = self.layer(here, xs, halved, plan, layer_key, kind, told)
-            kept = [
-                jax.tree.map(partial(jnp.where, number + 1 == one), xs, before)
-                for one, before in zip(between, kept, strict=True)
-            ]
-            return (xs, kept), routed
-
-        first = halves(x_BSD, STORED, plan)
-        # What is kept has its place from the first layer on, and every pass may fill it.
-        (xs, kept), routed = over_layers(
-            self.config,
-            body,
-            (first, [first] * len(between)),
-            (layers, layer_keys, numbers),
-            plan,
-        )
-        last = whole_batch(xs, STORED, plan)
-        by_number = {
-            one: whole_batch(parts, STORED, plan) for one, parts in zip(between, kept, strict=True)
-        }
-        streams = tuple(by_number.get(one, last) for one in after)
-        return Streams(last, jax.tree.map(jnp.mean, routed), streams)
 
     def query(
         self,
@@ -593,40 +430,7 @@ class Model:
         Returns:
           The stream that the head takes.
         """
-        if key is not None:
-            key = query_key_of(key)
-        part_places = places_of_halves(places, plan)
-
-        def run(layer: Params, xs: tuple[Array, ...]) -> tuple[Array, ...]:
-            part_ops = ops_of_parts(self.ops(plan), plan)
-            return tuple(
-                self._query_part(layer, x_BSD, place, ops, key)
-                for x_BSD, place, ops in zip(xs, part_places, part_ops, strict=True)
-            )
-
-        xs = halves(x_BSD, STORED, plan)
-        ys = remat(run, plan, False)(params["query"], xs)
-        return whole_batch(ys, STORED, plan)
-
-    def _query_part(
-        self, layer: Params, x_BSD: Array, place: Places, ops: Any, key: jax.Array | None
-    ) -> Array:
-        """Run the query layer on one of the `halves` of a batch."""
-        with jax.named_scope("query_layer"):
-            return self._split["query"](
-                layer,
-                named(x_BSD, "block_input"),
-                positions_BS=place.positions,
-                segments_BS=place.segments,
-                ops=ops,
-                key=key,
-                kind=self._query_kind,
-            )
-
-    @property
-    def _query_kind(self) -> int:
-        """The kind of the query layer: that of a layer after the last."""
-        return self.config.layers % self.config.kinds
+        return run_query_layer(self._split, params, x_BSD, places, plan, key)
 
     def layer(
         self,
@@ -655,26 +459,9 @@ class Model:
         Raises:
           UserError: as for `block`.
         """
-        parts = [
-            self.block(
-                layer,
-                x_BSD,
-                place.positions,
-                place.segments,
-                plan,
-                key,
-                kind,
-                place.text,
-                ops,
-                number,
-            )
-            for x_BSD, place, ops in zip(
-                xs, places, ops_of_parts(self.ops(plan), plan), strict=True
-            )
-        ]
-        return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(
-            lambda *sums: sum(sums), *(sums for _, sums in parts)
-        )
+        blocks = self._split.parts["blocks"]
+        ops = ops_of_parts(self.ops(plan), plan)
+        return run_layer(blocks, layer, xs, places, ops, key, kind, number)
 
     def loss(
         self,
@@ -709,46 +496,7 @@ class Model:
         Raises:
           UserError: the sequence or the arrays do not fit the plan, or as for `block`.
         """
-        if self.config.experts:
-            told = with_text(batch)
-        else:
-            told = batch
-        ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
-        after = self._layers_learned(ordered)
-        x_BSD, routed, streams = self.streams(params, ordered, plan, key, after)
-        soft = teacher_targets(ordered, weights.temperature)
-        sums = self.score(params, x_BSD, ordered["labels"], plan, weights, soft)
-        if after:
-            far = self._distance(params, streams, ordered, plan)
-            sums = sums._replace(loss=sums.loss + weights.hidden * far)
-        if routed is None:
-            return sums
-        if counts is None:
-            counts = count_tokens(batch)
-        means = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
-        loss = sums.loss + counts.labels_per_token * means
-        return sums._replace(loss=loss, routed=jax.lax.stop_gradient(routed))
-
-    def _layers_learned(self, batch: Batch) -> tuple[int, ...]:
-        """After how many layers the streams are that are held against a teacher's."""
-        if self.projections is None or TEACHER_HIDDEN not in batch:
-            return ()
-        return tuple(pair.after(self.config.layers) for pair in self.projections.pairs)
-
-    def _distance(
-        self, params: Params, streams: tuple[Array, ...], batch: Batch, plan: Plan
-    ) -> Float[Array, ""]:
-        """The summed distance of the streams from a teacher's, in a batch that has them."""
-        assert self.projections is not None
-        with jax.named_scope("distill"):
-            return hidden_loss(
-                params[PROJECTIONS],
-                self.projections.pairs,
-                streams,
-                batch[TEACHER_HIDDEN],
-                batch["labels"],
-                self.ops(plan),
-            )
+        return loss_of_batch(self._split, params, batch, plan, key, weights, counts)
 
     def score(
         self,
@@ -772,22 +520,7 @@ class Model:
         Returns:
           The sums over the labels that count.
         """
-        head = self.head(params, x_BSD, plan)
-        sizes = self.config
-        with jax.named_scope("loss"):
-            return self.ops(plan).linear_cross_entropy(
-                head.x_BSD,
-                head.table_VD,
-                labels_BS,
-                sizes.vocab_size,
-                weights.z_loss,
-                sizes.logit_softcap,
-                label_smoothing=weights.label_smoothing,
-                **head.biases,
-                soft=soft,
-                alpha=weights.alpha,
-                temperature=weights.temperature,
-            )
+        return loss_of_stream(self._split, params, x_BSD, labels_BS, plan, weights, soft)
 
     def logits(
         self,
@@ -808,18 +541,12 @@ class Model:
         Raises:
           UserError: as for `loss`.
         """
-        order = plan.context.strategy, plan.overlap.cuts_sequence
-        x_BSD, _ = self.hidden_states(params, in_order(batch, plan, *order), plan)
-        head = self.head(params, x_BSD, plan)
-        sizes = self.config
-        scores_BSV = self.ops(plan).logits(
-            head.x_BSD, head.table_VD, sizes.vocab_size, sizes.logit_softcap, **head.biases
-        )
-        return in_natural_order(scores_BSV[..., : sizes.vocab_size], plan, *order)
+        return logits_of_batch(self._split, params, batch, plan)
 
     def parameter_count(self) -> int:
         """Count the parameters, without the padding of the vocabulary."""
-        return sum(self._count(name) for name in self._split)
+        declared = self._declared()
+        return sum(count_parameters(declared, part) for part in self._split.parts)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Count the model FLOPs of one training token, forward and backward, without recompute: the
@@ -840,81 +567,35 @@ class Model:
         Returns:
           FLOPs for one token.
         """
-        config = self.config
-        multiplying = self._count("blocks") + self._count("head") - self._idle_experts()
-        tables = [axes for axes, _ in self._leaves("head") if "vocab" in axes and len(axes) > 1]
-        if not tables:  # the head is tied
-            multiplying += config.vocab_size * config.embed
-        multiplying -= self._left_out()
-        if config.query_layer:
-            looked_up = config.max_seq_len * config.embed
-            multiplying += self._count("query") - looked_up
-        if config.lora.rank:
-            pairs = jax.tree.leaves(self.trained(self.shapes()))
-            trained = sum(math.prod(x.shape) for x in pairs)
-            multiplying = (4 * multiplying + 2 * trained) / 6
-        if self.projections is not None:
-            multiplying += len(self.projections.pairs) * config.embed * self.projections.width
-        words = [config.masks[i % config.kinds] for i in range(config.layers + config.query_layer)]
-        keys = sum(reach(word, seq_len) for word in words)
-        return 6.0 * multiplying + 12.0 * config.heads * config.head_size * keys
+        return count_flops(self._declared(), seq_len)
 
-    def _leaves(self, part: str) -> list[tuple[Axes, tuple[int, ...]]]:
-        """The logical axes and the shape of every parameter of a part."""
-        axes = jax.tree.leaves(self.axes[part], is_leaf=is_axes)
-        shapes = jax.tree.leaves(self.shapes()[part])
-        return [(names, x.shape) for names, x in zip(axes, shapes, strict=True)]
-
-    def _count(self, part: str) -> int:
-        """Count the parameters of a part, without the padding of the vocabulary."""
-        vocab = self.config.vocab_size
-        return sum(
-            math.prod(shape) // shape[axes.index("vocab")] * vocab
-            if "vocab" in axes
-            else math.prod(shape)
-            for axes, shape in self._leaves(part)
-        )
-
-    def _left_out(self) -> float:
-        """Count the entries of sparse matrices that do not multiply, by the share of their FLOPs
-        that this saves: 4 of 6 where they have a gradient.
-        """
-        config = self.config
-        sparsity = config.sparsity
-        axes = self.axes["blocks"]
-        shapes = self.shapes()["blocks"]
-        entries = 0.0
-        for name in sparsity.names(tuple(axes)):
-            size = math.prod(shapes[name].shape)
-            if "experts" in axes[name]:
-                size *= config.experts_per_token / config.experts
-            entries += size
-        saved = 4 / 6 if sparsity.trains_all else 1.0
-        return entries * (1 - sparsity.density) * saved
-
-    def _idle_experts(self) -> int:
-        """Count the parameters of the experts that a token is not sent to."""
-        config = self.config
-        of_experts = sum(
-            math.prod(shape) for axes, shape in self._leaves("blocks") if "experts" in axes
-        )
-        return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
+    def _declared(self) -> Declared:
+        """What is counted."""
+        return Declared(self.config, self.axes, self.shapes(), self.projections)
 
 
-def query_key_of(key: jax.Array) -> jax.Array:
-    """Return the key of the query layer, given that of a model's parameters, or of the dropout of
-    its blocks.
-    """
-    return jax.random.fold_in(key, _QUERY)
+def _makers(config: ModelConfig, parts: Parts) -> dict[str, Maker]:
+    """What makes each part, by its name."""
+    makers: dict[str, Maker] = parts._asdict()
+    if config.query_layer:
+        makers["query"] = QueryLayer
+    return makers
 
 
-def _split_model(config: ModelConfig, parts: Parts) -> dict[str, Split]:
+def _split_all(config: ModelConfig, parts: Parts) -> dict[str, Split]:
     """Take the parts of a model apart, in the order of its forward pass."""
     found = dict(split_parts(config, parts))
     if config.query_layer:
         head = found.pop("head")
         found |= {"query": split_part(config, "query", QueryLayer), "head": head}
     return found
+
+
+def _numbers_layers(config: ModelConfig, maker: Maker, blocks: Split) -> bool:
+    """Whether a block is told the number of its layer; see `Model.numbers_layers`."""
+    if maker is Block:
+        return not family_of(config).first_norm
+    return "layer" in blocks.takes
 
 
 # Cached, because a budget asks for the same model some hundred times.
@@ -931,11 +612,3 @@ def _stacked(axes: PyTree) -> PyTree:
     if isinstance(axes, dict):
         return {name: _stacked(one) for name, one in axes.items()}
     return ("layers", *axes)
-
-
-def _with_rank(tree: PyTree, axes: PyTree) -> PyTree:
-    """The part of a dict of dicts whose logical axes have a `rank`."""
-    if not isinstance(axes, dict):
-        return tree if "rank" in axes else {}
-    found = {name: _with_rank(tree[name], axes[name]) for name in axes}
-    return {name: part for name, part in found.items() if not (isinstance(part, dict) and not part)}

@@ -26,7 +26,8 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import KeyPath, Layout, ShardingRules, is_axes, path_name
 from jaxpar.models.model import Model
 from jaxpar.models.parameters import require_float32
-from jaxpar.models.parts import Params, axes_of, plain_dict, with_keys_of
+from jaxpar.models.parts import Params
+from jaxpar.models.split import axes_of, plain_dict, with_keys_of
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts
 

@@ -19,6 +19,16 @@ from jaxpar.models.parameters import normal, param
 from jaxpar.models.transformer import Block
 from jaxpar.parallel.ops import Ops
 
+_KEY = 2**31 - 1
+"""What the key of the query layer is made with, which no layer's number is."""
+
+
+def query_key_of(key: jax.Array) -> jax.Array:
+    """Return the key of the query layer, given that of a model's parameters, or of the dropout of
+    its blocks.
+    """
+    return jax.random.fold_in(key, _KEY)
+
 
 class QueryLayer(Block):
     """A block whose queries are made of an embedding of the next position, and not of the residual

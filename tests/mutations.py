@@ -73,7 +73,7 @@ MUTATIONS = [
     # A teacher's hidden states.
     Mutation("hidden_labels", "tokens without a label learn a teacher's hidden states", "models/hidden.py",
              "jnp.where(labels_BS >= 0, distance_BS, 0.0)", "distance_BS", "tests/train/test_distil_hidden.py"),
-    Mutation("hidden_layer", "the stream of the layer before is kept", "models/model.py",
+    Mutation("hidden_layer", "the stream of the layer before is kept", "models/forward.py",
              "number + 1 == one", "number + 2 == one", "tests/train/test_distil_hidden.py"),
     # Masks and kernels.
     Mutation("window", "a mask off by one", "jaxpar/kernels/masks/patterns.py",

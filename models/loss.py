@@ -1,0 +1,119 @@
+"""The loss of a batch: the scores of the last stream held against the labels, and what is added to
+it for a teacher's hidden states and for routers.
+
+Shapes: B batch, S sequence, D embed, V vocab.
+"""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxpar.base.batch_arrays import TEACHER_HIDDEN
+from jaxpar.base.layout.plan import Plan
+from jaxpar.models.forward import Batch, run_head, run_to_head
+from jaxpar.models.hidden import PROJECTIONS, hidden_loss
+from jaxpar.models.parts import Params
+from jaxpar.models.split import SplitModel
+from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets, teacher_targets
+from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
+from jaxpar.parallel.token_order import in_natural_order, in_order
+
+
+def loss_of_batch(
+    model: SplitModel,
+    params: Params,
+    batch: Batch,
+    plan: Plan,
+    key: jax.Array | None,
+    weights: LossWeights,
+    counts: TokenCounts | None,
+) -> LossSums:
+    """Compute the summed loss of a batch; see `Model.loss`."""
+    told = with_text(batch) if model.config.experts else batch
+    ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
+    after = _layers_learned(model, ordered)
+    found = run_to_head(model, params, ordered, plan, key, after)
+    soft = teacher_targets(ordered, weights.temperature)
+    sums = loss_of_stream(model, params, found.last, ordered["labels"], plan, weights, soft)
+    if after:
+        far = _distance(model, params, found.after, ordered, plan)
+        sums = sums._replace(loss=sums.loss + weights.hidden * far)
+    routed = found.routed
+    if routed is None:
+        return sums
+    if counts is None:
+        counts = count_tokens(batch)
+    means = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
+    loss = sums.loss + counts.labels_per_token * means
+    return sums._replace(loss=loss, routed=jax.lax.stop_gradient(routed))
+
+
+def _layers_learned(model: SplitModel, batch: Batch) -> tuple[int, ...]:
+    """After how many layers the streams are that are held against a teacher's."""
+    if model.projections is None or TEACHER_HIDDEN not in batch:
+        return ()
+    return tuple(pair.after(model.config.layers) for pair in model.projections.pairs)
+
+
+def _distance(
+    model: SplitModel,
+    params: Params,
+    streams: tuple[Array, ...],
+    batch: Batch,
+    plan: Plan,
+) -> Float[Array, ""]:
+    """The summed distance of the streams from a teacher's, in a batch that has them."""
+    assert model.projections is not None
+    with jax.named_scope("distill"):
+        return hidden_loss(
+            params[PROJECTIONS],
+            model.projections.pairs,
+            streams,
+            batch[TEACHER_HIDDEN],
+            batch["labels"],
+            model.ops(plan),
+        )
+
+
+def loss_of_stream(
+    model: SplitModel,
+    params: Params,
+    x_BSD: Float[Array, "B S D"],
+    labels_BS: Int[Array, "B S"],
+    plan: Plan,
+    weights: LossWeights,
+    soft: SoftTargets | None,
+) -> LossSums:
+    """Compute the summed loss of the last stream, without the routers' part and that of hidden
+    states; see `Model.score`.
+    """
+    head = run_head(model, params, x_BSD, plan)
+    with jax.named_scope("loss"):
+        return model.ops(plan).linear_cross_entropy(
+            head.x_BSD,
+            head.table_VD,
+            labels_BS,
+            model.config.vocab_size,
+            weights.z_loss,
+            model.config.logit_softcap,
+            label_smoothing=weights.label_smoothing,
+            **head.biases,
+            soft=soft,
+            alpha=weights.alpha,
+            temperature=weights.temperature,
+        )
+
+
+def logits_of_batch(
+    model: SplitModel, params: Params, batch: Batch, plan: Plan
+) -> Float[Array, "B S V"]:
+    """Compute next-token scores of the true vocabulary; see `Model.logits`."""
+    order = (plan.context.strategy, plan.overlap.cuts_sequence)
+    found = run_to_head(model, params, in_order(batch, plan, *order), plan, None, ())
+    head = run_head(model, params, found.last, plan)
+    V = model.config.vocab_size
+    scores_BSV = model.ops(plan).logits(
+        head.x_BSD, head.table_VD, V, model.config.logit_softcap, **head.biases
+    )
+    return in_natural_order(scores_BSV[..., :V], plan, *order)
