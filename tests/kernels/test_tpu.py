@@ -29,7 +29,7 @@ from tiers import needs_libtpu, some
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.hardware import LANES
-from jaxpar.kernels.attention import tpu
+from jaxpar.kernels.attention import tpu, tpu_grid
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.masks import (
     EMPTY,
@@ -85,7 +85,7 @@ ACROSS = [
 def test_interpreted_across_the_lanes_it_is_the_definition(case: Case) -> None:
     given = inputs(case)
     tile = LANES
-    assert tpu._walk(given.q, given.k, given.mask, Call(), tile).across
+    assert tpu_grid.make_walk(given.q, given.k, given.mask, Call(), tile).across
     pair = (partial(way, tile=tile) for way in (tpu.forward, tpu.backward))
     assert_right(
         of_pair(*pair, case, given, interpret=True),
@@ -189,7 +189,7 @@ def test_empty_tiles_are_not_touched() -> None:
 def test_a_step_for_each_tile_that_is_seen_and_each_row_of_none(name: str, of_keys: bool) -> None:
     case = Case(name, B=2, S=96, T=160)
     given = inputs(case)
-    walk = tpu._walk(
+    walk = tpu_grid.make_walk(
         given.q,
         given.k,
         given.mask,
@@ -231,7 +231,7 @@ def test_a_step_for_each_tile_that_is_seen_and_each_row_of_none(name: str, of_ke
 
 def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
     def of(S: int, mask: Mask, **options: Any) -> tuple[int, int]:
-        return tpu._tiles((1, S, 1, 64), S, "bfloat16", mask, Call(**options), 512)[2:4]
+        return tpu_grid.cut_tiles((1, S, 1, 64), S, "bfloat16", mask, Call(**options), 512)[2:4]
 
     assert [of(S, Causal())[0] for S in (1, 128, 512, 513, 1100, 4096)] == [
         128,

@@ -24,7 +24,7 @@ from tiers import needs_cuda, some
 
 from jaxpar.base.hardware import CHIPS, load_chip
 from jaxpar.base.toml import presets
-from jaxpar.kernels.attention import dispatch, triton
+from jaxpar.kernels.attention import dispatch, triton, triton_kernels
 from jaxpar.kernels.attention.call import Call, Unserved, reference
 from jaxpar.kernels.attention.triton_tiles import Tile, TileSizes, tile_sizes_for, tile_sizes_here
 from jaxpar.kernels.masks import (
@@ -265,7 +265,7 @@ def test_poison_is_seen_where_a_tile_is_visited() -> None:
 def test_full_tiles_take_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `in_tile` hides everything, only full tiles count: of a mask of blocks, all of them."""
     monkeypatch.setattr(
-        triton,
+        triton_kernels,
         "in_tile",
         lambda mask, i, j, ids: (i - j) != (i - j),
     )

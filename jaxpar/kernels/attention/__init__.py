@@ -1,3 +1,9 @@
 """Attention by the fastest implementation that serves a device, each held against
 `call.reference`.
+
+Its rooms, in the order in which they are read: `call` has the options of a call, and the reference;
+`visits` lists the tiles that a mask shows; `dispatch` chooses an implementation, and joins its
+forward and its backward. The implementations are `chunked`, which is plain JAX, `tpu` (with
+`tpu_grid` and `tpu_kernels`), `triton` (with `triton_tiles` and `triton_kernels`) and the
+`libraries` of others.
 """

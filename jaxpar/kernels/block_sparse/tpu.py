@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
 from jaxpar.kernels.attention.call import Index, Ref, pad_to
-from jaxpar.kernels.attention.tpu import product
+from jaxpar.kernels.attention.tpu_kernels import product
 from jaxpar.kernels.attention.visits import Unserved, check_list, flatten_visits
 from jaxpar.kernels.block_sparse.blocks import Blocks, SparseTiles, cut_into_tiles, stated_cost
 from jaxpar.kernels.masks import FULL

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from jaxpar.kernels.attention.call import Ref
-from jaxpar.kernels.attention.triton import product
+from jaxpar.kernels.attention.triton_kernels import product
 from jaxpar.kernels.attention.triton_tiles import LEAST
 from jaxpar.kernels.attention.visits import Unserved
 from jaxpar.kernels.block_sparse.blocks import (
