@@ -253,7 +253,7 @@ MUTATIONS = [
              "tests/models/test_hf.py -k stored"),
     Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/runs/val_losses.py",
              "return min(", "return max(", "tests/train/test_checkpoint.py"),
-    Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config/schema.py",
+    Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config/resuming.py",
              '"data.prefetch",', '"data",', "tests/base/test_config.py -k resumes"),
     # Compiled programs read and priced.
     Mutation("loop_once", "a cost that counts a loop once", "jaxpar/hlo/tasks.py",

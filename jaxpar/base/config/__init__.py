@@ -1,13 +1,15 @@
 """The config of an experiment: its schema, and what is asked of its values.
 
-`schema` has the dataclasses, which are loaded from TOML, changed and compared; the sections of the
-optimizer, of pruning, of sparsity and of distillation have rooms of their own. `checks` refuses
-values that are wrong, `training_rules` and `hidden_pairs` what does not go together, and
+Its rooms, in the order in which they are read: `schema` has the dataclasses, with `optimizer`,
+`pruning`, `sparsity`, `distill` and `hidden_pairs` for the tables that are long; `loading` makes
+one of them from TOML and changes it; `resuming` says which changes a run may go on with. `checks`
+refuses values that are wrong, `training_rules` what contradicts itself in a training, and
 `unused_settings` finds the settings that have no effect.
 """
 
+from jaxpar.base.config.loading import RESOLVED, fit_schedule, load_config, override, parse
+from jaxpar.base.config.resuming import incompatible_changes
 from jaxpar.base.config.schema import (
-    RESOLVED,
     Bos,
     CheckpointConfig,
     CompilerConfig,
@@ -20,11 +22,6 @@ from jaxpar.base.config.schema import (
     ModelConfig,
     PrecisionConfig,
     TrainConfig,
-    fit_schedule,
-    incompatible_changes,
-    load_config,
-    override,
-    parse,
     rules_of,
 )
 

@@ -1,13 +1,16 @@
-"""The schema of an experiment as frozen dataclasses, which are loaded from TOML, changed and
-compared. `jaxpar.base.config.checks` refuses one whose values are wrong.
+"""The schema of an experiment: a frozen dataclass for each table of its TOML file. What stands
+under a field is its help on the command line.
+
+The tables of the optimizer, of pruning, of sparsity and of distillation have rooms of their own,
+and those of the mesh, its rules and the pipeline lie in `jaxpar.base.layout`.
+`jaxpar.base.config.checks` refuses a config whose values are wrong.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from jaxpar.base.config.distill import DistillConfig
 from jaxpar.base.config.optimizer import OptimizerConfig
@@ -19,11 +22,9 @@ from jaxpar.base.layout.activation_names import Keep, Policy
 from jaxpar.base.layout.mesh import MeshAxis, MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules, fit_rules
-from jaxpar.base.meanings import suggest_key
-from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range
 from jaxpar.base.registry import SINKS, SOURCES, OneOf
-from jaxpar.base.toml import TABLE, as_tables, find_toml, flatten, from_dict, read_tables
+from jaxpar.base.toml import TABLE
 
 _FLOOR = (
     "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must "
@@ -454,169 +455,6 @@ class Config:
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-
-
-RESOLVED = "The resolved config of this run."
-"""The first line of a run folder's config.toml."""
-
-# A run may be resumed with these changed: the layout never changes the answer, and the rest only
-# says what is reported and kept. Any other difference is another experiment.
-RESUMABLE = (
-    "mesh",
-    "rules",
-    "overlap",
-    "context",
-    "pipeline",
-    "memory",
-    "kernels",
-    "compiler",
-    "checkpoint",
-    "metrics",
-    "train.steps",
-    "train.stop_at",
-    "train.max_time",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.final_eval_batches",
-    "train.accumulation",
-    "train.allow_nonfinite",
-    "train.on_nonfinite",
-    "train.on_spike",
-    "train.spike_window",
-    "train.spike_deviations",
-    "train.max_bad_in_a_row",
-    "train.max_bad_steps",
-    "train.hang_seconds",
-    "train.check_replicas",
-    "distill.mesh",
-    "data.prefetch",
-    "data.accept_changed",
-    "model.scan_layers",
-)
-_PATHS = ("train.init", "data.tokenizer", "distill.teacher")
-"""Keys whose value names one file or folder, which may be written in several ways."""
-
-
-def load_config(name: str) -> Config:
-    """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
-
-    Args:
-      name: the preset's name, or the path of a file or a run folder.
-
-    Returns:
-      The config, whose values `jaxpar.base.config.checks.check` may still refuse.
-
-    Raises:
-      UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of
-        the wrong type.
-    """
-    return parse(*find_toml(name, "jaxpar.configs"))
-
-
-def parse(text: str, origin: str = "config") -> Config:
-    """A config from TOML text.
-
-    The config.toml of a run has every key. One that it lacks was not known when the run was made,
-    and is as it was.
-
-    Args:
-      text: the TOML.
-      origin: what a message calls it.
-
-    Returns:
-      The config.
-
-    Raises:
-      UserError: the text is no TOML, a key is not known, or a value has the wrong type.
-    """
-    tables = renew_tables(read_tables(text, origin), TrainConfig.learning_rate, origin)
-    config = from_dict(Config, tables, origin)
-    older = text.startswith(f"# {RESOLVED}") and "bos" not in tables.get("data", {})
-    if older and (config.data.source == "tokens" or config.data.tokenizer.endswith(".json")):
-        return replace(config, data=replace(config.data, bos=False))
-    return config
-
-
-def override(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A config with dotted keys changed: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
-
-    Args:
-      config: the config.
-      changes: the new values by dotted key.
-
-    Returns:
-      The changed config.
-
-    Raises:
-      UserError: a key is not known, or a value has the wrong type.
-    """
-    known = flatten(config)
-    changes = renew_changes(changes, config.train.learning_rate, "override")
-    for key in changes:
-        if key not in known:
-            raise UserError(f"override: unknown key {key}{suggest_key(key, known)}")
-    return from_dict(Config, as_tables(known | dict(changes)), "override")
-
-
-def incompatible_changes(old: Config, new: Config) -> list[str]:
-    """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64",
-    ...]`.
-
-    Args:
-      old: the config that a run was made with.
-      new: the one that it is to go on with.
-
-    Returns:
-      A line for each key that may not change in a run; empty = it can go on.
-    """
-    before = flatten(old)
-    after = flatten(new)
-    changed = [key for key in after if before[key] != after[key]]
-    fixed = [
-        key
-        for key in changed
-        if not any(key == free or key.startswith(free + ".") for free in RESUMABLE)
-    ]
-    return [
-        f"{key}: {before[key]!r} -> {after[key]!r}"
-        for key in fixed
-        if not (key in _PATHS and _is_same_path(before[key], after[key]))
-    ]
-
-
-def _is_same_path(one: str, other: str) -> bool:
-    """Whether two words name one place: `model`, `./model/`."""
-    return bool(one and other) and os.path.abspath(one) == os.path.abspath(other)
-
-
-def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
-    """Return the config with the warm-up and the decay shortened where `train.steps` alone was made
-    smaller.
-
-    Args:
-      config: the config with the settings that were given.
-      given: their dotted keys. A warm-up or a decay among them stays as it is; `check` refuses one
-        that is too long.
-
-    Returns:
-      The config, and what was changed in a line; empty = nothing.
-    """
-    train = config.train
-    changes = dict[str, int]()
-    if "train.steps" not in given or train.steps < 1:
-        return config, ""
-    if train.warmup_steps >= train.steps and "train.warmup_steps" not in given:
-        changes["train.warmup_steps"] = train.steps // 10
-    left = train.steps - changes.get("train.warmup_steps", train.warmup_steps)
-    if train.decay_steps > left > 0 and "train.decay_steps" not in given:
-        changes["train.decay_steps"] = 0
-    if not changes:
-        return config, ""
-    before = flatten(config)
-    said = ", ".join(f"{key} {before[key]} -> {value}" for key, value in changes.items())
-    return override(
-        config, changes
-    ), f"train.steps={train.steps} is shorter than the schedule was: {said}"
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:

@@ -54,6 +54,139 @@ def only_training(key: str) -> bool:
     return key in _KEYS or (key.startswith(_TABLES) and key not in _EVALUATION_TOO)
 
 
+def training_rules(config: Config) -> list[Rule]:
+    """List the contradictions that a config could have in what only training reads.
+
+    Args:
+      config: the config.
+
+    Returns:
+      The rules, of which each says whether it is broken, and what to try.
+    """
+    return [
+        *_of_schedule(config),
+        *_of_optimizer(config),
+        *_of_bfloat16(config),
+        *_of_teacher(config),
+        *_of_hidden_states(config),
+        *_of_metrics(config),
+    ]
+
+
+def _of_schedule(config: Config) -> list[Rule]:
+    """What the steps of a training contradict: its warm-up, its decay and where it stops."""
+    train = config.train
+    left = train.steps - train.warmup_steps
+    _ = train.most_seconds  # it refuses what is no duration
+    return [
+        Rule(
+            ("train.warmup_steps",),
+            train.warmup_steps >= train.steps and train.warmup_steps > 0,
+            f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
+            f"try train.warmup_steps={train.steps // 10}",
+        ),
+        Rule(
+            ("train.decay_steps",),
+            train.schedule != "constant" and train.decay_steps > left,
+            f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} "
+            f"leave after train.warmup_steps={train.warmup_steps}, so the rate would not come "
+            f"down to its floor: try train.decay_steps={left}",
+        ),
+        Rule(
+            ("train.stop_at",),
+            train.stop_at > train.steps,
+            f"train.stop_at={train.stop_at} is not in 0..{train.steps}",
+        ),
+    ]
+
+
+def _of_optimizer(config: Config) -> list[Rule]:
+    """What an optimizer contradicts: its rate, its schedule, and the dtype of parameters."""
+    train = config.train
+    optimizer = config.optimizer
+    decay_key = f"optimizer.{optimizer.name}.weight_decay"
+    averages = optimizer.name == "schedule_free"
+    return [
+        Rule(
+            ("train.learning_rate", decay_key),
+            train.learning_rate * optimizer.weight_decay >= 1,
+            f"train.learning_rate={train.learning_rate:g} times "
+            f"{decay_key}={optimizer.weight_decay:g} is 1 or more: a step would take away all of "
+            "a matrix, try a smaller one",
+        ),
+        Rule(
+            ("train.schedule", "optimizer.name"),
+            averages and train.schedule != "constant",
+            f"train.schedule={train.schedule} with optimizer.name=schedule_free, which averages "
+            "parameters in place of a decay: try train.schedule=constant",
+        ),
+        Rule(
+            ("precision.params", "optimizer.name"),
+            averages and config.precision.params == "bfloat16",
+            "precision.params=bfloat16 with optimizer.name=schedule_free: its average is worked "
+            "out from the parameters, and would have their rounding nine times over, try "
+            "precision.params=float32",
+        ),
+    ]
+
+
+def _of_bfloat16(config: Config) -> list[Rule]:
+    """What moments and sums of gradients in bfloat16 contradict."""
+    precision = config.precision
+    optimizer = config.optimizer
+    decays = {
+        f"optimizer.{optimizer.name}.{key}": decay
+        for key, decay in optimizer.settings.moment_decays.items()
+    }
+    microbatches = config.train.accumulation * max(config.pipeline.microbatches, 1)
+    return [
+        *(
+            Rule(
+                (key, "precision.moments"),
+                precision.moments == "bfloat16" and decay > 0.95,
+                f"{key}={decay:g} with precision.moments=bfloat16: a first moment would stop a "
+                f"tenth or more away from where it should be, try {key}=0.95 or "
+                "precision.moments=float32",
+            )
+            for key, decay in decays.items()
+        ),
+        Rule(
+            ("precision.moments", "optimizer.name"),
+            precision.moments == "bfloat16" and not optimizer.rounds_first_moments,
+            f"precision.moments=bfloat16 with optimizer.name={optimizer.name}: it has no first "
+            "moments here, and a bfloat16 could not follow what it has: try "
+            "precision.moments=float32",
+        ),
+        Rule(
+            ("precision.gradients", "train.accumulation"),
+            precision.gradients == "bfloat16" and microbatches > 256,
+            f"precision.gradients=bfloat16 adds up {microbatches} microbatches: past 256 of "
+            "them the next is rounded away, try a lower train.accumulation, or "
+            "precision.gradients=float32",
+        ),
+    ]
+
+
+def _of_teacher(config: Config) -> list[Rule]:
+    """What a teacher contradicts: it predicts next tokens, and as many as there are."""
+    taught = bool(config.distill.teacher)
+    return [
+        Rule(
+            ("distill.teacher", "data.objective"),
+            taught and config.data.objective != "next",
+            f"data.objective={config.data.objective} with distill.teacher: a teacher predicts the "
+            "next token, try data.objective=next",
+        ),
+        Rule(
+            ("distill.top_k", "model.vocab_size"),
+            taught and config.distill.top_k > config.model.vocab_size,
+            f"distill.top_k={config.distill.top_k} is more than "
+            f"model.vocab_size={config.model.vocab_size}: try "
+            f"distill.top_k={min(config.model.vocab_size, 32)}",
+        ),
+    ]
+
+
 def _of_hidden_states(config: Config) -> list[Rule]:
     """What hidden states of a teacher contradict."""
     distill = config.distill
@@ -89,114 +222,18 @@ def _of_hidden_states(config: Config) -> list[Rule]:
     ]
 
 
-def training_rules(config: Config) -> list[Rule]:
-    """List the contradictions that a config could have in what only training reads.
-
-    Args:
-      config: the config.
-
-    Returns:
-      The rules, of which each says whether it is broken, and what to try.
-    """
+def _of_metrics(config: Config) -> list[Rule]:
+    """What a profile and the sinks of metrics contradict."""
     train = config.train
-    precision = config.precision
-    optimizer = config.optimizer
-    decay_key = f"optimizer.{optimizer.name}.weight_decay"
-    decays = {
-        f"optimizer.{optimizer.name}.{key}": decay
-        for key, decay in optimizer.settings.moment_decays.items()
-    }
-    averages = optimizer.name == "schedule_free"
     profile = config.metrics.profile
-    left = train.steps - train.warmup_steps
     traced = config.metrics.profiled
-    _ = train.most_seconds  # it refuses what is no duration
     last = train.stop_at or train.steps
     evaluates = train.eval_every > 0 and bool(config.data.val_path or config.data.val_fraction)
     between = next(
         (step for step in traced[:-1] if evaluates and step % train.eval_every == 0),
         0,
     )
-    microbatches = train.accumulation * max(config.pipeline.microbatches, 1)
     return [
-        Rule(
-            ("train.warmup_steps",),
-            train.warmup_steps >= train.steps and train.warmup_steps > 0,
-            f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
-            f"try train.warmup_steps={train.steps // 10}",
-        ),
-        Rule(
-            ("train.learning_rate", decay_key),
-            train.learning_rate * optimizer.weight_decay >= 1,
-            f"train.learning_rate={train.learning_rate:g} times "
-            f"{decay_key}={optimizer.weight_decay:g} is 1 or "
-            "more: a step would take away all of a matrix, try a smaller one",
-        ),
-        Rule(
-            ("distill.teacher", "data.objective"),
-            bool(config.distill.teacher) and config.data.objective != "next",
-            f"data.objective={config.data.objective} with distill.teacher: a teacher predicts the "
-            "next token, try data.objective=next",
-        ),
-        Rule(
-            ("distill.top_k", "model.vocab_size"),
-            bool(config.distill.teacher) and config.distill.top_k > config.model.vocab_size,
-            f"distill.top_k={config.distill.top_k} is more than "
-            f"model.vocab_size={config.model.vocab_size}: try "
-            f"distill.top_k={min(config.model.vocab_size, 32)}",
-        ),
-        *_of_hidden_states(config),
-        Rule(
-            ("train.decay_steps",),
-            train.schedule != "constant" and train.decay_steps > left,
-            f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} "
-            "leave after "
-            f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its "
-            "floor: try "
-            f"train.decay_steps={left}",
-        ),
-        *(
-            Rule(
-                (key, "precision.moments"),
-                precision.moments == "bfloat16" and decay > 0.95,
-                f"{key}={decay:g} with precision.moments=bfloat16: a first moment would "
-                "stop a tenth or more "
-                f"away from where it should be, try {key}=0.95 or precision.moments=float32",
-            )
-            for key, decay in decays.items()
-        ),
-        Rule(
-            ("precision.moments", "optimizer.name"),
-            precision.moments == "bfloat16" and not optimizer.rounds_first_moments,
-            f"precision.moments=bfloat16 with optimizer.name={optimizer.name}: it has no first "
-            "moments here, and a bfloat16 could not follow what it has: try "
-            "precision.moments=float32",
-        ),
-        Rule(
-            ("train.schedule", "optimizer.name"),
-            averages and train.schedule != "constant",
-            f"train.schedule={train.schedule} with optimizer.name=schedule_free, which averages "
-            "parameters in place of a decay: try train.schedule=constant",
-        ),
-        Rule(
-            ("precision.params", "optimizer.name"),
-            averages and precision.params == "bfloat16",
-            "precision.params=bfloat16 with optimizer.name=schedule_free: its average is worked "
-            "out from the parameters, and would have their rounding nine times over, try "
-            "precision.params=float32",
-        ),
-        Rule(
-            ("precision.gradients", "train.accumulation"),
-            precision.gradients == "bfloat16" and microbatches > 256,
-            f"precision.gradients=bfloat16 adds up {microbatches} microbatches: past 256 of "
-            "them the next is rounded "
-            "away, try a lower train.accumulation, or precision.gradients=float32",
-        ),
-        Rule(
-            ("train.stop_at",),
-            train.stop_at > train.steps,
-            f"train.stop_at={train.stop_at} is not in 0..{train.steps}",
-        ),
         Rule(
             ("metrics.profile",),
             bool(traced) and traced[-1] > last,
@@ -206,8 +243,7 @@ def training_rules(config: Config) -> list[Rule]:
             ("metrics.profile",),
             between > 0,
             f"metrics.profile={profile}: the evaluation after step {between} would be among "
-            "them, try steps between "
-            "two",
+            "them, try steps between two",
         ),
         Rule(
             ("metrics.sinks",),

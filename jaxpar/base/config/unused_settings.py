@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, get_args
 
+from jaxpar.base.config.loading import RESOLVED, parse
 from jaxpar.base.config.optimizer import OptimizerName
 from jaxpar.base.config.pruning import Pruning
-from jaxpar.base.config.schema import RESOLVED, Config, parse, rules_of
+from jaxpar.base.config.schema import Config, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import total_sizes
 from jaxpar.base.layout.sharding import LogicalAxis, named_axes
@@ -86,15 +87,8 @@ def _has_tokenizer(config: Config) -> bool:
 def _offloads(config: Config) -> bool:
     memory = config.memory
     in_host_memory = memory.optimizer != "device"
-    return (
-        bool(memory.budget)
-        or in_host_memory
-        or "offload"
-        in (
-            memory.parameters,
-            *vars(memory.keep).values(),
-        )
-    )
+    offloads_arrays = "offload" in (memory.parameters, *vars(memory.keep).values())
+    return bool(memory.budget) or in_host_memory or offloads_arrays
 
 
 def _of_optimizer(name: OptimizerName) -> Effect:
@@ -106,7 +100,7 @@ def _of_optimizer(name: OptimizerName) -> Effect:
     )
 
 
-EFFECTS = (
+_OF_DATA = (
     Effect(
         ("data.path", "data.mixture"),
         _is_read("path"),
@@ -174,6 +168,8 @@ EFFECTS = (
         _holds_out,
         "no part of documents or of a mixture is held out: give data.val_path",
     ),
+)
+_OF_TRAINING = (
     Effect(
         ("train.eval_every", "train.eval_batches", "train.final_eval_batches"),
         lambda c: bool(c.data.val_path) or (c.data.val_fraction > 0 and _holds_out(c)),
@@ -184,6 +180,33 @@ EFFECTS = (
         lambda c: c.train.schedule != "constant",
         "train.schedule is constant: add --train.schedule cosine, or wsd",
     ),
+    Effect(
+        ("train.seed",),
+        lambda c: not c.train.init or c.model.dropout > 0 or c.model.lora.rank > 0,
+        "the weights come from train.init, and nothing is dropped out: leave one of them out",
+    ),
+    Effect(
+        ("model.init_std",),
+        lambda c: not c.train.init,
+        "the weights come from train.init: leave one of them out",
+    ),
+    Effect(
+        ("train.spike_window", "train.spike_deviations"),
+        lambda c: c.train.on_spike != "off",
+        "train.on_spike is off, so that nothing is a spike: add --train.on-spike rollback",
+    ),
+    Effect(
+        ("train.max_bad_in_a_row", "train.max_bad_steps"),
+        lambda c: c.train.on_nonfinite != "stop" or c.train.on_spike == "rollback",
+        "the first bad step stops the run: add --train.on-nonfinite skip, or rollback",
+    ),
+    Effect(
+        ("train.check_replicas",),
+        _has_several_devices,
+        "one device holds no copies: add --mesh.data 2",
+    ),
+)
+_OF_OPTIMIZERS = (
     *map(_of_optimizer, get_args(OptimizerName)),
     Effect(
         tuple(f"pruning.{name}" for name in vars(Pruning()) if name != "method"),
@@ -205,59 +228,8 @@ EFFECTS = (
         lambda c: c.optimizer.sgd.momentum > 0,
         "optimizer.sgd.momentum is 0: there is nothing to look ahead along",
     ),
-    Effect(
-        ("memory.optimizer",),
-        lambda c: c.optimizer.settings.has_moments,
-        "this optimizer has no array as large as a parameter, so that nothing would go to host "
-        "memory: give it momentum, or leave it out",
-    ),
-    Effect(
-        ("model.lora.alpha", "model.lora.targets"),
-        lambda c: c.model.lora.rank > 0,
-        "model.lora.rank is 0, no LoRA: add --model.lora.rank 8",
-    ),
-    Effect(
-        (
-            "model.sparsity.targets",
-            "model.sparsity.decay",
-            "model.sparsity.block",
-            "model.sparsity.pattern",
-        ),
-        lambda c: bool(c.model.sparsity.form),
-        "model.sparsity.form is empty, all matrices are dense: add --model.sparsity.form 2:4",
-    ),
-    Effect(
-        ("train.balance_loss",),
-        lambda c: c.model.router != "expert_choice",
-        "model.router is expert_choice, which gives all experts as many tokens: leave it out",
-    ),
-    Effect(
-        ("model.sparsity.decay",),
-        lambda c: c.model.sparsity.trains_all,
-        "what model.sparsity.pattern=cyclic leaves out is not trained: leave the decay out",
-    ),
-    Effect(
-        ("train.seed",),
-        lambda c: not c.train.init or c.model.dropout > 0 or c.model.lora.rank > 0,
-        "the weights come from train.init, and nothing is dropped out: leave one of them out",
-    ),
-    Effect(
-        ("model.init_std",),
-        lambda c: not c.train.init,
-        "the weights come from train.init: leave one of them out",
-    ),
-    Effect(
-        (
-            "model.experts_per_token",
-            "model.router",
-            "model.shared_experts",
-            "train.balance_loss",
-            "train.router_z_loss",
-            "rules.experts",
-        ),
-        lambda c: c.model.experts > 0,
-        "the model has no experts: add --model.experts 8",
-    ),
+)
+_OF_TEACHERS = (
     Effect(
         (
             "distill.step",
@@ -286,29 +258,48 @@ EFFECTS = (
         "no hidden states of a teacher are learned: add --distill.hidden last",
     ),
     Effect(
-        ("train.spike_window", "train.spike_deviations"),
-        lambda c: c.train.on_spike != "off",
-        "train.on_spike is off, so that nothing is a spike: add --train.on-spike rollback",
-    ),
-    Effect(
-        ("train.max_bad_in_a_row", "train.max_bad_steps"),
-        lambda c: c.train.on_nonfinite != "stop" or c.train.on_spike == "rollback",
-        "the first bad step stops the run: add --train.on-nonfinite skip, or rollback",
-    ),
-    Effect(
-        ("mesh.join_seconds",),
-        lambda c: c.mesh.distributed,
-        "one process has no others to wait for: add --mesh.distributed True",
-    ),
-    Effect(
-        ("train.check_replicas",),
-        _has_several_devices,
-        "one device holds no copies: add --mesh.data 2",
-    ),
-    Effect(
         ("train.label_smoothing",),
         lambda c: not (c.distill.teacher and c.distill.alpha == 1),
         "distill.alpha is 1, so that the labels have no share in the loss: lower it",
+    ),
+)
+_OF_MODELS = (
+    Effect(
+        ("model.lora.alpha", "model.lora.targets"),
+        lambda c: c.model.lora.rank > 0,
+        "model.lora.rank is 0, no LoRA: add --model.lora.rank 8",
+    ),
+    Effect(
+        (
+            "model.sparsity.targets",
+            "model.sparsity.decay",
+            "model.sparsity.block",
+            "model.sparsity.pattern",
+        ),
+        lambda c: bool(c.model.sparsity.form),
+        "model.sparsity.form is empty, all matrices are dense: add --model.sparsity.form 2:4",
+    ),
+    Effect(
+        ("train.balance_loss",),
+        lambda c: c.model.router != "expert_choice",
+        "model.router is expert_choice, which gives all experts as many tokens: leave it out",
+    ),
+    Effect(
+        ("model.sparsity.decay",),
+        lambda c: c.model.sparsity.trains_all,
+        "what model.sparsity.pattern=cyclic leaves out is not trained: leave the decay out",
+    ),
+    Effect(
+        (
+            "model.experts_per_token",
+            "model.router",
+            "model.shared_experts",
+            "train.balance_loss",
+            "train.router_z_loss",
+            "rules.experts",
+        ),
+        lambda c: c.model.experts > 0,
+        "the model has no experts: add --model.experts 8",
     ),
     Effect(
         ("model.rope_scaling",),
@@ -328,6 +319,13 @@ EFFECTS = (
         ("model.rope_local_theta",),
         lambda c: any("window(" in word or "local(" in word for word in c.model.masks),
         "no layer of model.masks has a window: add --model.masks 'window(1024)' causal",
+    ),
+)
+_OF_LAYOUTS = (
+    Effect(
+        ("mesh.join_seconds",),
+        lambda c: c.mesh.distributed,
+        "one process has no others to wait for: add --mesh.distributed True",
     ),
     Effect(
         (
@@ -351,6 +349,14 @@ EFFECTS = (
         lambda c: _split(c, "stage"),
         "mesh.stage is 1, no pipeline: add --mesh.stage 4",
     ),
+)
+_OF_MEMORY = (
+    Effect(
+        ("memory.optimizer",),
+        lambda c: c.optimizer.settings.has_moments,
+        "this optimizer has no array as large as a parameter, so that nothing would go to host "
+        "memory: give it momentum, or leave it out",
+    ),
     Effect(
         ("memory.policy", "memory.keep."),
         lambda c: not c.memory.budget,
@@ -372,6 +378,16 @@ EFFECTS = (
         "a step adds up no microbatches: add --train.accumulation 2",
     ),
 )
+EFFECTS = (
+    *_OF_DATA,
+    *_OF_TRAINING,
+    *_OF_OPTIMIZERS,
+    *_OF_TEACHERS,
+    *_OF_MODELS,
+    *_OF_LAYOUTS,
+    *_OF_MEMORY,
+)
+"""All of them. What is given in vain is named in this order."""
 
 
 def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
