@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ class Server:
       share: the share of the requests that is answered with 503 otherwise.
       latency: seconds that each request takes longer.
       refuses: whether a request is answered with 503, by its method and path.
+      ignores: whether a request is never answered, by its method and path.
       seen: the method and path of each request.
-      failed: how many were answered with 503.
+      failed: how many were answered with 503, or not at all.
+      ended: whether nobody waits for an answer any more.
     """
 
     environment: dict[str, str] = field(default_factory=dict)
@@ -41,8 +44,10 @@ class Server:
     share: float = 0.0
     latency: float = 0.0
     refuses: Callable[[str, str], bool] = lambda method, path: False
+    ignores: Callable[[str, str], bool] = lambda method, path: False
     seen: list[tuple[str, str]] = field(default_factory=list)
     failed: int = 0
+    ended: threading.Event = field(default_factory=threading.Event)
     _draw: random.Random = field(default_factory=partial(random.Random, 0))
 
     def around(self, inner: WSGI) -> WSGI:
@@ -52,6 +57,9 @@ class Server:
             request = environ["REQUEST_METHOD"], environ["PATH_INFO"]
             self.seen.append(request)
             time.sleep(self.latency)
+            if self.ignores(*request):
+                self.failed += 1
+                self.ended.wait()
             if self.busy or self._draw.random() < self.share or self.refuses(*request):
                 self.failed += 1
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -102,6 +110,7 @@ def s3_server() -> Iterator[Server]:
         client(server).create_bucket(Bucket=BUCKET)
         yield server
     finally:
+        server.ended.set()
         served.shutdown()
         thread.join()
         served.server_close()
@@ -118,6 +127,30 @@ def one_at_a_time(answer: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def keeps_what_is_there(
+    upload: Callable[..., None], absent: type[Exception]
+) -> Callable[..., None]:
+    """Have an upload that is asked to (`ifGenerationMatch=0`) refuse to write over an object, as
+    Google's own service does.
+
+    Args:
+      upload: writes an object of a request.
+      absent: what the store raises where there is none.
+    """
+
+    def call(request: Any, response: Any, storage: Any) -> None:
+        if request.query.get("ifGenerationMatch") == ["0"]:
+            with suppress(absent):
+                storage.get_file_obj(request.params["bucket_name"], request.data["meta"]["name"])
+                response.status = HTTPStatus.PRECONDITION_FAILED
+                said = "At least one of the pre-conditions you specified did not hold."
+                response.json({"error": {"code": 412, "message": said}})
+                return
+        upload(request, response, storage)
+
+    return call
+
+
 @contextmanager
 def gcs_server() -> Iterator[Server]:
     """Run a stand-in for Google Cloud Storage, with an empty bucket `my-bucket`.
@@ -127,11 +160,14 @@ def gcs_server() -> Iterator[Server]:
     """
     pytest.importorskip("gcsfs", reason="needs the cloud extra")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs that package")
+    uploads = emulator.objects
     # its own server answers one connection at a time, and gcsfs keeps several; its store takes one
     # request at a time
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulator.server, "HTTPServer", ThreadingHTTPServer)
         patch.setattr(emulator.Router, "handle", one_at_a_time(emulator.Router.handle))
+        upload = keeps_what_is_there(uploads._multipart_upload, uploads.NotFound)
+        patch.setattr(uploads, "_multipart_upload", upload)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

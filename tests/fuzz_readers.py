@@ -5,16 +5,15 @@ names the place?
 
 A command runs in this process, by `main`. It may take the damaged file for a good one, or refuse
 it: in one line, which names the file or its folder. Anything else is a fault, and the exit code is
-1: another exception, several lines, a line that does not say where, more than `_SECONDS`. The table
-counts them. Below it stands each fault, with the seed that shows it again.
+1: another exception, several lines, a line that does not say where, more than `_SECONDS`, or more
+than `_MORE_BYTES` of memory. The table counts them, with the longest time and the most memory of one
+trial. Below it stands each fault, with the seed that shows it again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import json
 import os
 import random
 import resource
@@ -26,304 +25,18 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from damage import (
-    Damage,
-    damage_bytes,
-    damage_json,
-    damage_jsonl,
-    damage_safetensors,
-    damage_toml,
-)
+from fuzzed_files import READERS, READS, Reader, make_files, run_command, seal
 
-_SECONDS = 60
+_SECONDS = 30
+_MORE_BYTES = 2**30
+"""What one trial may add to the memory of this process."""
 # of this process: what allocates more is ended with a MemoryError, and not the machine
 _BYTES = 12 * 2**30
-
-
-class Reader(NamedTuple):
-    """A file, relative to the folder of all, and the words of the command that reads it."""
-
-    name: str
-    file: str
-    words: str
-    ways: tuple[Damage, ...]
-    quick: int = 4
-    """How many trials `make test` makes."""
-
-
-_JSON = (damage_json, damage_json, damage_bytes)
-_JSONL = (damage_jsonl,)
-_TOML = (damage_toml, damage_toml, damage_bytes)
-_TENSORS = (damage_safetensors, damage_safetensors, damage_bytes)
-_BYTES_ONLY = (damage_bytes,)
-_DATA = (
-    "--data.source chat --data.path chat.jsonl --data.val-path absent --data.tokenizer "
-    "words/tokenizer.json"
-)
-_TOKENS = (
-    "train tiny.toml --run new --data.source tokens --data.path text.bin --data.val-path absent.bin"
-)
-_WATCH = "watch run --once"
-_CUT = "tokenize text.txt new.bin --tokenizer words/tokenizer.json"
-_LONG = "generate model --prompt a --max-tokens 99999"
-_RESTORE = "generate run --prompt a --max-tokens 99999"
-# Each ends soon after the file is read, also where that is as good as before: weights, more data or
-# room are missing.
-READERS = (
-    Reader("config.json", "bare/config.json", "generate bare --prompt a", _JSON, 20),
-    Reader("config.json of gemma3", "gemma/config.json", "generate gemma --prompt a", _JSON, 12),
-    Reader("weights", "model/model.safetensors", _LONG, _TENSORS),
-    Reader("index", "shards/model.safetensors.index.json", "generate shards --prompt a", _JSON),
-    Reader(
-        "adapter_config.json",
-        "adapter/adapter_config.json",
-        "generate adapter --prompt a",
-        _JSON,
-        12,
-    ),
-    Reader(
-        "adapter weights",
-        "adapter/adapter_model.safetensors",
-        "generate adapter --prompt a",
-        _TENSORS,
-    ),
-    Reader("tokenizer.json", "words/tokenizer.json", _CUT, _JSON),
-    Reader("tokenizer of ours", "model/tokenizer.json", "generate bare --prompt a", _JSON),
-    Reader(
-        "tokenizer_config.json",
-        "words/tokenizer_config.json",
-        f"train tiny.toml --run new {_DATA}",
-        _JSON,
-        4,
-    ),
-    Reader("generation_config.json", "model/generation_config.json", _LONG, _JSON),
-    Reader(
-        "chat template",
-        "jinja/chat_template.jinja",
-        f"train tiny.toml --run new {_DATA.replace('words', 'jinja')}",
-        _BYTES_ONLY,
-    ),
-    Reader("chat", "chat.jsonl", f"train tiny.toml --run new {_DATA}", _JSONL, 8),
-    Reader("prompts", "prompts.jsonl", "generate bare --prompts prompts.jsonl", _JSONL, 12),
-    Reader("prompts as text", "prompts.txt", "generate bare --prompts prompts.txt", _BYTES_ONLY),
-    Reader("config.toml", "run/config.toml", _WATCH, _TOML, 16),
-    Reader("config of a user", "tiny.toml", "train tiny.toml --run new --data.source text", _TOML),
-    Reader("metrics.jsonl", "run/metrics.jsonl", _WATCH, _JSONL, 16),
-    Reader("sinks.json", "run/sinks.json", "", _JSON, 12),
-    Reader("data.json", "run/data.json", "", _JSON, 20),
-    Reader("token ids", "text.bin", _TOKENS, _BYTES_ONLY),
-    Reader("token ids' .json", "text.bin.json", _TOKENS, _JSON),
-    Reader("document starts", "text.bin.docs", f"{_TOKENS} --data.pack True", _BYTES_ONLY),
-    Reader("token ids' tokenizer", "text.bin.tokenizer.json", _TOKENS, _JSON),
-    Reader("text", "text.txt", "tokenize text.txt new.bin", _BYTES_ONLY),
-    Reader("checkpoint's _METADATA", "run/checkpoints/0/state/_METADATA", _RESTORE, _JSON),
-    Reader("checkpoint's metadata", "run/checkpoints/0/_CHECKPOINT_METADATA", _RESTORE, _JSON),
-    Reader("checkpoint's data", "run/checkpoints/0/data/metadata", _RESTORE, _JSON),
-    Reader(
-        "checkpoint's manifest", "run/checkpoints/0/state/manifest.ocdbt", _RESTORE, _BYTES_ONLY, 0
-    ),
-    Reader("profile's lines", "run/profile/steps_1_2.json", "watch run --profile", _JSON, 16),
-    Reader("profile's trace", "run/profile/trace.xplane.pb", "watch run --profile", _BYTES_ONLY),
-    Reader(
-        "mesh", "mesh.toml", "train tiny.toml --on mesh.toml --run new --data.source text", _TOML
-    ),
-    Reader("HLO", "step.hlo", "", _BYTES_ONLY, 20),
-)
-
-_TINY = """[model]
-family = "llama"
-vocab_size = 300
-layers = 1
-embed = 16
-heads = 2
-mlp = 32
-max_seq_len = 64
-
-[data]
-seq_len = 16
-path = ""
-
-[mesh]
-platform = "cpu"
-"""
-_MESH = """chip = "v5e"
-
-[mesh]
-data = 2
-fsdp = 2
-platform = "cpu"
-
-[mesh.dcn]
-data = 1
-"""
-_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def make_files(folder: Path) -> None:
-    """Make all files that are read, in a folder which is the current one."""
-    import jax
-
-    from jaxpar.base.config import Lora, ModelConfig
-    from jaxpar.base.layout.mesh import MeshSpec, make_mesh
-    from jaxpar.base.layout.plan import Plan
-    from jaxpar.models import Model
-    from jaxpar.models.hf import peft
-    from jaxpar.models.hf.export import export_hf
-    from jaxpar.models.hf.families import hf_config
-
-    (folder / "tiny.toml").write_text(_TINY)
-    (folder / "mesh.toml").write_text(
-        'chip = "v5e"\n\n[mesh]\ndata = 2\nfsdp = 2\ntensor = 1\n\n[mesh.dcn]\ndata = 1\n'
-    )
-    (folder / "text.txt").write_text("Once upon a time there was a mesh of devices. " * 20)
-    plan = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
-    sizes = ModelConfig(
-        "llama", vocab_size=300, layers=1, embed=16, heads=2, mlp=32, max_seq_len=64
-    )
-    model = Model(sizes)
-    adapted = Model(replace(sizes, lora=Lora(2)))
-    params, pairs = (
-        jax.jit(one.init, out_shardings=plan.sharding(()))(jax.random.key(0))
-        for one in (model, adapted)
-    )
-    export_hf(params, model, folder / "model")
-    export_hf(params, model, folder / "shards", max_shard_bytes=20_000)
-    peft.export_adapter(pairs, adapted, folder / "adapter", str(folder / "bare"))
-    for name, config in {
-        "bare": sizes,
-        "gemma": ModelConfig(
-            "gemma3",
-            300,
-            layers=6,
-            masks=("window(8)",) * 5 + ("causal",),
-        ),
-    }.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(hf_config(config)))
-    _make_words(folder)
-    _make_data(folder)
-    _make_run(folder)
-
-
-def _make_words(folder: Path) -> None:
-    """A tokenizer of Hugging Face, and what lies beside it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        ["upon a time"],
-        trainers.BpeTrainer(
-            vocab_size=270,
-            initial_alphabet=alphabet,
-            special_tokens=["<|endoftext|>", "<s>"],
-            show_progress=False,
-        ),
-    )
-    (folder / "words").mkdir()
-    (folder / "jinja").mkdir()
-    (folder / "jinja" / "chat_template.jinja").write_text(_TEMPLATE)
-    for name in ("words", "jinja", "model", "bare"):
-        made.save(str(folder / name / "tokenizer.json"))
-    special = {
-        "eos_token": "<|endoftext|>",
-        "bos_token": {"content": "<s>", "special": True},
-        "model_max_length": 64,
-    }
-    named = [{"name": "default", "template": _TEMPLATE}, {"name": "tool_use", "template": "x"}]
-    (folder / "words" / "tokenizer_config.json").write_text(
-        json.dumps({**special, "chat_template": named})
-    )
-    (folder / "words" / "special_tokens_map.json").write_text(json.dumps(special))
-    generation = {"eos_token_id": [0, 1], "bos_token_id": 1, "pad_token_id": None, "max_length": 20}
-    (folder / "model" / "generation_config.json").write_text(json.dumps(generation))
-
-
-def _make_data(folder: Path) -> None:
-    """Conversations, prompts, token ids and a compiled program."""
-    import jax
-    import jax.numpy as jnp
-
-    turns = [
-        {"role": "user", "content": "What is a mesh?"},
-        {"role": "assistant", "content": "Devices."},
-    ]
-    call = {"type": "function", "function": {"name": "count", "arguments": {"of": "devices"}}}
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "count", "parameters": {"type": "object", "properties": {}}},
-        }
-    ]
-    with_call = [turns[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    rows = [
-        {"messages": turns},
-        {"messages": with_call, "tools": tools},
-        {"prompt": "a", "completion": "b"},
-    ]
-    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (folder / "prompts.jsonl").write_text(
-        "\n".join(map(json.dumps, [{"prompt": "a"}, {"messages": turns[:1]}])) + "\n"
-    )
-    (folder / "prompts.txt").write_text("a\nb\n")
-    _make("tokenize text.txt text.bin")
-    step = jax.jit(
-        lambda x: jax.lax.fori_loop(
-            0,
-            3,
-            lambda i, x: jnp.tanh(x @ x),
-            x,
-        )
-    )
-    (folder / "step.hlo").write_text(step.lower(jnp.ones((8, 8))).compile().as_text() or "")
-
-
-def _make_run(folder: Path) -> None:
-    """A run with a checkpoint, metrics, and a trace of two steps."""
-    import jax
-    import jax.numpy as jnp
-
-    _make("convert model run --mesh.data 1 --mesh.platform cpu")
-    rows = [
-        {"step": step, "loss": 5.0 - step, "val_loss": 5.0, "step_seconds": 0.1}
-        for step in (1, 2, 3)
-    ]
-    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run" / "sinks.json").write_text(json.dumps({"tensorboard": "", "wandb": "abc"}))
-    pieces = [["text.txt", 940, "abc"], ["stream", None, "def"]]
-    (folder / "run" / "data.json").write_text(json.dumps({"broken": "", "files": pieces}))
-    profile = folder / "run" / "profile"
-    with jax.profiler.trace(str(profile)):
-        jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(8)))
-    shutil.move(next(profile.rglob("*.xplane.pb")), profile / "trace.xplane.pb")
-    facts = {
-        "steps": [1, 2],
-        "trace": "trace.xplane.pb",
-        "module": "jit_sin",
-        "device_kind": "cpu",
-        "devices": 1,
-        "traced": 1,
-        "lines": {"sine.1": ["", "", ""]},
-    }
-    (profile / "steps_1_2.json").write_text(json.dumps(facts))
-
-
-def _make(words: str) -> None:
-    code, said = _run(words)
-    assert code == 0, said
 
 
 class Outcome(NamedTuple):
@@ -332,36 +45,22 @@ class Outcome(NamedTuple):
     kind: str
     """`taken`, `refused`, or a fault."""
     said: str = ""
-
-
-def _run(words: str) -> tuple[int, str]:
-    """The exit code of a command, and what it said on standard error."""
-    from jaxpar.cli.main import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        code = main(words.split())
-    return code, said.getvalue()
+    seconds: float = 0.0
+    more: int = 0
+    """Bytes that it added to the memory of this process."""
 
 
 def _read(reader: Reader) -> tuple[int, str]:
     if reader.words:
-        return _run(reader.words)
+        return run_command(reader.words)
     from jaxpar.base.errors import UserError
-    from jaxpar.hlo.read import read_program
-    from jaxpar.train.run_data import read_data
-    from jaxpar.train.sinks import read_sink_ids
 
-    file = Path(reader.file)
     try:
-        if reader.name == "HLO":
-            read_program(file.read_text(encoding="utf-8", errors="replace"))
-        elif reader.name == "data.json":
-            read_data(file)
-        else:
-            read_sink_ids(file.parent)
+        READS[reader.name](Path(reader.file))
     except UserError as error:
-        return 2, f"jaxpar: error: {reader.file}: {error}"
+        # a program's text has no name
+        place = f"{reader.file}: " if reader.name == "HLO" else ""
+        return 2, f"jaxpar: error: {place}{error}"
     return 0, ""
 
 
@@ -381,13 +80,56 @@ def _at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _memory(key: str) -> int:
+    """Bytes that this process has in memory now (`VmRSS`), or had at most (`VmHWM`); 0 where the
+    system does not say.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return 0
+
+
+def _forget_most() -> int:
+    """Have the most memory counted from now on, and return what there is."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _memory("VmRSS")
+
+
+@contextlib.contextmanager
+def _damaged(reader: Reader, content: bytes) -> Iterator[None]:
+    """Damage a file, and leave it as it was, with its manifest where that is written anew."""
+    before = {
+        Path(name): Path(name).read_bytes() for name in (reader.file, reader.manifest) if name
+    }
+    Path(reader.file).write_bytes(content)
+    try:
+        if reader.manifest:
+            seal(Path(reader.manifest))
+        yield
+    finally:
+        for file, whole in before.items():
+            file.write_bytes(whole)
+        shutil.rmtree("new", ignore_errors=True)
+
+
 def attempt(reader: Reader, damaged: bytes) -> Outcome:
     """Run the command of a reader over a damaged file, in the current folder, and leave the file as
     it was.
     """
-    file = Path(reader.file)
-    whole = file.read_bytes()
-    file.write_bytes(damaged)
+    with _damaged(reader, damaged):
+        before = _forget_most()
+        began = time.monotonic()
+        outcome = _outcome(reader)
+        seconds = time.monotonic() - began
+        more = max(_memory("VmHWM") - before, 0)
+    if more > _MORE_BYTES and outcome.kind in ("taken", "refused"):
+        outcome = Outcome("memory", f"{more / 2**30:.1f} GiB more")
+    return outcome._replace(seconds=seconds, more=more)
+
+
+def _outcome(reader: Reader) -> Outcome:
     try:
         with _at_most(_SECONDS):
             code, said = _read(reader)
@@ -401,9 +143,6 @@ def attempt(reader: Reader, damaged: bytes) -> Outcome:
         place = ours[-1] if ours else where[-1]
         line = f"{Path(place.filename).name}:{place.lineno} {place.name}"
         return Outcome("traceback", f"{type(error).__name__}: {str(error)[:120]!r} at {line}")
-    finally:
-        file.write_bytes(whole)
-        shutil.rmtree("new", ignore_errors=True)
     if code in (0, 1):
         return Outcome("taken")
     return _of_line(reader, said)
@@ -447,7 +186,9 @@ def trials(
         draw = random.Random(f"{reader.name} {number}")
         damaged = draw.choice(reader.ways)(content, draw)
         outcome = attempt(reader, damaged)
-        yield number, damaged, Outcome("taken") if outcome.said == usual.said else outcome
+        if outcome.said == usual.said:
+            outcome = outcome._replace(kind="taken")
+        yield number, damaged, outcome
 
 
 def fuzz(
@@ -460,26 +201,24 @@ def fuzz(
     of faults.
     """
     faults = 0
-    say(f"{'reader':<26} {'trials':>6} {'taken':>6} {'refused':>7} {'faults':>6} {'seconds':>7}")
+    titles = ("reader", "trials", "taken", "refused", "faults", "longest, s", "most, MiB")
+    say("{:<26} {:>6} {:>6} {:>7} {:>6} {:>10} {:>9}".format(*titles))
     for reader in readers:
         kinds = Counter[str]()
         found = list[str]()
-        began = time.monotonic()
+        longest = 0.0
+        most = 0
         for number, damaged, outcome in trials(reader, count, seed):
             kinds[outcome.kind] += 1
+            longest = max(longest, outcome.seconds)
+            most = max(most, outcome.more)
             if outcome.kind not in ("taken", "refused"):
                 found.append(
                     f"    {outcome.kind} at --seed {number}: {outcome.said!a}  <- {damaged[:60]!r}"
                 )
         faults += len(found)
-        numbers = (
-            count,
-            kinds["taken"],
-            kinds["refused"],
-            len(found),
-            round(time.monotonic() - began),
-        )
-        say("{:<26} {:>6} {:>6} {:>7} {:>6} {:>7}".format(reader.name, *numbers))
+        numbers = (count, kinds["taken"], kinds["refused"], len(found), longest, most / 2**20)
+        say("{:<26} {:>6} {:>6} {:>7} {:>6} {:>10.1f} {:>9.0f}".format(reader.name, *numbers))
         for line in found:
             say(line)
     return faults
@@ -503,11 +242,14 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     from jaxpar.cli.main import _unraisable
+    from jaxpar.train import restore
 
     sys.unraisablehook = _unraisable
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         make_files(Path(folder))
+        restore._REMOVAL_SECONDS = 0.0  # no run beside removes anything
         return int(fuzz(chosen, args.trials, args.seed, lambda line: print(line, flush=True)) > 0)
 
 

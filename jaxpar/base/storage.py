@@ -453,7 +453,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     if scheme == "file":
         options["auto_mkdir"] = True
     try:
-        return url_to_fs(url, **options)
+        file_system, root = url_to_fs(url, **options)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
         extra = "jaxpar[cloud]" if package else "what it names"
@@ -465,6 +465,11 @@ def _file_system(url: str) -> tuple[Any, str]:
             f"{url}: {_reason(error)}: s3:// and gs:// are read and written, and what else "
             "fsspec knows"
         ) from error
+    if _PACKAGES.get(scheme) == "s3fs":
+        # It would try five times what the client below it has tried five times: a request that is
+        # never answered would be waited for without a word for longer than `LIMIT_SECONDS`.
+        file_system.retries = 1
+    return file_system, root
 
 
 def _found(info: dict[str, Any]) -> Found:

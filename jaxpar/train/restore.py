@@ -146,6 +146,8 @@ def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Para
 
 
 _TRIES = 100
+_REMOVAL_SECONDS = 2.0
+"""Within this time the files of a step that a run removes are gone."""
 
 
 def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | None:
@@ -194,8 +196,8 @@ def _choose(checkpoints: Checkpoints, step: int, damaged: Container[int]) -> int
 
 
 def _is_removed(folder: Path, step: int) -> bool:
-    """Whether a checkpoint goes away within two seconds, which is longer than its files take."""
-    until = time.monotonic() + 2
+    """Whether a checkpoint goes away, as one that a run is removing does soon."""
+    until = time.monotonic() + _REMOVAL_SECONDS
     while step in finished_steps(folder):
         if time.monotonic() > until:
             return False

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz_readers import READERS, Reader, make_files, trials
+from fuzz_readers import trials
+from fuzzed_files import READERS, Reader, make_files
+
+from jaxpar.train import restore
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -18,7 +21,9 @@ pytest.importorskip("jinja2")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("damaged")
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(restore, "_REMOVAL_SECONDS", 0.0)  # no run beside removes anything
         make_files(folder)
         yield folder
 

@@ -11,36 +11,30 @@ import argparse
 import os
 import random
 import re
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from buckets import BUCKET, Server, client, environment_with, gcs_server, names, s3_server
+from trainings import PROGRAM, SMALL, End, differences, end_of, start, token_file
 
+from jaxpar.base import storage
+from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
 
 pytestmark = pytest.mark.slow
 
+Running = list[subprocess.Popen[str]]
+
 STEPS = 12
 LAST_OBJECT = re.compile(r"checkpoints/(\d+)/uploaded\.json$")
 FLAGS = [
-    "--mesh.platform=cpu",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
-    "--model.embed=32",
-    "--model.mlp=64",
-    "--data.seq-len=32",
+    *SMALL,
     "--data.source=tokens",
     "--data.val-fraction=0.1",
-    "--train.batch=8",
-    "--train.warmup-steps=1",
     f"--train.steps={STEPS}",
     "--train.eval-every=4",
     "--train.eval-batches=2",
@@ -49,8 +43,14 @@ FLAGS = [
     "--checkpoint.keep=2",
     "--metrics.log-every=1",
 ]
-SHORT_LIMIT = "import jaxpar.base.storage as storage; storage.LIMIT_SECONDS = 3.0; "
-MAIN = "import sys; from jaxpar.cli.main import main; sys.exit(main(sys.argv[1:]))"
+IMPATIENT = """
+import sys
+import jaxpar.base.storage as storage
+from jaxpar.cli.main import main
+storage.LIMIT_SECONDS = 3.0
+sys.exit(main())
+"""
+"""`jaxpar` that waits for a bucket for three seconds."""
 
 
 class Runs:
@@ -61,108 +61,62 @@ class Runs:
         self.server = server
         self.lives: dict[str, float] = {}
         """The seconds that a training took."""
-        self._results: dict[str, tuple[list, dict[str, np.ndarray]]] = {}
+        self._ends: dict[str, End] = {}
         self.tokens = folder / "tokens.bin"
-        ids = np.random.default_rng(0).integers(0, 200, 40_000).astype(np.uint16)
-        ids.tofile(self.tokens)
+        token_file(self.tokens)
 
-    def start(
-        self, run: str, limit: str = "", processes: int = 1, *flags: str
-    ) -> list[subprocess.Popen[str]]:
+    def start(self, run: str, *flags: str, processes: int = 1, impatient: bool = False) -> Running:
         """Begin a training, or go on with it; its data are where its folder is."""
         scheme, in_bucket, _ = run.rpartition("://")
         data = f"{scheme}://{BUCKET}/data/tokens.bin" if in_bucket else str(self.tokens)
-        command = [sys.executable, "-c", limit + MAIN, "train", "tiny", f"--run={run}", *FLAGS]
-        command += [f"--data.path={data}", f"--mesh.data={processes}", *flags]
-        command += [f"--mesh.distributed={processes > 1}"]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        begun = []
-        for index in range(processes):
-            environment = environment_with(self.server, str(self.folder / "cache"))
-            environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
-            if processes > 1:
-                environment |= {
-                    "JAX_COORDINATOR_ADDRESS": address,
-                    "JAX_NUM_PROCESSES": str(processes),
-                    "JAX_PROCESS_ID": str(index),
-                }
-            one = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            begun.append(one)
-        return begun
+        environment = environment_with(self.server, str(self.folder / "cache"))
+        if impatient:
+            program = ("-c", IMPATIENT)
+            # the client's own, each of which waits for longer than the one before
+            environment["AWS_MAX_ATTEMPTS"] = "1"
+        else:
+            program = PROGRAM
+        every = [*FLAGS, f"--data.path={data}", *flags]
+        return start(run, every, processes, program, environment)
 
-    def train(self, run: str, limit: str = "", processes: int = 1, code: int = 0) -> str:
+    def train(self, run: str, processes: int = 1, code: int = 0, impatient: bool = False) -> str:
         """Train to the end, and return what was said on standard error."""
         began = time.monotonic()
-        running = self.start(run, limit, processes)
+        running = self.start(run, processes=processes, impatient=impatient)
         said = [process.communicate(timeout=600)[1] for process in running]
         assert [process.returncode for process in running] == [code] * processes, said
         assert not any("Traceback" in text for text in said), said
         self.lives[run] = time.monotonic() - began
         return "".join(said)
 
-    def result(self, run: str) -> tuple[list[tuple[int, float, float]], dict[str, np.ndarray]]:
-        """The losses of a run by step, and all arrays of the state at its end, as another machine
-        finds them.
-        """
-        asked = [sys.executable, __file__, "--result", run, str(self.folder / "result.npz")]
-        cache = str(self.folder / "another_machine")
-        subprocess.run(asked, env=environment_with(self.server, cache), check=True, timeout=600)
-        with np.load(self.folder / "result.npz") as found:
-            arrays = {name: found[name] for name in found.files}
-        return arrays.pop("losses").tolist(), arrays
+    def end_of(self, run: str) -> End:
+        """What a run came to, as another machine finds it."""
+        from fsspec import get_filesystem_class
+
+        from jaxpar.train.runs import bucket_runs
+
+        with pytest.MonkeyPatch.context() as patch:
+            cache = str(self.folder / "another_machine")
+            for name, value in environment_with(self.server, cache).items():
+                patch.setenv(name, value)
+            patch.setattr(bucket_runs, "_COPIES", {})
+            scheme, in_bucket, _ = run.rpartition("://")
+            if in_bucket:
+                # one that an earlier server was asked by
+                get_filesystem_class(scheme).clear_instance_cache()
+            return end_of(run)
 
     def require_equal(self, run: str, wanted: str) -> None:
         """Compare two runs in every bit."""
-        losses, arrays = self.result(run)
-        if wanted not in self._results:
-            self._results[wanted] = self.result(wanted)
-        their_losses, their_arrays = self._results[wanted]
-        assert losses == their_losses and len(losses) >= STEPS
-        assert arrays.keys() == their_arrays.keys()
-        for name, array in arrays.items():
-            assert array.tobytes() == their_arrays[name].tobytes(), name
+        if wanted not in self._ends:
+            self._ends[wanted] = self.end_of(wanted)
+        assert self._ends[wanted].step == STEPS
+        assert not differences(self.end_of(run), self._ends[wanted])
 
     def steps(self, run: str) -> list[int]:
         """The steps that have their last object."""
         found = [LAST_OBJECT.search(name) for name in names(self.server, run)]
         return sorted(int(one[1]) for one in found if one)
-
-
-def write_result(run: str, file: str) -> None:
-    """Write what `Runs.result` returns, in a process of its own."""
-    import jax
-
-    from jaxpar.base.layout.sharding import path_name
-    from jaxpar.train.experiment import Experiment
-    from jaxpar.train.metrics import read_metrics
-    from jaxpar.train.plans import make_experiment
-    from jaxpar.train.restore import restore_state
-    from jaxpar.train.runs.bucket_runs import folder_here
-    from jaxpar.train.runs.checkpoints import Checkpoints
-    from jaxpar.train.runs.run_folder import read_run_config
-
-    folder = folder_here(run)
-    experiment: Experiment = make_experiment(_on_one_device(read_run_config(folder)))
-    checkpoints = Checkpoints(folder / "checkpoints")
-    state, _ = restore_state(checkpoints, STEPS, experiment)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    arrays = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
-    rows = [(r["step"], r.get("loss", 0.0), r.get("val_loss", 0.0)) for r in read_metrics(folder)]
-    np.savez(file, losses=np.array(rows, np.float64), **arrays)
-
-
-def _on_one_device(config):
-    from dataclasses import replace
-
-    return replace(config, mesh=replace(config.mesh, data=1, distributed=False))
 
 
 def kill(runs: Runs, wanted: str, trials: int, processes: int = 1, seed: int = 0) -> int:
@@ -179,7 +133,7 @@ def kill(runs: Runs, wanted: str, trials: int, processes: int = 1, seed: int = 0
     killed = 0
     while killed < trials:
         run = f"s3://{BUCKET}/{name}_{ended}"
-        running = runs.start(run, "", processes)
+        running = runs.start(run, processes=processes)
         # mostly while it trains and saves, at times while it starts
         pause = draw.uniform(0.2 * life, 1.05 * life)
         with_end = time.monotonic() + pause
@@ -276,7 +230,7 @@ def test_a_bucket_that_stays_away_ends_the_run_in_one_line_with_the_step_before(
     run = f"s3://{BUCKET}/away"
     runs.server.refuses = lambda method, path: "/away/checkpoints/8/state" in path
     try:
-        said = runs.train(run, limit=SHORT_LIMIT, code=2)
+        said = runs.train(run, code=2, impatient=True)
     finally:
         runs.server.refuses = lambda method, path: False
     errors = [line for line in said.splitlines() if line.startswith("jaxpar: error: ")]
@@ -284,6 +238,28 @@ def test_a_bucket_that_stays_away_ends_the_run_in_one_line_with_the_step_before(
     assert runs.steps("away/") == [4]
     runs.train(run)
     runs.require_equal(run, local)
+
+
+def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(runs, monkeypatch, capsys):
+    from s3fs import S3FileSystem
+
+    for name, value in runs.server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(S3FileSystem, "read_timeout", 0.5)
+    monkeypatch.setattr(storage, "LIMIT_SECONDS", 1.5)
+    monkeypatch.setattr(runs.server, "ignores", lambda method, path: path.endswith("/silent"))
+    S3FileSystem.clear_instance_cache()
+    before = runs.server.failed
+    with pytest.raises(UserError) as ended:
+        Bucket(f"s3://{BUCKET}").read("silent")
+    # it was asked again before the line, and after it
+    assert runs.server.failed - before >= 2
+    assert f"s3://{BUCKET}/silent cannot be read (Read timeout" in str(ended.value)
+    assert "was tried for 2 s" in str(ended.value)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "Read timeout" in said and "it is tried again" in said
+    S3FileSystem.clear_instance_cache()
 
 
 def test_one_request_in_ten_fails_and_each_is_slow(runs, local):
@@ -307,10 +283,23 @@ def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(tmp_path, monkeypatch):
         Bucket(f"gs://{BUCKET}").write("data/tokens.bin", runs.tokens.read_bytes())
         runs.train(str(tmp_path / "local"))
         run = f"gs://{BUCKET}/run"
-        (process,) = runs.start(run, "", 1, "--train.stop-at=8")
+        (process,) = runs.start(run, "--train.stop-at=8")
         assert "Traceback" not in process.communicate(timeout=600)[1]
         runs.train(run)
         runs.require_equal(run, str(tmp_path / "local"))
+
+
+def test_of_two_that_create_an_object_of_google_as_a_lock_is_taken_one_has_it(monkeypatch):
+    from gcsfs import GCSFileSystem
+
+    with gcs_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        GCSFileSystem.clear_instance_cache()
+        bucket = Bucket(f"gs://{BUCKET}/run")
+        assert [bucket.create("lock", b"first"), bucket.create("lock", b"second")] == [True, False]
+        assert bucket.read("lock") == b"first"
+        GCSFileSystem.clear_instance_cache()
 
 
 def test_two_processes_send_their_own_files_and_go_on_after_a_kill(runs):
@@ -324,11 +313,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--busy-seconds", type=float, default=0.0)
-    parser.add_argument("--result", nargs=2, default=())
     args = parser.parse_args()
-    if args.result:
-        write_result(*args.result)
-        return
     with s3_server() as server, tempfile.TemporaryDirectory() as folder:
         runs = runs_on_s3(Path(folder), server)
         wanted = os.path.join(folder, "local")

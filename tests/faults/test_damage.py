@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 import pytest
+from trainings import SMALL, TEXT
 
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
@@ -45,16 +46,8 @@ RESULT = "validation loss"
 TRAIN = [
     "train",
     "tiny",
-    "--mesh.data=1",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
-    "--model.embed=32",
-    "--model.mlp=64",
-    "--data.seq-len=32",
-    "--data.max-bytes=200000",
-    "--train.batch=8",
-    "--train.warmup-steps=1",
+    *SMALL,
+    *TEXT,
     "--train.steps=6",
     "--train.eval-every=3",
     "--train.eval-batches=2",
@@ -63,8 +56,6 @@ TRAIN = [
     "--checkpoint.keep=3",
     "--metrics.log-every=1",
 ]
-
-
 COMMANDS = ("load", "load", "eval", "load", "load", "train", "load", "load")
 """What is called in turn; `load` is what eval, generate and convert begin with."""
 Results = dict[str, tuple[str, str]]

@@ -21,21 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from trainings import SMALL, start
 
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--mesh.platform=cpu",
-    "--mesh.data=1",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
+    *SMALL,
+    # large enough for a disk of some MiB to be too small for its checkpoints
     "--model.embed=64",
     "--model.mlp=256",
-    "--data.seq-len=32",
+    "--data.source=tokens",
     "--data.val-fraction=0.1",
-    "--train.batch=8",
-    "--train.warmup-steps=1",
     "--train.steps=100000",
     "--train.eval-every=0",
     "--checkpoint.every=20",
@@ -64,17 +60,11 @@ def disk(folder: Path, kib: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def start(run: Path, tokens: Path) -> subprocess.Popen[str]:
+def start_on(run: Path, tokens: Path) -> subprocess.Popen[str]:
     """Begin a training that would not end."""
-    data = ["--data.source=tokens", f"--data.path={tokens}"]
-    command = [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", f"--run={run}"]
-    return subprocess.Popen(
-        [*command, *FLAGS, *data],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"},
-    )
+    flags = [*FLAGS, f"--data.path={tokens}"]
+    (process,) = start(run, flags, stdout=subprocess.DEVNULL)
+    return process
 
 
 def end(process: subprocess.Popen[str]) -> Ended:
@@ -116,7 +106,7 @@ def problems(ended: Ended, run: Path, least: int = 1) -> list[str]:
 def full(folder: Path, tokens: Path, kib: int) -> list[str]:
     """A disk that has room for so many KiB."""
     with disk(folder, kib) as place:
-        ended = end(start(place / "run", tokens))
+        ended = end(start_on(place / "run", tokens))
         if not (place / "run" / "config.toml").exists():
             return [] if ended.code == 2 and "Traceback" not in ended.said else [ended.said]
         return problems(ended, place / "run", least=0)
@@ -125,7 +115,7 @@ def full(folder: Path, tokens: Path, kib: int) -> list[str]:
 def filled(folder: Path, tokens: Path) -> list[str]:
     """A disk that something else fills while the run trains."""
     with disk(folder, 20_000) as place:
-        process = start(place / "run", tokens)
+        process = start_on(place / "run", tokens)
         wait_for_step(place / "run", process)
         file = os.open(place / "other", os.O_WRONLY | os.O_CREAT)
         with contextlib.suppress(OSError):
@@ -138,7 +128,7 @@ def filled(folder: Path, tokens: Path) -> list[str]:
 def read_only(folder: Path, tokens: Path) -> list[str]:
     """A disk that is mounted anew, to be read alone."""
     with disk(folder, 40_000) as place:
-        process = start(place / "run", tokens)
+        process = start_on(place / "run", tokens)
         wait_for_step(place / "run", process)
         # refused while a file is open for writing, unless by force
         options = ["-o", "remount,ro,size=1k"]
@@ -147,13 +137,13 @@ def read_only(folder: Path, tokens: Path) -> list[str]:
             process.kill()
             process.communicate()
             subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-            process = start(place / "run", tokens)
+            process = start_on(place / "run", tokens)
         return problems(end(process), place / "run")
 
 
 def moved(folder: Path, tokens: Path) -> list[str]:
     """A run folder that is moved."""
-    process = start(folder / "run", tokens)
+    process = start_on(folder / "run", tokens)
     wait_for_step(folder / "run", process)
     (folder / "run").rename(folder / "elsewhere")
     found = problems(end(process), folder / "elsewhere")
@@ -163,7 +153,7 @@ def moved(folder: Path, tokens: Path) -> list[str]:
 
 def deleted(folder: Path, tokens: Path) -> list[str]:
     """A run folder that is deleted."""
-    process = start(folder / "run", tokens)
+    process = start_on(folder / "run", tokens)
     wait_for_step(folder / "run", process)
     # at once, as nothing else is while a run writes
     (folder / "run").rename(folder / "trash")
@@ -176,9 +166,9 @@ def deleted(folder: Path, tokens: Path) -> list[str]:
 
 def second_training(folder: Path, tokens: Path) -> list[str]:
     """A second training in the folder, which is refused; the first goes on."""
-    first = start(folder / "run", tokens)
+    first = start_on(folder / "run", tokens)
     wait_for_step(folder / "run", first)
-    found = problems(end(start(folder / "run", tokens)), folder / "run")
+    found = problems(end(start_on(folder / "run", tokens)), folder / "run")
     if first.poll() is not None:
         found.append("the first has ended")
     first.kill()
@@ -188,7 +178,7 @@ def second_training(folder: Path, tokens: Path) -> list[str]:
 
 def cut_tokens(folder: Path, tokens: Path) -> list[str]:
     """A token file that is cut."""
-    process = start(folder / "run", tokens)
+    process = start_on(folder / "run", tokens)
     wait_for_step(folder / "run", process)
     os.truncate(tokens, 4096)
     return problems(end(process), folder / "run")

@@ -6,28 +6,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from trainings import PROGRAM, SMALL, TEXT, identities, start
 
 from jaxpar.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--mesh.platform=cpu",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
-    "--model.embed=32",
-    "--model.mlp=64",
-    "--data.seq-len=32",
-    "--data.max-bytes=200000",
-    "--train.batch=8",
+    *SMALL,
+    *TEXT,
     "--train.steps=1000000",
     "--train.eval-every=0",
     "--checkpoint.every=0",
@@ -68,19 +61,12 @@ def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -
 
 
 def test_a_process_that_the_others_do_not_join_ends_in_one_line(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    who = {
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": "0",
-    }
+    first = identities(2)[0]
     words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=2"]
     words += ["--mesh.distributed=True", "--mesh.join-seconds=4"]
     ended = subprocess.run(
-        [sys.executable, "-m", "jaxpar.cli.main", *words],
-        env=os.environ | who,
+        [sys.executable, *PROGRAM, *words],
+        env=os.environ | first,
         capture_output=True,
         text=True,
         timeout=120,
@@ -89,34 +75,7 @@ def test_a_process_that_the_others_do_not_join_ends_in_one_line(tmp_path: Path) 
     assert ended.returncode == 75, ended.stderr
     (said,) = ended.stderr.splitlines()
     assert "after mesh.join_seconds=4 not all of the 2 processes of this run have met" in said
-    assert address in said and not (tmp_path / "run").exists()
-
-
-def launch_pair(folder: Path, *flags: str) -> list[subprocess.Popen[str]]:
-    """Two processes of one run; what each says on standard error is in `folder`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    words = [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", "--run", str(folder / "run")]
-    words += [*FLAGS, "--mesh.data=2", "--mesh.distributed=True", *flags]
-    pair = []
-    for index in range(2):
-        who = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": str(index),
-        }
-        with (folder / f"errors_{index}").open("w") as errors:
-            pair.append(
-                subprocess.Popen(
-                    words,
-                    env=os.environ | who,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    text=True,
-                )
-            )
-    return pair
+    assert first["JAX_COORDINATOR_ADDRESS"] in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -137,20 +96,20 @@ def launch_pair(folder: Path, *flags: str) -> list[subprocess.Popen[str]]:
 def test_a_peer_that_is_gone_ends_the_other_by_a_documented_code(
     tmp_path: Path, told: signal.Signals, flags: list[str], code: int, line: str, most: int
 ) -> None:
-    pair = launch_pair(tmp_path, *flags)
+    pair = start(tmp_path / "run", [*FLAGS, *flags], processes=2, stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 240
         while len(read_metrics(tmp_path / "run")) < 3 and time.monotonic() < until:
             time.sleep(0.2)
         pair[1].send_signal(told)
         began = time.monotonic()
-        ended = pair[0].wait(timeout=120)
+        # read while it is waited for, as stacks may fill a pipe
+        said = pair[0].communicate(timeout=120)[1].splitlines()
         took = time.monotonic() - began
     finally:
         for process in pair:
             process.kill()
-            process.wait()
-    said = (tmp_path / "errors_0").read_text().splitlines()
-    assert ended == code, said
+            process.communicate()
+    assert pair[0].returncode == code, said
     assert took < 60 and len(said) <= most
     assert said[0].startswith("jaxpar: error: ") and line in said[0]

@@ -8,7 +8,6 @@ taken for damaged.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import subprocess
 import sys
@@ -17,24 +16,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import pytest
+from trainings import SMALL, TEXT, differences, end_of, start
 
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--mesh.platform=cpu",
-    "--mesh.data=1",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
-    "--model.embed=32",
-    "--model.mlp=64",
-    "--data.seq-len=32",
-    "--data.max-bytes=200000",
-    "--train.batch=8",
-    "--train.warmup-steps=1",
+    *SMALL,
+    *TEXT,
     "--train.eval-every=20",
     "--train.eval-batches=1",
     "--train.final-eval-batches=1",
@@ -51,18 +40,6 @@ class Killed(NamedTuple):
     said: list[str]
 
 
-def start(run: Path, steps: int) -> subprocess.Popen[str]:
-    """Begin a training, or go on with it."""
-    command = [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", f"--run={run}"]
-    return subprocess.Popen(
-        [*command, *FLAGS, f"--train.steps={steps}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"},
-    )
-
-
 def train_with_kills(run: Path, steps: int, kills: int, draw: random.Random) -> Killed:
     """Train a run to its end, and kill it so often before: half of the times while it trains, and
     the others at any moment from its start on.
@@ -70,7 +47,7 @@ def train_with_kills(run: Path, steps: int, kills: int, draw: random.Random) -> 
     done = 0
     said = list[str]()
     while True:
-        process = start(run, steps)
+        (process,) = start(run, [*FLAGS, f"--train.steps={steps}"], stderr=subprocess.STDOUT)
         kill = done < kills
         if kill:
             log = run / "metrics.jsonl"
@@ -100,32 +77,11 @@ def is_bad(line: str) -> bool:
     return any(word in line for word in ("damaged", "Traceback", "unchecked", "no manifest"))
 
 
-def final(run: Path) -> tuple[int, list[np.ndarray]]:
-    """The last step of a run, and all parameters of it."""
-    from jaxpar.train.plans import make_experiment
-    from jaxpar.train.restore import load_run
-    from jaxpar.train.runs.run_folder import finished_steps, read_run_config
-
-    experiment = make_experiment(read_run_config(run), jax.devices()[:1])
-    step, params = load_run(run, finished_steps(run)[-1], experiment)
-    return step, [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
-
-
-def differences(found: Path, wanted: Path) -> list[str]:
-    """Say how the end of a run differs from that of another."""
-    step, arrays = final(found)
-    wanted_step, wanted_arrays = final(wanted)
-    if step != wanted_step:
-        return [f"it ended at step {step}"]
-    equal = [np.array_equal(*pair) for pair in zip(arrays, wanted_arrays, strict=True)]
-    return [] if all(equal) else [f"{equal.count(False)} of {len(equal)} parameters differ"]
-
-
 def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     assert train_with_kills(tmp_path / "whole", 20, 0, random.Random(0)) == Killed(0, [])
     killed = train_with_kills(tmp_path / "run", 20, 2, random.Random(1))
     assert not killed.said
-    assert not differences(tmp_path / "run", tmp_path / "whole")
+    assert not differences(end_of(tmp_path / "run"), end_of(tmp_path / "whole"))
 
 
 def run_long() -> int:
@@ -142,11 +98,12 @@ def run_long() -> int:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         assert train_with_kills(whole, args.steps, 0, draw) == Killed(0, [])
+        wanted = end_of(whole)
         number = 0
         while total < args.trials:
             run = Path(folder) / f"run{number}"
             killed = train_with_kills(run, args.steps, min(args.kills, args.trials - total), draw)
-            found = killed.said + differences(run, whole)
+            found = killed.said + differences(end_of(run), wanted)
             bad += bool(found)
             total += max(killed.kills, 1)
             number += 1

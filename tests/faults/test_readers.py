@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from trainings import SMALL, TEXT, start
 
 from jaxpar.cli.main import main
 from jaxpar.train.metrics import read_metrics
@@ -26,17 +26,8 @@ from jaxpar.train.runs.steps import steps_in
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--mesh.platform=cpu",
-    "--mesh.data=1",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
-    "--model.embed=32",
-    "--model.mlp=64",
-    "--data.seq-len=32",
-    "--data.max-bytes=200000",
-    "--train.batch=8",
-    "--train.warmup-steps=1",
+    *SMALL,
+    *TEXT,
     "--train.steps=1000000",
     "--train.eval-every=10",
     "--train.eval-batches=2",
@@ -49,15 +40,9 @@ SAME = 1e-5
 """Of two losses in float32 that two programs of the same sums compute: some ulps."""
 
 
-def start(run: Path) -> subprocess.Popen[str]:
+def start_and_save(run: Path) -> subprocess.Popen[str]:
     """Begin a training that would not end, and wait for its first checkpoint."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", f"--run={run}", *FLAGS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"},
-    )
+    (process,) = start(run, FLAGS, stderr=subprocess.STDOUT)
     until = time.monotonic() + 180
     while not steps_in(run / "checkpoints"):
         assert process.poll() is None and time.monotonic() < until
@@ -79,7 +64,7 @@ def read(run: Path) -> tuple[int, float]:
 def trials(folder: Path, count: int) -> list[str]:
     """Read so often beside a training; return what went wrong."""
     run = folder / "run"
-    process = start(run)
+    process = start_and_save(run)
     found = []
     wrong = list[str]()
     try:

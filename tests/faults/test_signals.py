@@ -10,17 +10,15 @@ import argparse
 import os
 import random
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
+from trainings import SMALL, differences, end_of, start, token_file
 
 pytestmark = pytest.mark.slow
 
@@ -28,22 +26,18 @@ SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
 BEFORE_PYTHON = 0.15
 """Seconds in which Python itself starts and has not begun to run jaxpar."""
 FLAGS = [
-    "--mesh.platform=cpu",
-    "--mesh.fsdp=1",
-    "--mesh.tensor=1",
-    "--model.layers=1",
-    "--model.embed=32",
-    "--model.mlp=64",
-    "--data.seq-len=32",
-    "--data.val-fraction=0.1",
-    "--train.batch=8",
-    "--train.warmup-steps=1",
+    *SMALL,
     "--train.eval-every=20",
     "--train.eval-batches=4",
     "--train.final-eval-batches=20",
     "--checkpoint.every=20",
     "--metrics.log-every=1",
 ]
+PATIENCE = 240.0
+"""Seconds after which a training that has not ended counts as one that hangs."""
+WAITS_ALONE = 40.0
+"""Seconds that a process is left which waits for one that has left before they met: it would wait
+for `mesh.join_seconds`, or for JAX's own limit."""
 
 
 class Outcome(NamedTuple):
@@ -58,69 +52,38 @@ class Outcome(NamedTuple):
     errors: str
 
 
-def start(folder: Path, processes: int, steps: int, tokens: Path) -> list[subprocess.Popen[str]]:
+def start_listening(
+    run: Path, processes: int, steps: int, data: list[str]
+) -> list[subprocess.Popen[str]]:
     """Begin a training, or go on with it."""
-    command = [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", f"--run={folder}", *FLAGS]
-    command += ["--data.source=tokens", f"--data.path={tokens}", f"--train.steps={steps}"]
-    command += [f"--mesh.data={processes}", f"--mesh.distributed={processes > 1}"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     # Ctrl-C reaches them also where the tests were started in the background, deaf to it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    begun = []
-    for index in range(processes):
-        environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"}
-        if processes > 1:
-            environment |= {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(processes),
-                "JAX_PROCESS_ID": str(index),
-            }
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        begun.append(process)
-    signal.signal(signal.SIGINT, before)
-    return begun
+    # SIGABRT then shows the stack of every thread
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    flags = [*FLAGS, *data, f"--train.steps={steps}"]
+    try:
+        return start(run, flags, processes, environment=environment, stdout=subprocess.DEVNULL)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end(running: list[subprocess.Popen[str]]) -> Outcome:
     """Wait for the processes; neither outlives this. Where one has left before they met, the other
-    waits for it for minutes: whatever started them ends it."""
-    until = time.monotonic() + 240
+    waits for it for minutes: whatever started them ends it. What hangs shows its stacks.
+    """
+    until = time.monotonic() + PATIENCE
     left = False
     while any(process.poll() is None for process in running) and time.monotonic() < until:
         if not left and any(process.poll() not in (None, 0) for process in running):
             left = True
-            until = min(until, time.monotonic() + 40)
+            until = min(until, time.monotonic() + WAITS_ALONE)
         time.sleep(0.05)
-    for process in running:
-        process.kill()
-    errors = [process.communicate()[1] for process in running]
+    hanging = [process for process in running if process.poll() is None]
+    for process in hanging:
+        process.send_signal(signal.SIGKILL if left else signal.SIGABRT)
+    errors = [process.communicate(timeout=60)[1] for process in running]
     codes = [process.returncode for process in running]
     return Outcome(tuple(code if code >= 0 else 128 - code for code in codes), "".join(errors))
-
-
-def final(folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of a run by step, and the parameters at its end."""
-    import jax
-
-    from jaxpar.base.layout.sharding import path_name
-    from jaxpar.train.metrics import read_metrics
-    from jaxpar.train.trained import open_trained
-
-    rows = read_metrics(folder)
-    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    assert any("final_val_loss" in row for row in rows)
-    params = open_trained(folder, step=max(losses)).generator.params
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    arrays = {path_name(path): np.asarray(leaf) for path, leaf in leaves}
-    return [losses[step] for step in sorted(losses)], arrays
 
 
 def disturb(
@@ -132,14 +95,12 @@ def disturb(
     Returns:
       How often it ended with which exit codes.
     """
-    tokens = folder / "tokens.bin"
-    ids = np.random.default_rng(0).integers(0, 200, 40_000).astype(np.uint16)
-    ids.tofile(tokens)
+    data = token_file(folder / "tokens.bin")
     whole = folder / "whole"
     began = time.monotonic()
-    assert set(end(start(whole, processes, steps, tokens)).codes) == {0}
+    assert set(end(start_listening(whole, processes, steps, data)).codes) == {0}
     life = time.monotonic() - began
-    wanted = final(whole)
+    wanted = end_of(whole)
     draw = random.Random(seed)
     seen: Counter[tuple[int, ...]] = Counter()
     runs = 0
@@ -149,13 +110,14 @@ def disturb(
         # a training that is told before its first step goes on from the same place
         logged_before = last_row(disturbed)
         wait = draw.uniform(BEFORE_PYTHON, life)
-        running = start(disturbed, processes, steps, tokens)
+        running = start_listening(disturbed, processes, steps, data)
         time.sleep(wait)
-        told = running if draw.random() < 0.5 else running[-1:]
+        told = running if draw.random() < 0.5 else [draw.choice(running)]
         for process in told:
             process.send_signal(number)
         outcome = end(running)
-        where = f"trial {trial}, {number.name} after {wait:.2f} of {life:.2f} s"
+        names = [running.index(process) for process in told]
+        where = f"trial {trial}, {number.name} to {names} after {wait:.2f} of {life:.2f} s"
         assert "Traceback" not in outcome.errors, f"{where}: {outcome.errors}"
         assert_documented(outcome, number, processes, where)
         if outcome.codes[0] == 130:
@@ -163,12 +125,12 @@ def disturb(
         seen[outcome.codes] += 1
         print(f"{where}: {outcome.codes}", flush=True)
         if set(outcome.codes) == {0}:
-            assert_equal(final(disturbed), wanted)
+            assert not differences(end_of(disturbed), wanted), where
             runs += 1
             disturbed = folder / f"disturbed{runs}"
-    last = end(start(disturbed, processes, steps, tokens))
+    last = end(start_listening(disturbed, processes, steps, data))
     assert set(last.codes) == {0}, last.errors
-    assert_equal(final(disturbed), wanted)
+    assert not differences(end_of(disturbed), wanted)
     return seen
 
 
@@ -196,17 +158,6 @@ def assert_saved(folder: Path, before: int, where: str) -> None:
     step = last_row(folder)
     saved = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()]
     assert step <= max(before, *saved, 0), f"{where}: step {step} was trained, and {saved} saved"
-
-
-def assert_equal(
-    one: tuple[list[float], dict[str, np.ndarray]],
-    other: tuple[list[float], dict[str, np.ndarray]],
-) -> None:
-    """Every loss and every bit of the parameters."""
-    assert one[0] == other[0]
-    assert one[1].keys() == other[1].keys()
-    for name, array in one[1].items():
-        np.testing.assert_array_equal(array, other[1][name], err_msg=name)
 
 
 def test_a_signal_at_any_time_loses_nothing(tmp_path: Path) -> None:
