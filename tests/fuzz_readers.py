@@ -241,10 +241,10 @@ def main() -> int:
         return 0
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    from jaxpar.cli.main import _unraisable
+    from jaxpar.cli.main import say_once
     from jaxpar.train import restore
 
-    sys.unraisablehook = _unraisable
+    say_once()
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"

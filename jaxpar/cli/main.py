@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from typing import NamedTuple, NoReturn
 
 from jaxpar.base.errors import UserError, short, suggest, visible
@@ -64,6 +65,8 @@ COMMANDS = {
     "bench": Command("the training step, or generation, beside PyTorch, in turns"),
     "doctor": Command("versions, devices, known-bad combinations"),
 }
+_ORBAX_READING = "_read_array_index_and_device_put"
+"""What reads an array of a checkpoint, seen in orbax-checkpoint 0.12.8."""
 _HELP = ("-h", "--help", "help")
 
 
@@ -84,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
       OSError: the system refused something that no command turned into a UserError.
     """
     if argv is None:
-        sys.unraisablehook = _unraisable
+        say_once()
         if sys.argv[1:2] == ["train"]:
             leave_on_signals()
     try:
@@ -125,6 +128,15 @@ def _end_interrupted() -> NoReturn:
     os._exit(130)
 
 
+def say_once() -> None:
+    """Have Python print nothing about an error that a command tells in a line: of a checkpoint that
+    cannot be read Orbax drops its other readings.
+    """
+    sys.unraisablehook = _unraisable
+    dropped = f"coroutine '{_ORBAX_READING}' was never awaited"
+    warnings.filterwarnings("ignore", dropped, RuntimeWarning)
+
+
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
     """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage
     collector, of which JAX has one, is a Ctrl-C too. Python would print it and go on."""
@@ -132,6 +144,8 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
         _end_interrupted()
     if str(what.exc_value) == "Event loop is closed":
         return  # a thread of TensorStore, whose reading has failed and is told already
+    if getattr(what.object, "__name__", "") == _ORBAX_READING:
+        return
     sys.__unraisablehook__(what)
 
 

@@ -13,10 +13,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import serialization
 from safetensors.numpy import load_file, save_file
 
 from jaxpar.base.config import ModelConfig, load_config, parse
@@ -24,7 +26,7 @@ from jaxpar.base.toml import flatten, presets, to_toml
 from jaxpar.cli import commands
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
-from jaxpar.cli.main import COMMANDS, main
+from jaxpar.cli.main import _ORBAX_READING, COMMANDS, _unraisable, main
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train.metrics import read_metrics
@@ -906,3 +908,14 @@ def test_a_name_that_is_too_long_is_a_line(words, refused, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     line = refused(*words.replace("LONG", LONG).split())
     assert any(words in line for words in ("too long", "no preset", "is no run folder")), line
+
+
+def test_what_orbax_drops_of_a_damaged_checkpoint_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert callable(getattr(serialization, _ORBAX_READING))  # which Orbax still calls so
+    printed = list[object]()
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda what: printed.append(what.object))
+    for dropped in (getattr(serialization, _ORBAX_READING), main):
+        _unraisable(SimpleNamespace(exc_value=ValueError(), object=dropped))
+    assert printed == [main]

@@ -4,6 +4,7 @@ training and left out by a reader, and the step before is taken.
 
 from __future__ import annotations
 
+import json
 import mmap
 from pathlib import Path
 
@@ -74,6 +75,28 @@ def test_what_is_missing_cut_or_another_step_is_named(step: Path) -> None:
         require_whole(step, 7, "sizes")
     (step / MANIFEST).unlink()
     assert require_whole(step, 7) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"piece": 0},
+        {"files": None},
+        {"files": {"state/d/a": []}},
+        {"files": {"state/d/a": ["x", "0"]}},
+        {"files": {"state/d/a": [1, 0]}},
+        {"files": {"state/d/a": [1]}},
+    ],
+)
+def test_a_manifest_that_says_nonsense_is_damaged_though_its_check_is_right(
+    step: Path, changes: dict[str, object]
+) -> None:
+    written = json.loads((step / MANIFEST).read_text()) | changes
+    said = {key: value for key, value in written.items() if key != "check" and value is not None}
+    said["check"] = manifest._check(said)
+    (step / MANIFEST).write_text(json.dumps(said))
+    with pytest.raises(DamagedCheckpoint, match="does not say what was saved"):
+        require_whole(step, 7)
 
 
 def test_a_sample_reads_the_first_piece_of_each_file_and_some_of_the_rest(tmp_path: Path) -> None:

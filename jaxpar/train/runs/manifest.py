@@ -149,16 +149,28 @@ def read_manifest(folder: Path) -> Manifest | None:
     check = written.pop("check", "")
     if check != _check(written):
         raise DamagedCheckpoint(f"{MANIFEST} is not as it was written")
-    rows = written["files"]
-    if not all(is_kind(row, list[Any]) and row for row in rows.values()):
+    missing = _KINDS.keys() - written.keys() - {"check"}
+    rows = written.get("files", {})
+    piece = written.get("piece", 0)
+    if missing or piece < 1 or not all(_says_file(row, piece) for row in rows.values()):
         raise DamagedCheckpoint(f"{MANIFEST} does not say what was saved")
     return Manifest(
         step=written["step"],
         sizes={name: row[0] for name, row in rows.items()},
         hashes={name: row[1:] for name, row in rows.items()},
-        piece=written["piece"],
+        piece=piece,
         identity=written["identity"],
     )
+
+
+def _says_file(row: Any, piece: int) -> bool:
+    """Whether a row of a manifest is the size of a file, and a hash for each of its pieces."""
+    if not is_kind(row, list[Any]) or not row:
+        return False
+    size, *hashes = row
+    if not is_kind(size, int) or size < 0 or not is_kind(hashes, list[str]):
+        return False
+    return len(hashes) == len(_numbers(size, piece))
 
 
 def require_whole(folder: Path, step: int, depth: Depth = "sample") -> Manifest | None:
