@@ -262,7 +262,7 @@ def test_a_transposed_copy_is_named(plan):
 
 
 def copied(seconds: float, asynchronous: bool = False) -> TaskTime:
-    origin = Origin("update", "jaxpar/train/step.py:1", "update")
+    origin = Origin("update", "jaxpar/train/step/train_step.py:1", "update")
     task = Task(
         "copy.7",
         "copy",

@@ -34,7 +34,6 @@ from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
-from jaxpar.train import step as step_module
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.plans import make_plan, plan_notes
@@ -610,7 +609,7 @@ def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(
         given.append(options)
         return make_eval_step(model, plan, accumulation, options)
 
-    monkeypatch.setattr(step_module, "make_eval_step", note)
+    monkeypatch.setattr("jaxpar.train.step.eval_step.make_eval_step", note)
     compile_eval_step(model, config, plan)
     assert given == [{"xla_cpu_enable_fast_math": False}]
     lowered = make_eval_step(model, plan, 1, given[0]).lower(
@@ -618,7 +617,9 @@ def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(
         shapes[1],
     )
     assert options_of(lowered) == given[0]
-    monkeypatch.setattr(step_module, "step_options", lambda mesh: {"xla_of_this_mesh": True})
+    monkeypatch.setattr(
+        "jaxpar.train.step.eval_step.step_options", lambda mesh: {"xla_of_this_mesh": True}
+    )
     lowered = make_eval_step(model, plan).lower(shapes[0].params, shapes[1])
     assert options_of(lowered) == {"xla_of_this_mesh": True}
 
@@ -738,7 +739,7 @@ def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
             jnp.zeros_like, params
         )
 
-    monkeypatch.setattr(step_module, "gradients", draw)
+    monkeypatch.setattr("jaxpar.train.step.train_step.gradients", draw)
     config = config_of("gpt2", **{"model.dropout": 0.1, "model.layers": 1})
     model = Model(config.model)
     plan = make_plan(config, jax.devices()[:1])

@@ -1,0 +1,111 @@
+"""The training step, which adds up the gradients of microbatches and updates the state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Wrapped
+
+from jaxpar.base.compiler import step_options
+from jaxpar.base.config import Config
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import replicated_sharding
+from jaxpar.models import AnyModel, Batch
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.padding import count_tokens
+from jaxpar.parallel.token_order import TOKENS
+from jaxpar.train.optimizer import reported_rate
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer
+from jaxpar.train.optimizer.update import Updated, update
+from jaxpar.train.step.accumulate import dropout_key, gradients, loss_weights
+from jaxpar.train.step.batch import ABSENT, batch_shapes
+from jaxpar.train.step.state import Shape, TrainState, state_shapes, state_shardings
+
+
+def make_train_step(
+    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
+) -> Wrapped:
+    """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state, unless
+    the host updates it and parameters lie in host memory, too.
+
+    Metrics are scalars: `loss` (nats a token, of the labels alone), `objective` (what is
+    differentiated, where labels are smoothed or there is a teacher), `grad_norm` (before clipping),
+    `learning_rate` (unless an optimizer that was given does not say it), `tokens` (labels that
+    count) and `overflows` (entries of parameters, or of the optimizer's state, that would not be
+    finite, and stayed as they were). With experts there are also `router_balance` (1 = all
+    alike) and `router_z`, which are means over the tokens that are text and over the layers.
+
+    Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was,
+    its step too: the other processes learn of it by the loss, and all can save what they have.
+    """
+    train = config.train
+    chosen = as_optimizer(optimizer, config, plan)
+    shardings = state_shardings(model, config, plan, chosen)
+
+    def step(
+        state: TrainState[jax.Array], batch: Batch
+    ) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
+        key = dropout_key(config, state.step)
+        sums, grads = gradients(
+            model, state.params, batch, plan, key, train.accumulation, loss_weights(config)
+        )
+        done: jax.Array | int = 1
+        if jax.process_count() > 1:
+            absent = jnp.any(batch["labels"] == ABSENT)
+            sums = jax.tree.map(lambda x: jnp.where(absent, jnp.nan, x), sums)
+            done = jnp.where(absent, 0, 1)
+        with jax.named_scope("update"):
+            new = update(
+                model.trained(state.params),
+                state.opt_state,
+                grads,
+                sums,
+                model.trained(model.axes),
+                chosen,
+                plan,
+            )
+        metrics = _metrics(sums, new, batch, config)
+        rate = reported_rate(chosen, state.step, state.opt_state)
+        if rate is not None:
+            metrics["learning_rate"] = rate
+        params = model.merge(state.params, new.params)
+        return TrainState(state.step + done, params, new.opt_state), metrics
+
+    # A host computes new arrays beside the old, and XLA would copy each into the place of one that
+    # was donated: over the link on GPUs, all in vain. On the device only tables are there twice.
+    all_on_host = plan.optimizer == "host" and plan.parameters == "offload"
+    donated = () if all_on_host else (0,)
+    return jax.jit(
+        step,
+        in_shardings=(shardings, plan.sharding(TOKENS)),
+        out_shardings=(shardings, replicated_sharding(plan)),
+        donate_argnums=donated,
+        compiler_options=step_options(plan.mesh, config.compiler.options),
+    )
+
+
+def _metrics(sums: LossSums, new: Updated, batch: Batch, config: Config) -> dict[str, jax.Array]:
+    """What a step says of itself, but for its learning rate (see `make_train_step`)."""
+    metrics = {
+        "loss": sums.nll / sums.tokens,
+        "grad_norm": new.norm,
+        "tokens": sums.tokens,
+    }
+    if config.train.label_smoothing or config.distill.teacher:
+        metrics["objective"] = sums.loss / sums.tokens
+    metrics["overflows"] = new.overflows
+    if sums.routed is not None:
+        text = count_tokens(batch).text
+        metrics["router_balance"] = sums.routed.balance / text
+        metrics["router_z"] = sums.routed.z / text
+    return metrics
+
+
+def step_shapes(
+    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
+) -> tuple[TrainState[Shape], dict[str, Shape]]:
+    """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and
+    compiling it.
+    """
+    shapes = state_shapes(model, config, plan, optimizer=optimizer)
+    return shapes, batch_shapes(config, plan)
