@@ -1,9 +1,15 @@
-"""What everything stands on: errors, the console, configs, meshes, sharding rules, hardware,
-private JAX.
+"""What everything stands on, from the ground up. This wing imports jax, numpy, rich and the
+standard library only.
 
-`sharding` and `mesh` are the core: logical axes, the rules that map them to mesh axes, and
-`Layout`. `plan` adds how a model of ours runs. `config` is the schema of an experiment and `toml`
-its file. `runtime` starts JAX. `hardware` has the figures of chips. `jax_compat` is the only place
-for names of JAX that are not public. This wing imports jax, numpy, rich and the standard library
-only.
+Plain things come first: `errors` and `console` speak to the user; `arguments`, `ranges`,
+`durations` and `meanings` judge what a user gives; `toml` reads and writes files of settings,
+`old_keys` those of earlier versions; `registry` has what is chosen by a name. `whole_files` writes
+files, `storage` opens URLs, and `machine` says what this machine has.
+
+`hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told. `jax_compat` is
+the only place for names of JAX that are not public.
+
+The folders are read after these: `layout` (logical axes, the rules that map them to mesh axes, and
+`Layout`), `config` (the schema of an experiment) and `process` (how JAX starts, and how processes
+stop together).
 """

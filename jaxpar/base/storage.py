@@ -35,7 +35,8 @@ from filelock import FileLock
 
 from jaxpar.base.console import PlainConsole, bytes_text
 from jaxpar.base.errors import UserError, is_url, name_by_url, read_json
-from jaxpar.base.process.runtime import cache_folder, replacing, write_whole
+from jaxpar.base.machine import cache_folder
+from jaxpar.base.whole_files import replacing, write_whole
 
 T = TypeVar("T")
 

@@ -20,9 +20,11 @@ from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.layout.mesh import MeshSpec
-from jaxpar.base.process.runtime import machine_memory, memory_of, start, versions, write_whole
+from jaxpar.base.machine import machine_memory, memory_of, versions
+from jaxpar.base.process.runtime import start
 from jaxpar.base.ranges import Range
 from jaxpar.base.toml import flatten
+from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import (
     ConfigArgs,
     Overrides,

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError, visible
-from jaxpar.base.process.runtime import write_whole
+from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.runtime import cache_folder, write_whole
+from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage import Bucket
+from jaxpar.base.whole_files import write_whole
 
 BLOCK = 2**20
 """Bytes that are fetched at once."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.base.config import Bos
 from jaxpar.base.errors import UserError, read_json, reading
-from jaxpar.base.process.runtime import write_whole
+from jaxpar.base.whole_files import write_whole
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra

@@ -22,8 +22,8 @@ from rich.progress import track
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, is_url, read_json, reading, require_local
-from jaxpar.base.process.runtime import replacing, write_whole
 from jaxpar.base.storage import as_url, local_path
+from jaxpar.base.whole_files import replacing, write_whole
 from jaxpar.data.id_files import look_at, look_at_ranged, require_guess, require_ids, unknown_id
 from jaxpar.data.mapped import require_uncut
 from jaxpar.data.parts import PartDefaults

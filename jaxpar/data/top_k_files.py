@@ -23,7 +23,7 @@ import numpy as np
 from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json, reading
-from jaxpar.base.process.runtime import replacing, write_whole
+from jaxpar.base.whole_files import replacing, write_whole
 from jaxpar.data.corpus import Corpus, HostBatch, Mixture
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.data.tokenizer import Tokenizer, token_dtype

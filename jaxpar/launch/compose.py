@@ -17,7 +17,8 @@ from typing import Any
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.process.runtime import versions, write_whole
+from jaxpar.base.machine import versions
+from jaxpar.base.whole_files import write_whole
 from jaxpar.launch.small_loss import loss_after
 from jaxpar.plan.compositions import Gain, Study, compose, point_line
 from jaxpar.plan.points import Figures, Point, rehearse_point

@@ -14,7 +14,9 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.runtime import memory_of, run_together, write_whole
+from jaxpar.base.machine import memory_of
+from jaxpar.base.process.together import run_together
+from jaxpar.base.whole_files import write_whole
 from jaxpar.plan import resolve
 from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes

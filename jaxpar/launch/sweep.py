@@ -18,7 +18,7 @@ from rich.table import Table
 from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.process.runtime import write_whole
+from jaxpar.base.whole_files import write_whole
 from jaxpar.launch.gang import job_of, ray_started, read_job
 from jaxpar.launch.local import train_config
 from jaxpar.train.metrics import read_metrics

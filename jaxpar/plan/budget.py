@@ -20,7 +20,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of, lowering_platform, usable_bytes
 from jaxpar.base.layout.activation_names import Action
-from jaxpar.base.process.runtime import memory_of
+from jaxpar.base.machine import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
 from jaxpar.plan.memory_search import (

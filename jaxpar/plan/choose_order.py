@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from jaxpar.base.compiler import option_words
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import Options, order_options, profile_option
-from jaxpar.base.process.runtime import write_whole
+from jaxpar.base.whole_files import write_whole
 from jaxpar.plan.choose_overlap import Say
 from jaxpar.rehearse.of_config import compile_step, fits
 from jaxpar.rehearse.report.tables import seconds_text, titled_table

@@ -19,8 +19,9 @@ from typing import Any
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.base.process.runtime import versions, write_whole
+from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
+from jaxpar.base.whole_files import write_whole
 from jaxpar.plan.budget import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.memory import DoesNotFit

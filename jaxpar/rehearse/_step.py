@@ -25,7 +25,7 @@ from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Placement
-from jaxpar.base.process.runtime import versions
+from jaxpar.base.machine import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.tasks import Origin

@@ -24,7 +24,8 @@ from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.jax_compat import register_gpu_compiler
 from jaxpar.base.layout.mesh import MeshSpec, describe, resolve
-from jaxpar.base.process.runtime import versions, without_chips
+from jaxpar.base.machine import versions
+from jaxpar.base.process.runtime import without_chips
 from jaxpar.base.toml import presets
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from matplotlib.text import Text
 
 from jaxpar.base.console import check_folders
 from jaxpar.base.errors import UserError, visible
-from jaxpar.base.process.runtime import replacing
+from jaxpar.base.whole_files import replacing
 from jaxpar.show.losses import loss_figure, sweep_figure
 from jaxpar.show.memory_bars import memory_figure
 from jaxpar.show.ring import ring_figure

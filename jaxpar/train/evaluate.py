@@ -17,7 +17,8 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.process.runtime import Batches, machine_memory, run_together
+from jaxpar.base.machine import machine_memory
+from jaxpar.base.process.together import Batches, run_together
 from jaxpar.data.corpus import Part, val_batches
 from jaxpar.data.masking import Masking, make_masking
 from jaxpar.data.text_bytes import count_bytes, unknown_id

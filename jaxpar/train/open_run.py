@@ -18,7 +18,8 @@ from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import local_bytes
-from jaxpar.base.process.runtime import machine_memory, run_together, told_by_first
+from jaxpar.base.machine import machine_memory
+from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.parallel.host_memory import require_right_gradients

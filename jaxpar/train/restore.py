@@ -27,7 +27,7 @@ from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.base.errors import UserError, read_json, require_kinds, short, with_urls
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.process.runtime import number_from_first, run_together, told_by_first
+from jaxpar.base.process.together import number_from_first, run_together, told_by_first
 from jaxpar.base.toml import flatten
 from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import AnyModel, Model, Params, in_parts

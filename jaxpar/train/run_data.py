@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.config import Config, DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.process.runtime import run_together, write_whole
+from jaxpar.base.process.together import run_together
+from jaxpar.base.whole_files import write_whole
 from jaxpar.data.corpus import Corpus, load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.experiment import Experiment

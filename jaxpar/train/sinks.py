@@ -15,9 +15,9 @@ from typing import Any
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json, short
-from jaxpar.base.process.runtime import write_whole
 from jaxpar.base.registry import SINKS, registering
 from jaxpar.base.toml import flatten
+from jaxpar.base.whole_files import write_whole
 
 MetricsRow = dict[str, float]
 """What was measured at a step, by name."""

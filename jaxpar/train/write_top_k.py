@@ -9,7 +9,7 @@ import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.runtime import machine_memory
+from jaxpar.base.machine import machine_memory
 from jaxpar.data.top_k_files import Header, describe, windows_in_order, writing_answers
 from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.runtime import Batches, run_together
+from jaxpar.base.process.together import Batches, run_together
 
 pytestmark = pytest.mark.quick
 

@@ -18,8 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
-from jaxpar.base.process import runtime
-from jaxpar.base.process.runtime import keep_heap, keep_programs, replacing, start, write_whole
+from jaxpar.base.process.runtime import keep_heap, keep_programs, start
+from jaxpar.base.whole_files import replacing, write_whole
 
 pytestmark = pytest.mark.quick
 
@@ -178,16 +178,16 @@ def test_a_file_is_written_whole_by_whoever_is_last(
 
     def meanwhile(self: Path, text: str, **options: Any) -> int:
         monkeypatch.setattr(Path, "write_text", own)
-        runtime.write_whole(path, "of another")
+        write_whole(path, "of another")
         return own(self, text, **options)
 
     monkeypatch.setattr(Path, "write_text", meanwhile)
-    runtime.write_whole(path, "ours")
+    write_whole(path, "ours")
     assert path.read_text() == "ours" and list(path.parent.iterdir()) == [path]
 
 
 def test_unfinished_file_never_takes_the_name(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), runtime.replacing(tmp_path / "a") as file:
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

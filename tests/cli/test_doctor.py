@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.base.console import PACKAGES
-from jaxpar.base.process.runtime import versions
+from jaxpar.base.machine import versions
 from jaxpar.cli.commands import OPTIONAL, doctor_command, warnings_for
 
 pytestmark = pytest.mark.quick

@@ -1,4 +1,4 @@
-"""The process that runs a training: how its devices and its peers are set up (`runtime`,
-`processes`), and how it learns that it is to stop (`early_signals`, `stopping`,
-`machine_notice`).
+"""The process that runs a training: how JAX starts in it (`runtime`), what it does as all others of
+its run do (`together`), which machine and which processes there are (`processes`), and how it
+learns that it is to stop (`early_signals`, `stopping`, `machine_notice`).
 """

@@ -14,7 +14,7 @@ from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.runtime import write_whole
+from jaxpar.base.whole_files import write_whole
 from jaxpar.hlo.fusions import Operations, operations, operations_opened
 from jaxpar.hlo.tasks import Loop, Needs, Node, Origin, Path, Program, Task, Wait, walk_paths
 from jaxpar.rehearse.cost import Costs

@@ -18,8 +18,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console
 from jaxpar.base.errors import with_urls
 from jaxpar.base.process.machine_notice import MachineNotice
-from jaxpar.base.process.runtime import run_together
 from jaxpar.base.process.stopping import Stop
+from jaxpar.base.process.together import run_together
 from jaxpar.data.corpus import Corpus
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.train.evaluations import Evaluations

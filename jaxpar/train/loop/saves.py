@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.process.runtime import run_together
+from jaxpar.base.process.together import run_together
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.open_run import GUARD, FirstStep, OpenRun

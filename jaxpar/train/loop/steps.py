@@ -15,8 +15,8 @@ from jax.stages import Compiled
 from jaxpar.base.console import ProgressLine
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
-from jaxpar.base.process.runtime import raised_together
 from jaxpar.base.process.stopping import Stop
+from jaxpar.base.process.together import raised_together
 from jaxpar.models import Params
 from jaxpar.train.evaluations import Evaluations, is_due
 from jaxpar.train.experiment import Experiment

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from jaxpar.base.errors import UserError, name_by_url
-from jaxpar.base.process.runtime import cache_folder
+from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket_layout import (
     ARRAYS,

@@ -25,7 +25,7 @@ PARTS = "parts/"
 CHUNK = re.compile(r"state/.*/\d+(\.\d+)*")
 """A part of an array, which the process that holds it writes; other files all write alike."""
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
-"""A file on its way to its name (`runtime.replacing`)."""
+"""A file on its way to its name (`whole_files.replacing`)."""
 
 Sizes = dict[str, tuple[int, str]]
 """The size and the hash of files, by name."""

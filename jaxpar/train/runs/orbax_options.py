@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from jaxpar.base.process.runtime import number_from_first
+from jaxpar.base.process.together import number_from_first
 from jaxpar.train.runs.in_use import steps_in_use
 from jaxpar.train.runs.val_losses import lowest
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.errors import UserError, read_json, reading
-from jaxpar.base.process.runtime import write_whole
 from jaxpar.base.registry import SOURCES
+from jaxpar.base.whole_files import write_whole
 from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.chat_template import read_templates
 from jaxpar.data.chat.end_of_turn import ends_of_turn

@@ -23,8 +23,9 @@ import jax
 
 from jaxpar.base.errors import UserError, parse_json, read_json, require_kinds
 from jaxpar.base.process.processes import machine, process_start
-from jaxpar.base.process.runtime import run_together, writing
+from jaxpar.base.process.together import run_together
 from jaxpar.base.storage import Bucket
+from jaxpar.base.whole_files import writing
 from jaxpar.train.runs.bucket_layout import LOCK
 from jaxpar.train.runs.bucket_runs import copy_of
 

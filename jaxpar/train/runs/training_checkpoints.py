@@ -17,7 +17,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.runtime import number_from_first, run_together, told_by_first
+from jaxpar.base.process.together import number_from_first, run_together, told_by_first
 from jaxpar.train.runs.bucket_sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
 from jaxpar.train.runs.disk_space import require_space

@@ -14,7 +14,7 @@ import jax
 import xxhash
 
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.process.runtime import write_whole
+from jaxpar.base.whole_files import write_whole
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.manifest import LOSS
 from jaxpar.train.runs.steps import steps_in

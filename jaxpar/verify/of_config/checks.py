@@ -18,7 +18,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.process.runtime import versions
+from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.parallel import Ops
 from jaxpar.parallel.token_order import TOKENS
