@@ -5,8 +5,8 @@ names the place?
 
 A command runs in this process, by `main`. It may take the damaged file for a good one, or refuse
 it: in one line, which names the file or its folder. Anything else is a fault, and the exit code is
-1: another exception, several lines, a line that does not say where, more than `_SECONDS`, or more
-than `_MORE_BYTES` of memory. The table counts them, with the longest time and the most memory of one
+1: another exception, several lines, a line that does not say where, more time or memory than
+`limits` allows. The table counts them, with the longest time and the most memory of one
 trial. Below it stands each fault, with the seed that shows it again.
 """
 
@@ -18,10 +18,8 @@ import os
 import random
 import resource
 import shutil
-import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,10 +29,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fuzzed_files import READERS, READS, Reader, make_files, run_command, seal
+from limits import SECONDS, at_most, cost_of
 
-_SECONDS = 30
-_MORE_BYTES = 2**30
-"""What one trial may add to the memory of this process."""
 # of this process: what allocates more is ended with a MemoryError, and not the machine
 _BYTES = 12 * 2**30
 
@@ -65,39 +61,6 @@ def _read(reader: Reader) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
-    """End what takes longer, by a TimeoutError."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _memory(key: str) -> int:
-    """Bytes that this process has in memory now (`VmRSS`), or had at most (`VmHWM`); 0 where the
-    system does not say.
-    """
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-    return 0
-
-
-def _forget_most() -> int:
-    """Have the most memory counted from now on, and return what there is."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _memory("VmRSS")
-
-
-@contextlib.contextmanager
 def _damaged(reader: Reader, content: bytes) -> Iterator[None]:
     """Damage a file, and leave it as it was, with its manifest where that is written anew."""
     before = {
@@ -119,19 +82,16 @@ def attempt(reader: Reader, damaged: bytes) -> Outcome:
     it was.
     """
     with _damaged(reader, damaged):
-        before = _forget_most()
-        began = time.monotonic()
-        outcome = _outcome(reader)
-        seconds = time.monotonic() - began
-        more = max(_memory("VmHWM") - before, 0)
-    if more > _MORE_BYTES and outcome.kind in ("taken", "refused"):
-        outcome = Outcome("memory", f"{more / 2**30:.1f} GiB more")
-    return outcome._replace(seconds=seconds, more=more)
+        cost = cost_of(lambda: _outcome(reader))
+    outcome = cost.result
+    if cost.fault and outcome.kind in ("taken", "refused"):
+        outcome = Outcome("limit", cost.fault)
+    return outcome._replace(seconds=cost.seconds, more=cost.more)
 
 
 def _outcome(reader: Reader) -> Outcome:
     try:
-        with _at_most(_SECONDS):
+        with at_most(SECONDS):
             code, said = _read(reader)
     except BaseException as error:  # a panic of a library in Rust is no Exception
         if isinstance(error, KeyboardInterrupt):

@@ -5,7 +5,8 @@
 Every key of a config meets NaN, infinity, negative and huge numbers, zero, nothing, other scripts
 and other types. A setting is refused in a sentence, or it is accepted, and then three steps of a
 small model move its parameters to other finite numbers. A run that a step ends because it is not
-finite would be told so, which is all right too.
+finite would be told so, which is all right too. None may take more time or memory than `limits`
+allows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from limits import cost_of
 
 from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
@@ -125,6 +127,12 @@ def trains(config: Config) -> str:
     return f"{moved} of {len(leaves)} parameters moved"
 
 
+def _trains_in_limits(config: Config) -> str:
+    """Whether it trains, in the time and the memory that a trial may take."""
+    cost = cost_of(lambda: trains(config))
+    return cost.result or cost.fault
+
+
 def outcomes(
     pairs: list[tuple[str, str]],
     prove: bool,
@@ -135,7 +143,7 @@ def outcomes(
         try:
             config = parse(key, value)
             if prove and config not in proved:
-                proved[config] = trains(config)
+                proved[config] = _trains_in_limits(config)
             yield key, value, (prove and proved[config]) or "accepted"
         except UserError as error:
             sentence = str(error)

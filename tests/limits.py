@@ -1,0 +1,75 @@
+"""How long something takes, and how much memory it adds to this process."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+SECONDS = 30
+"""What one trial of a fuzz may take."""
+BYTES = 2**30
+"""What it may add to the memory of this process."""
+
+
+class Cost(NamedTuple, Generic[T]):
+    """What a call returned, the seconds that it took, and the bytes that it added at most."""
+
+    result: T
+    seconds: float
+    more: int
+
+    @property
+    def fault(self) -> str:
+        """Which limit it went past; empty = none."""
+        if self.seconds > SECONDS:
+            return f"{self.seconds:.0f} s"
+        if self.more > BYTES:
+            return f"{self.more / 2**30:.1f} GiB more"
+        return ""
+
+
+def cost_of(run: Callable[[], T]) -> Cost[T]:
+    """Call a function, and return what it returned with what it took."""
+    before = _forget_most()
+    began = time.monotonic()
+    result = run()
+    return Cost(result, time.monotonic() - began, max(_memory("VmHWM") - before, 0))
+
+
+def _memory(key: str) -> int:
+    """Bytes that this process has in memory now (`VmRSS`), or had at most (`VmHWM`); 0 where the
+    system does not say.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return 0
+
+
+def _forget_most() -> int:
+    """Have the most memory counted from now on, and return what there is."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _memory("VmRSS")
+
+
+@contextlib.contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """End what takes longer, by a TimeoutError, as soon as Python runs."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
