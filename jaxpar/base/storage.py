@@ -172,13 +172,18 @@ class Bucket:
             "read", name, lambda: self._fs.cat_file(self._path(name), start=start, end=stop)
         )
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes, seconds: float | None = None) -> None:
         """Write an object: it is there whole, or as it was before.
+
+        Args:
+          name: its name.
+          content: its bytes.
+          seconds: how long a write that fails for a while is tried again; None = `LIMIT_SECONDS`.
 
         Raises:
           UserError: it cannot be written.
         """
-        self._try("written", name, lambda: self._fs.pipe_file(self._path(name), content))
+        self._try("written", name, lambda: self._fs.pipe_file(self._path(name), content), seconds)
 
     def read_if_there(self, name: str) -> bytes | None:
         """Read an object; None = there is none.
@@ -264,10 +269,11 @@ class Bucket:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/") if name else self._root
 
-    def _try(self, what: str, name: str, do: Callable[[], T]) -> T:
+    def _try(self, what: str, name: str, do: Callable[[], T], seconds: float | None = None) -> T:
         """Do something, again and again while it fails as it may for a while."""
         where = f"{self.url}/{name}" if name else self.url
-        until = time.monotonic() + LIMIT_SECONDS
+        limit = LIMIT_SECONDS if seconds is None else seconds
+        until = time.monotonic() + limit
         pause = 0.5
         waiting = False
         answered = False
@@ -277,7 +283,7 @@ class Bucket:
                     result = do()
                 # of a network library, or of one above it
                 except Exception as error:
-                    why = _require_passing(error, what, where, until)
+                    why = _require_passing(error, what, where, until, limit)
                 else:
                     answered = True
                     return result
@@ -285,7 +291,7 @@ class Bucket:
                     waiting = True
                     self._outage.enter(
                         f"warning: {where} cannot be {what} ({why}): it is tried again for up to "
-                        f"{LIMIT_SECONDS:.0f} s"
+                        f"{limit:.0f} s"
                     )
                 left = until - time.monotonic()
                 time.sleep(min(pause * random.uniform(0.8, 1.2), max(left, 0.01)))
@@ -295,7 +301,7 @@ class Bucket:
                 self._outage.leave(answered)
 
 
-def _require_passing(error: Exception, what: str, where: str, until: float) -> str:
+def _require_passing(error: Exception, what: str, where: str, until: float, limit: float) -> str:
     """Return what an error says that may pass; raise one that the same request would get again, or
     that has not passed in time.
     """
@@ -308,7 +314,7 @@ def _require_passing(error: Exception, what: str, where: str, until: float) -> s
         raise UserError(f"{where} cannot be {what}: {why}") from error
     if time.monotonic() >= until:
         raise UserError(
-            f"{where} cannot be {what} ({why}), and was tried for {LIMIT_SECONDS:.0f} s: look at "
+            f"{where} cannot be {what} ({why}), and was tried for {limit:.0f} s: look at "
             "the bucket and at the network, and give the command again"
         ) from error
     return why

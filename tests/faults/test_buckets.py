@@ -262,6 +262,23 @@ def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(runs, mon
     S3FileSystem.clear_instance_cache()
 
 
+def test_a_second_training_in_a_bucket_is_refused_in_one_line(runs):
+    run = f"s3://{BUCKET}/taken"
+    (first,) = runs.start(run, "", 1, "--train.steps=100000", "--train.eval-every=0")
+    try:
+        while not any("/taken/metrics.jsonl" in path for _, path in runs.server.seen):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.05)
+        said = runs.train(run, code=2)
+        errors = [line for line in said.splitlines() if line.startswith("jaxpar: error: ")]
+        assert len(errors) == 1
+        assert f"{run} is being trained by process {first.pid} on " in errors[0], said
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+
+
 def test_one_request_in_ten_fails_and_each_is_slow(runs, local):
     run = f"s3://{BUCKET}/unreliable"
     runs.server.share = 0.1

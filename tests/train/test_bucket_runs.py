@@ -8,15 +8,23 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxpar.base.config import CheckpointConfig, Config
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
-from jaxpar.train.runs import bucket_runs, bucket_sender, run_lock, training_checkpoints
+from jaxpar.train.runs import (
+    bucket_copy,
+    bucket_runs,
+    bucket_sender,
+    disk_space,
+    run_lock,
+    training_checkpoints,
+)
 from jaxpar.train.runs.bucket_layout import UPLOADED
 from jaxpar.train.runs.bucket_runs import copy_of, folder_here, run_here, send
 from jaxpar.train.runs.checkpoints import Checkpoints
@@ -298,4 +306,59 @@ def test_a_process_that_is_not_the_first_forgets_the_steps_that_the_first_moved_
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(1)
     )
     np.testing.assert_array_equal(checkpoints.restore(2, shapes)["w"], 5 * STATE["w"])
+    checkpoints.close()
+
+
+def test_a_second_run_of_a_process_sees_what_others_have_written_meanwhile(bucket, monkeypatch):
+    monkeypatch.setattr(bucket_copy, "_FRESH_SECONDS", 0.0)
+    folder = run_here(bucket.url)
+    train(folder, 1)
+    bucket.write("metrics.jsonl", b"of another machine")
+    assert run_here(bucket.url) == folder
+    assert (folder / "metrics.jsonl").read_bytes() == b"of another machine"
+    # while it is trained here, the copy is what counts
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep=2))
+    bucket.write("metrics.jsonl", b"of another machine again")
+    assert (run_here(bucket.url) / "metrics.jsonl").read_bytes() == b"of another machine"
+    checkpoints.close()
+
+
+def test_a_beat_is_not_tried_again_for_longer_than_a_beat(bucket, quick_beats, monkeypatch):
+    """Who watches the lock takes it over after a while, and a later write would be over theirs."""
+    asked = list[float | None]()
+    write = Bucket.write
+
+    def note(self, name, content, seconds=None):
+        asked.append(seconds)
+        write(self, name, content)
+
+    monkeypatch.setattr(Bucket, "write", note)
+    with run_lock.locked(run_here(bucket.url), print):
+        until = time.monotonic() + 10
+        while not asked and time.monotonic() < until:
+            time.sleep(0.01)
+    assert set(asked) == {run_lock.BEAT}
+    assert run_lock.BEAT < run_lock.WATCH
+
+
+def test_a_write_is_tried_again_for_as_long_as_it_may(bucket, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("503")
+
+    monkeypatch.setattr(bucket._fs, "pipe_file", fail)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="was tried for 0 s"):
+        bucket.write("x", b"", seconds=0.1)
+    assert time.monotonic() - began < 10  # of 300 seconds
+
+
+def test_the_disk_that_is_too_full_is_that_of_the_copy(bucket, tmp_path, monkeypatch):
+    folder = run_here(bucket.url)
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig())
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(UserError) as error:
+        checkpoints.save(1, state(1), {})
+    said = with_urls(str(error.value))
+    assert f"the disk of {tmp_path / 'jaxpar'}, which has the copy of {bucket.url}, has 1 B" in said
+    monkeypatch.undo()
     checkpoints.close()

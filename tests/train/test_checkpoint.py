@@ -268,7 +268,7 @@ def test_each_process_with_a_copy_of_its_own_asks_its_disk_for_room(
     checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig())
     asked = list[int]()
     monkeypatch.setattr(
-        training_checkpoints, "require_space", lambda folder, size: asked.append(size)
+        training_checkpoints, "require_space", lambda folder, size, disk="": asked.append(size)
     )
     monkeypatch.setattr(training_checkpoints.jax, "process_index", lambda: 1)
     state = state_on(plan_of(fsdp=8))

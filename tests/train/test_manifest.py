@@ -19,7 +19,13 @@ from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.in_use import in_use, steps_in_use
-from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, require_whole, write_manifest
+from jaxpar.train.runs.manifest import (
+    MANIFEST,
+    METADATA,
+    DamagedCheckpoint,
+    require_whole,
+    write_manifest,
+)
 from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.steps import clear_up, steps_in
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -251,6 +257,26 @@ def test_the_list_of_checkpoints_names_what_is_damaged(
     assert "no manifest" in rows[1] and "has other bytes" in rows[2]
     assert "2.5000" in rows[3] and "whole, the best" in rows[3]
     assert steps_in(folder) == [1, 2, 3], "nothing was moved"
+
+
+def test_a_step_of_which_the_disk_does_not_give_the_last_file_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints" / "3"
+    (folder / "state").mkdir(parents=True)
+    (folder / METADATA).write_text("{}")
+    write_manifest(folder, 3, {})
+    read = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path.name == METADATA:
+            raise OSError(5, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    (said,) = clear_up(folder.parent, 1, None)
+    assert "is left as it is" in said and "Input/output error" in said
+    assert folder.exists()
 
 
 @pytest.mark.parametrize("times", [1, 1000])

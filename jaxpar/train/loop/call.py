@@ -19,12 +19,12 @@ from jaxpar.base.console import ProgressLine, bytes_text, console
 from jaxpar.base.errors import with_urls
 from jaxpar.base.process.machine_notice import MachineNotice
 from jaxpar.base.process.stopping import Stop
-from jaxpar.base.process.together import run_together
+from jaxpar.base.process.together import raised_together, run_together
 from jaxpar.data.corpus import Corpus
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.guard.failures import PeerLost, Running, memory_errors
+from jaxpar.train.guard.failures import CopiesDiffer, Diverged, PeerLost, Running, memory_errors
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.loop.messages import done_already, ended, stopped
 from jaxpar.train.loop.steps import Parts, Steps, Watch
@@ -127,7 +127,7 @@ def _train_and_close(
             if aside:  # while the folder is still this training's
                 opened.checkpoints.set_aside(opened.first, str(error))
             try:
-                opened.checkpoints.close()
+                opened.checkpoints.close(_leave_together(error))
             except Exception as later:  # the first error is the one to tell
                 say(f"warning: {later}")
             if aside:
@@ -136,6 +136,13 @@ def _train_and_close(
         opened.checkpoints.remove_old()
         opened.checkpoints.close()
     return result
+
+
+def _leave_together(error: BaseException) -> bool:
+    """Whether all processes leave with an error: those of the numbers of a step are found by each
+    of them.
+    """
+    return raised_together(error) or isinstance(error, Diverged | CopiesDiffer)
 
 
 def _time_limit(opened: OpenRun, began: float) -> TimeLimit:

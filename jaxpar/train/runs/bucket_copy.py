@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -30,6 +31,8 @@ from jaxpar.train.runs.bucket_layout import (
 )
 from jaxpar.train.runs.bucket_sender import Sender
 from jaxpar.train.runs.steps import CHECKPOINTS
+
+_FRESH_SECONDS = 5.0
 
 
 class NotAsSent(UserError):
@@ -58,7 +61,18 @@ class RunCopy:
         self._fetched: dict[str, State] = {}
         """The files of the copy, as they were when they were fetched."""
         self.sender: Sender | None = None
+        self._looked = 0.0
+        """When it was last made equal to the bucket, by `time.monotonic`."""
         self.refresh()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the bucket may have something else by now: the copy is not being trained in, and
+        was not made within the last seconds, as the parts of one command ask for it again.
+        """
+        if self.sender is not None and not self.sender.stopped:
+            return False
+        return time.monotonic() - self._looked > _FRESH_SECONDS
 
     def refresh(self) -> None:
         """Fetch what has changed in the bucket, but no arrays.
@@ -88,6 +102,7 @@ class RunCopy:
         for step in steps:
             _set_time(self._step_folder(step), found[f"{CHECKPOINTS}/{step}/{UPLOADED}"])
         self._fetched = dict(states_below(self.folder))
+        self._looked = time.monotonic()
 
     def refresh_page(self) -> None:
         """Fetch what a page about the run needs: its config and its metrics, and which steps there

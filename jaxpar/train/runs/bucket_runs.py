@@ -35,7 +35,8 @@ def run_here(path: str | Path) -> Path:
       path: a folder of this machine, which is returned as it is, or a URL.
 
     Returns:
-      The folder; of a URL, the copy that this process has.
+      The folder; of a URL, the copy that this process has, with what has changed in the bucket
+      since it was last looked at.
 
     Raises:
       UserError: the bucket cannot be read.
@@ -43,9 +44,12 @@ def run_here(path: str | Path) -> Path:
     if not is_url(path):
         return Path(path)
     url = as_url(path)
-    if url not in _COPIES:
-        _COPIES[url] = RunCopy(url)
-    return _COPIES[url].folder
+    copy = _COPIES.get(url)
+    if copy is None:
+        copy = _COPIES[url] = RunCopy(url)
+    elif copy.is_stale:
+        copy.refresh()
+    return copy.folder
 
 
 def folder_here(path: str | Path) -> Path:

@@ -87,6 +87,11 @@ class Sender:
         """
         self._stopped.set()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is sent any more, unless `send` is called."""
+        return self._stopped.is_set()
+
     def close(self) -> None:
         """Stop, once what is being sent has been sent or has failed."""
         self.stop()

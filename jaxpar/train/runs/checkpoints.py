@@ -19,7 +19,7 @@ from jaxpar.base.layout.sharding import path_name
 from jaxpar.train.runs.bucket_copy import NotAsSent
 from jaxpar.train.runs.bucket_runs import copy_of
 from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, Depth, Manifest, require_whole
-from jaxpar.train.runs.orbax_options import item_handlers, writing_processes
+from jaxpar.train.runs.orbax_options import Disk, item_handlers, writing_processes
 from jaxpar.train.runs.steps import steps_in
 from jaxpar.train.runs.val_losses import Losses, lowest
 
@@ -56,11 +56,15 @@ class Checkpoints:
         # evaluated.
         self._losses = Losses(self.folder, say)
         # Each step is opened by itself, so that a damaged one is no hindrance to another.
-        apart = self._copy is not None
         self._reader = ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(**item_handlers(apart)),
-            multiprocessing_options=writing_processes(apart),
+            ocp.CompositeCheckpointHandler(**item_handlers(self._disk)),
+            multiprocessing_options=writing_processes(self._disk),
         )
+
+    @property
+    def _disk(self) -> Disk:
+        """Whose disk they are on."""
+        return "shared" if self._copy is None else "copy"
 
     def latest(self) -> int | None:
         """Return the newest finished step, or None."""

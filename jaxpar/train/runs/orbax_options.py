@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,6 +16,11 @@ from orbax.checkpoint.options import MultiprocessingOptions
 from jaxpar.base.process.together import number_from_first
 from jaxpar.train.runs.in_use import steps_in_use
 from jaxpar.train.runs.val_losses import lowest
+
+Disk = Literal["shared", "copy", "own"]
+"""Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of
+a run in a bucket with the files that it sends; or that of a process, with all that it holds.
+"""
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -74,25 +79,39 @@ def steps_from_first(steps: Sequence[int]) -> list[int]:
     return [number_from_first(step) for step in padded]
 
 
-def writing_processes(apart: bool) -> MultiprocessingOptions:
-    """Who writes: the first process writes what all have, or, where each has a folder of its own,
-    each does.
+def writing_processes(disk: Disk) -> MultiprocessingOptions:
+    """Return who writes: the first process writes what all have, or, where each has a folder of its
+    own, each does.
+
+    Processes are named one by one, so that they wait for each other by JAX's coordination service,
+    which ends after a time: by default Orbax waits in a collective, without end where one of them
+    has failed.
     """
-    if not apart or jax.process_count() == 1:
+    count = jax.process_count()
+    if count == 1:
         return MultiprocessingOptions()
-    return MultiprocessingOptions(primary_host=None)
+    return MultiprocessingOptions(
+        primary_host=0 if disk == "shared" else None,
+        active_processes=set(range(count)),
+        barrier_sync_key_prefix=disk,
+    )
 
 
-def item_handlers(apart: bool) -> dict[str, Any]:
-    """What writes the parts of a checkpoint. Where each process has a folder of its own, a part of
-    an array is a file of its own too (by default those of a process are in few files, which the
-    first one joins).
+def item_handlers(disk: Disk) -> dict[str, Any]:
+    """Return what writes the parts of a checkpoint. Where each process has a folder of its own, a
+    part of an array is a file of its own too (by default those of a process are in few files, which
+    the first one joins).
     """
-    if not apart or jax.process_count() == 1:
-        return {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
-    processes = writing_processes(apart)
+    processes = writing_processes(disk)
+    if disk == "shared" or jax.process_count() == 1:
+        return {
+            "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+            "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+        }
+    # of a part that several hold, the first sends its copy; on a disk of its own each needs one
+    replica = 0 if disk == "copy" else None
     arrays = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.ArrayHandler(primary_host=None, replica_id=0))
+        (jax.Array, ocp.type_handlers.ArrayHandler(primary_host=None, replica_id=replica))
     )
     return {
         "state": ocp.PyTreeCheckpointHandler(

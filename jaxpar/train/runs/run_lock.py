@@ -273,8 +273,10 @@ class BucketLock(RunLock):
 
     def _touch(self) -> None:
         self._beats += 1
+        # Another training that watches this lock takes it over after `WATCH` seconds, and then it
+        # is not to be written over.
         with suppress(UserError):  # the next save will say it
-            self._bucket.write(LOCK, self._content)
+            self._bucket.write(LOCK, self._content, seconds=BEAT)
 
     def _remove(self) -> None:
         self._bucket.remove([LOCK])

@@ -84,14 +84,19 @@ def _missing(path: Path) -> str:
     """Say what keeps a folder from being the step of its name, without reading what is large; an
     UnreadCheckpoint says that this cannot be known.
     """
-    if not _is_number(path.name) or not _holds_checkpoint(path):
-        return "it holds no checkpoint"
     try:
+        if not _is_number(path.name) or not _holds_checkpoint(path):
+            return "it holds no checkpoint"
         require_whole(path, int(path.name), "sizes")
         read_json(path / METADATA)
     except UnreadCheckpoint:
         raise
+    except OSError as error:
+        raise UnreadCheckpoint(f"it cannot be looked at ({error.strerror})") from error
     except UserError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise UnreadCheckpoint(f"{METADATA} cannot be read ({cause.strerror})") from error
         return str(error)
     return ""
 

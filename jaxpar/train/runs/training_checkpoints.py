@@ -17,10 +17,12 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.machine import cache_folder
 from jaxpar.base.process.together import number_from_first, run_together, told_by_first
+from jaxpar.base.whole_files import writing
 from jaxpar.train.runs.bucket_sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
-from jaxpar.train.runs.disk_space import require_space
+from jaxpar.train.runs.disk_space import require_space, require_writable
 from jaxpar.train.runs.in_use import steps_in_use
 from jaxpar.train.runs.manifest import MANIFEST, write_manifest
 from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
@@ -92,7 +94,6 @@ class TrainingCheckpoints(Checkpoints):
         return lowest(self._losses.known, steps_in(self.folder))
 
     def _open(self) -> ocp.CheckpointManager:
-        apart = self._copy is not None
         policies: list[Any] = [managers.LatestN(self._config.keep), self._read_now]
         if self._config.keep_best:
             policies.append(KeepBest(self._losses.known))
@@ -100,17 +101,28 @@ class TrainingCheckpoints(Checkpoints):
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             preservation_policy=managers.AnyPreservationPolicy(policies),
-            create=True,
+            create=False,
             cleanup_tmp_directories=True,
-            multiprocessing_options=writing_processes(apart),
+            multiprocessing_options=writing_processes(self._disk),
         )
+        run_together(self._make_folder)
         try:
-            handlers = item_handlers(apart)
+            handlers = item_handlers(self._disk)
             return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-        # Orbax makes the folder, reads a few files of every checkpoint, and hands on what fails
+        # Orbax reads a few files of every checkpoint, and hands on what fails
         except Exception as error:
             why = first_line(error)
             raise UserError(f"the checkpoints in {self.folder} cannot be opened ({why})") from error
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes what all have: the first one, or each on its own disk."""
+        return self._disk != "shared" or jax.process_index() == 0
+
+    def _make_folder(self) -> None:
+        if self._writes:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> list[int]:
         """Return every finished step, sorted, and that which is being saved."""
@@ -185,29 +197,40 @@ class TrainingCheckpoints(Checkpoints):
             self._losses.forget(step)  # of a checkpoint that was there before and is not
             run_together(lambda: self._require_room(state))
             self._read_now.look()
-            with self._writing():
-                items = ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
-                )
-                self._saving = step
-                self._manager.save(step, args=items)
-                if self._sender is not None:
-                    self._sender.send_step(step)
+            try:
+                run_together(lambda: self._begin_save(step, state, data_state))
+            except BaseException:
+                self._saving = None
+                raise
         if val_loss is not None:
             self.record(step, val_loss)
 
+    def _begin_save(self, step: int, state: PyTree, data_state: dict[str, Any]) -> None:
+        with self._writing():
+            items = ocp.args.Composite(
+                state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
+            )
+            self._saving = step
+            self._manager.save(step, args=items)
+            if self._sender is not None:
+                self._sender.send_step(step)
+
     def _require_room(self, state: PyTree) -> None:
         """Require on the first process that the run is still this one's, and that a save has room:
-        on its disk, or on that of each process where each has a copy of its own.
+        on its disk, or on that of each process where each has a copy of its own. What keeps one
+        from writing is found here, where all leave together, and not inside of Orbax.
         """
-        main = jax.process_index() == 0
-        if main:
+        if jax.process_index() == 0:
             self._require_lock()
-        if self._copy is not None:
-            require_space(self.folder, _own_bytes(state))
-        elif main:
+        if not self._writes:
+            return
+        if self._copy is None:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             require_space(self.folder, size)
+        else:
+            disk = f"the disk of {cache_folder()}, which has the copy of {self.folder.parent},"
+            require_space(self.folder, _own_bytes(state), disk)
+        require_writable(self.folder)
 
     def _write_manifest(self) -> None:
         """Write the manifest of the step that is being saved; Orbax calls this in its thread, once
@@ -259,19 +282,31 @@ class TrainingCheckpoints(Checkpoints):
     def _await_save(self) -> None:
         self._manager.wait_until_finished()
 
-    def close(self) -> None:
-        """Wait for what is being written, and raise what went wrong in the background (a full disk,
-        say).
+    def close(self, together: bool = True) -> None:
+        """Wait for what is being written.
+
+        Args:
+          together: whether all processes call this, and then they end alike; otherwise this one
+            ends alone.
+
+        Raises:
+          UserError: something went wrong in the background (a full disk, say).
         """
         try:
-            with self._writing():
-                self._finish_save()
-                self._manager.close()
-                if self._sender is not None:
-                    self._sender.send()
+            if together:
+                run_together(self._finish_and_close)
+            else:
+                self._finish_and_close()
         finally:
             if self._sender is not None:
                 self._sender.stop()
+
+    def _finish_and_close(self) -> None:
+        with self._writing():
+            self._finish_save()
+            self._manager.close()
+            if self._sender is not None:
+                self._sender.send()
 
     @property
     def _sender(self) -> Sender | None:
@@ -288,6 +323,11 @@ class TrainingCheckpoints(Checkpoints):
         except Exception as error:
             if self._sender is not None:
                 self._sender.stop()
+            if _is_of_a_peer(error):
+                raise UserError(
+                    f"another process has not written its part of a checkpoint to {self.folder} in "
+                    "time: look at what it said, and start again from the last one"
+                ) from error
             why = f"a checkpoint could not be written to {self.folder} ({first_line(error)})"
             raise UserError(
                 f"{why}: look at the space that is left, and start again from the last one"
@@ -311,6 +351,11 @@ class TrainingCheckpoints(Checkpoints):
             *steps_in_use(self.folder.parent),
         }
         return [step for step in steps if step not in kept]
+
+
+def _is_of_a_peer(error: Exception) -> bool:
+    """Whether an error of Orbax is that of waiting in vain for another process."""
+    return isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error)
 
 
 def _own_bytes(state: PyTree) -> int:
