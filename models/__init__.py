@@ -8,12 +8,13 @@ if __name__ != "jaxpar.models":
         "jaxpar.models`"
     )
 
+from jaxpar.models.embed import Embed
 from jaxpar.models.families import FAMILIES
 from jaxpar.models.head import Head
 from jaxpar.models.model import Batch, Model
 from jaxpar.models.own_model import AnyModel, OwnModel, in_parts, nnx_model
 from jaxpar.models.parts import BlockPart, EmbedPart, HeadOutput, HeadPart, Params
-from jaxpar.models.transformer import Block, Embed
+from jaxpar.models.transformer import Block
 
 __all__ = [
     "FAMILIES",

@@ -13,34 +13,20 @@
     local(64)
         itself, and that many tokens before it and after it (arXiv:2412.13663, section 2.1.2)
 
-The last two are an encoder's; the others are causal. A word is a frozen dataclass whose fields are
-its numbers, registered by its name; a program adds its own in the same way:
-
-    @register_mask("even")
-    @dataclass(frozen=True)
-    class Even(MaskWord):
-        apart: int = 2
-
-        def mask(self, length):
-            return Causal() & Dilated(length, self.apart)
-
-In packed documents windows, first tokens and blocks are those of each document, as if it were
-alone.
+The last two are an encoder's; the others are causal. In packed documents windows, first tokens and
+blocks are those of each document, as if it were alone. `mask_words` says what a word is, how it is
+read, and how a program adds its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import ClassVar
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, short, suggest
-from jaxpar.base.ranges import Range, ranges
-from jaxpar.base.registry import Registry, require_callable
+from jaxpar.base.errors import UserError, short
 from jaxpar.kernels.masks import (
     Causal,
     Dilated,
@@ -51,90 +37,27 @@ from jaxpar.kernels.masks import (
     bigbird,
     looks_back,
 )
+from jaxpar.models.mask_words import (
+    WORDS,
+    MaskWord,
+    MayBeZero,
+    read_named_word,
+    read_word,
+    register_mask,
+)
 
-MayBeZero = Annotated[int, Range(0, 2**31 - 1)]
-"""A number of a word that may be 0. Others are at least 1, unless their type has a range."""
-_AT_LEAST_ONE = Range(1, 2**31 - 1)
-Word = TypeVar("Word", bound="type[MaskWord]")
-
-
-class MaskWord:
-    """The base of what a word of `model.masks` stands for: a frozen dataclass, whose fields are the
-    word's numbers. A field without a default must be given.
-    """
-
-    slides: ClassVar[bool] = False
-    """Whether it is a sliding window, whose layers may have a RoPE base of their own."""
-    looks_ahead: ClassVar[bool] = False
-    """Whether it is for encoders, and may show a token those after it. Of another word such a mask
-    is refused, as a mistake."""
-
-    def mask(self, length: int) -> Mask:
-        """Make the mask of a sequence. It is causal, by an `&` with `Causal()`, unless the word
-        `looks_ahead`; that of a shorter sequence is the beginning of that of a longer one.
-
-        Args:
-          length: the number of places.
-
-        Returns:
-          The mask.
-
-        Raises:
-          UserError: the class of the word does not define it.
-        """
-        raise UserError(f"the word of {type(self).__name__} makes no mask: give it a method `mask`")
-
-    def reach(self, seq_len: int) -> int:
-        """Count the keys that a query late in a sequence may see, by which costs are counted.
-
-        Args:
-          seq_len: the length of the sequence, in tokens.
-
-        Returns:
-          The number of keys, with those of blocks of the future; all keys, unless the class says
-          otherwise.
-        """
-        return seq_len
-
-    def shrink(self, before: int, seq_len: int) -> MaskWord:
-        """The same word for a sequence of `seq_len` tokens in place of `before`, for `verify`."""
-        return self
-
-    def wrong(self) -> str:
-        """What is wrong with the numbers together, to be said after the word; empty = nothing."""
-        return ""
-
-
-WORDS: Registry[type[MaskWord]] = Registry("a word of model.masks")
-
-
-def register_mask(name: str) -> Callable[[Word], Word]:
-    """A decorator that makes a `MaskWord` known by its name in `model.masks`.
-
-    Args:
-      name: the word.
-
-    Returns:
-      A decorator, which leaves the class as it is.
-
-    Raises:
-      UserError: the name is no word; and the decorator, where the class is no dataclass of
-        MaskWord, its `mask` cannot be called with a length, or the name is taken.
-    """
-
-    WORDS.require_word(name)
-
-    def decorate(word: Word) -> Word:
-        if not dataclasses.is_dataclass(word) or not issubclass(word, MaskWord):
-            raise UserError(
-                f"model.masks takes words that are frozen dataclasses of MaskWord, and was given "
-                f"{word.__name__} for {name!r}: write @dataclass(frozen=True) above it"
-            )
-        require_callable(f"mask of model.masks {name!r}", word.mask, ("self", "length"))
-        WORDS.add(name, word)
-        return word
-
-    return decorate
+__all__ = [
+    "WORDS",
+    "MaskWord",
+    "MayBeZero",
+    "has_window",
+    "layer_masks",
+    "reach",
+    "read_word",
+    "register_mask",
+    "shrink_mask",
+    "words_that_look_ahead",
+]
 
 
 @register_mask("causal")
@@ -297,80 +220,6 @@ def words_that_look_ahead(config: ModelConfig) -> list[str]:
     return [word for word in dict.fromkeys(config.masks) if read_word(word).looks_ahead]
 
 
-def read_word(word: str) -> MaskWord:
-    """Return what a word of `model.masks` stands for, with its numbers.
-
-    Raises:
-      UserError: the word is unknown, or has wrong numbers.
-    """
-    return _read(word)[1]
-
-
-def _read(word: str) -> tuple[str, MaskWord]:
-    """Return the name of a word, and what it stands for; see `read_word`."""
-    found = re.fullmatch(r"\s*(\w[\w-]*)\s*(?:\((.*)\))?\s*", word)
-    name = found[1] if found else word
-    if found is None or name not in WORDS:
-        known = ", ".join(map(_usage, WORDS.names()))
-        raise UserError(
-            f"model.masks has no {word!r}{suggest(name, WORDS.names())}: try one of {known}"
-        )
-    numbers = _numbers(found[2] or "", [field.name for field in _fields(name)])
-    try:
-        made = WORDS[name](**numbers)
-    except TypeError:
-        made = None
-    if made is None:
-        raise UserError(f"model.masks: {word!r} has wrong numbers: write {_usage(name)}")
-    _require_numbers(word, made)
-    return name, made
-
-
-def _fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(WORDS[name])  # pyright: ignore[reportArgumentType]
-
-
-def _numbers(text: str, names: list[str]) -> Mapping[str, Any]:
-    """The numbers in the brackets of a word by their names, which may be left out; a name that no
-    word has where there are too many, or one is no number.
-    """
-    numbers: dict[str, Any] = {}
-    parts = [part for part in text.split(",") if part.strip()]
-    for place, part in enumerate(parts):
-        named, equals, number = part.rpartition("=")
-        if not equals and place >= len(names):
-            return {"": None}
-        try:
-            numbers[named.strip() if equals else names[place]] = int(number)
-        except ValueError:
-            return {"": None}
-    return numbers
-
-
-def _require_numbers(word: str, made: MaskWord) -> None:
-    """Refuse a number of a word that is too small, and numbers that do not go together."""
-    known = ranges(type(made))
-    for key, number in vars(made).items():
-        allowed = known.get(key, _AT_LEAST_ONE)
-        if not allowed.holds(number):
-            raise UserError(
-                f"model.masks: {word!r} has {key}={number}: it is at least {allowed.least}"
-            )
-    if why := made.wrong():
-        raise UserError(f"model.masks: {word!r} {why}")
-
-
-def _usage(name: str) -> str:
-    """How a word is written."""
-    parts = [
-        field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
-        for field in _fields(name)
-    ]
-    if parts:
-        return f"{name}({', '.join(parts)})"
-    return name
-
-
 def has_window(word: str) -> bool:
     """Whether a word is a sliding window, whose layers may have a RoPE base of their own."""
     return read_word(word).slides
@@ -396,7 +245,7 @@ def shrink_mask(word: str, before: int, seq_len: int) -> str:
     Raises:
       UserError: as `read_word`.
     """
-    name, made = _read(word)
+    name, made = read_named_word(word)
     smaller = made.shrink(before, seq_len)
     numbers = vars(smaller)
     if smaller == made:

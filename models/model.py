@@ -22,6 +22,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, ShardingRules, fit_rules, merge_trees
 from jaxpar.models.counts import Declared, count_flops, count_parameters
+from jaxpar.models.embed import Embed
 from jaxpar.models.families import family_of
 from jaxpar.models.forward import (
     Batch,
@@ -44,7 +45,7 @@ from jaxpar.models.parts import HeadOutput, Maker, OpsMaker, Params, Parts, part
 from jaxpar.models.query_layer import QueryLayer
 from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.split import Split, SplitModel, split_part, split_parts
-from jaxpar.models.transformer import Block, Embed
+from jaxpar.models.transformer import Block
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops

@@ -18,6 +18,8 @@ from jaxtyping import Array
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 
+Initializer = Callable[..., Array]
+"""Makes an array of a key, a shape and a dtype."""
 zeros = nnx.initializers.zeros
 ones = nnx.initializers.ones
 normal = nnx.initializers.normal
@@ -39,7 +41,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 def param(
     rngs: nnx.Rngs,
-    init: Callable[..., Array],
+    init: Initializer,
     **dims: int,
 ) -> nnx.Param:
     """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over
@@ -47,7 +49,7 @@ def param(
 
     Args:
       rngs: the random numbers.
-      init: an initialiser `(key, shape, dtype) -> array`.
+      init: what it begins with.
       **dims: the size of each dim by its logical axis. A dim whose name starts with `_` has none
         and is never split.
 
@@ -60,7 +62,7 @@ def param(
 
 def param_of(
     rngs: nnx.Rngs,
-    init: Callable[..., Array],
+    init: Initializer,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
 ) -> nnx.Param:
@@ -71,7 +73,7 @@ def param_of(
 
     Args:
       rngs: the random numbers.
-      init: an initialiser `(key, shape, dtype) -> array`.
+      init: what it begins with.
       shape: the sizes of its dims.
       axes: for each dim a logical axis, or None where it is never split.
 

@@ -1,7 +1,10 @@
-"""The transformer that all families share, written with logical axes only: norms, rotary
-positions; and of these an embedding and a block. Norms and the head have rooms of their own.
+"""The block of every family, written with logical axes only: attention and an MLP or experts, with
+the norms that stand before or after them.
 
-Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
+What sets families apart is asked of their row in `jaxpar.models.families`; no name of one stands
+here.
+
+Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
 
 from __future__ import annotations
@@ -21,159 +24,13 @@ from jaxpar.models.linears import Linear, column_linears, row_linear, row_linear
 from jaxpar.models.lora import lora_pairs
 from jaxpar.models.masks import has_window, layer_masks
 from jaxpar.models.norms import NORMS, RMSNorm
-from jaxpar.models.parameters import ACTIVATIONS, normal, param, vocab_table, zeros
+from jaxpar.models.parameters import ACTIVATIONS, Initializer, normal, param, zeros
+from jaxpar.models.positions import count_positions, rotary_frequencies, rotate
 from jaxpar.models.sparsity import weight_form
 from jaxpar.parallel import dropout
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops, ops_without_plan
 from jaxpar.parallel.remat import named
-
-
-def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " h/2"]:
-    """Compute the angle per position of each pair of features, extended where `rope_factor` > 1.
-
-    RoPE is Su et al. 2021, arXiv:2104.09864. The linear extension divides all by the factor. That
-    of llama3 keeps wavelengths below original/high_freq_factor, divides those above
-    original/low_freq_factor, and blends in between (Llama 3.1 release, `apply_scaling`).
-
-    Args:
-      config: the sizes of the model.
-      local: whether it is for layers with a window, which have `rope_local_theta` if there is one.
-
-    Returns:
-      The angles [h/2], in radians.
-    """
-    head_dim = config.head_size
-    local = local and config.rope_local_theta > 0
-    if local:
-        theta = config.rope_local_theta
-    else:
-        theta = config.rope_theta
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if config.rope_factor == 1 or local:
-        return frequencies
-    if config.rope_scaling == "linear":
-        return frequencies / config.rope_factor
-    low = config.rope_low_freq_factor
-    high = config.rope_high_freq_factor
-    turns = config.rope_original_seq_len * frequencies / (2 * math.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / config.rope_factor)
-
-
-def rotate(
-    x_BSHh: Float[Array, "B S H h"],
-    positions_BS: Int[Array, "B S"],
-    frequencies: Float[Array, " h/2"],
-    scale: float = 1.0,
-) -> Float[Array, "B S H h"]:
-    """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face
-    checkpoints).
-
-    Args:
-      x_BSHh: queries or keys.
-      positions_BS: the places of the tokens.
-      frequencies: the angle per position of each pair, in radians.
-      scale: a factor of the result, applied before it is rounded.
-
-    Returns:
-      An array of the shape and dtype of `x_BSHh`.
-    """
-    angles_BSh = positions_BS[..., None].astype(jnp.float32) * frequencies
-    angles_BS1h = angles_BSh[:, :, None, :]
-    cos = jnp.tile(jnp.cos(angles_BS1h), 2)
-    sin = jnp.tile(jnp.sin(angles_BS1h), 2)
-    # On a TPU, swapping halves of 128 lanes goes through memory; the matrix unit does it at almost
-    # no cost.
-    turned = jax.lax.platform_dependent(x_BSHh, tpu=_quarter_turn_by_matmul, default=_quarter_turn)
-    rotated = x_BSHh.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin
-    return (rotated if scale == 1 else rotated * scale).astype(x_BSHh.dtype)
-
-
-def _quarter_turn(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
-    """Turn each pair by a quarter: (a, b) becomes (-b, a)."""
-    a, b = jnp.split(x_BSHh, 2, axis=-1)
-    return jnp.concatenate([-b, a], axis=-1)
-
-
-def _quarter_turn_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
-    """Do the same by a matmul; each sum has only one term that is not zero, so nothing is
-    rounded.
-    """
-    turn_hh = _quarter_turn(jnp.eye(x_BSHh.shape[-1], dtype=x_BSHh.dtype))
-    return jnp.matmul(x_BSHh, turn_hh, precision="highest")
-
-
-def count_positions(x_BS: Array) -> Int[Array, "B S"]:
-    """The places of the tokens of rows [B, S, ...] that are one document each."""
-    rows, length = x_BS.shape[:2]
-    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-
-
-class Embed(nnx.Module):
-    """Token embedding, to which a learned embedding of the position and of the token's type are
-    added where the family has them, and a norm of the sum.
-    """
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        family = family_of(config)
-        self.dropout = config.dropout
-        self.scale = math.sqrt(config.embed) if family.scaled_embedding else 1.0
-        self.tokens = vocab_table(config, rngs)
-        if family.positions == "learned":
-            init = normal(config.init_std)
-            self.positions = param(rngs, init, _positions=config.max_seq_len, embed=config.embed)
-        else:
-            self.positions = None
-        if config.token_types:
-            init = normal(config.init_std)
-            self.types = param(rngs, init, _types=config.token_types, embed=config.embed)
-        else:
-            self.types = None
-        self.norm = NORMS[family.norm](config, rngs) if family.embedding_norm else None
-
-    def __call__(
-        self,
-        tokens_BS: Int[Array, "B S"],
-        positions_BS: Int[Array, "B S"] | None = None,
-        ops: Ops | None = None,
-        key: jax.Array | None = None,
-        types_BS: Int[Array, "B S"] | None = None,
-    ) -> Float[Array, "B S D"]:
-        """Return the residual stream.
-
-        Args:
-          tokens_BS: token ids.
-          positions_BS: the place of each token in its document; None = 0, 1, 2 and so on.
-          ops: the ops of a plan; None = plain mathematics in float32.
-          key: the key of dropout; None = no dropout.
-          types_BS: the types of the tokens; None = all are of type 0.
-
-        Raises:
-          UserError: types are given, and the model has none.
-        """
-        ops = ops or ops_without_plan()
-        x_BSD = ops.lookup(self.tokens[...], tokens_BS, "vocab")
-        if self.scale != 1:
-            x_BSD = x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
-        if self.positions is not None:
-            if positions_BS is None:
-                places_BS = count_positions(tokens_BS)
-            else:
-                places_BS = positions_BS
-            x_BSD += ops.lookup(self.positions[...], places_BS, None)
-        if self.types is not None:
-            if types_BS is None:
-                types_BS = jnp.zeros_like(tokens_BS)
-            x_BSD += ops.lookup(self.types[...], types_BS, None)
-        elif types_BS is not None:
-            raise UserError(
-                "the batch has token_types, and the model has no types of tokens: leave them out, "
-                "or set model.token_types"
-            )
-        if self.norm is not None:
-            x_BSD = self.norm(x_BSD)
-        return dropout(x_BSD, self.dropout, key)
 
 
 class Block(nnx.Module):
@@ -186,32 +43,11 @@ class Block(nnx.Module):
         self.config = config
         self.family = family
         self.masks = layer_masks(config)
-        D = config.embed
-        H = config.heads
-        F = config.mlp
-        h = config.head_size
-        if family.grouped:
-            kv = {"kv_heads": config.kv_head_count}
-        else:
-            kv = {"heads": H}
-        init = normal(config.init_std)
-        # GPT-2 report, section 2.3
-        init_residual = normal(config.init_std / math.sqrt(2 * config.layers))
         norm = NORMS[family.norm]
-        bias = partial(_bias, family, rngs)
+        # The order is that in which parameters draw their random numbers, and are listed.
         if not family.norm_after:
             self.attention_norm = norm(config, rngs)
-        self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
-        self.k = param(rngs, init, embed=D, **kv, head_dim=h)
-        self.v = param(rngs, init, embed=D, **kv, head_dim=h)
-        self.q_bias = bias("q", heads=H, head_dim=h)
-        self.k_bias = bias("k", **kv, head_dim=h)
-        self.v_bias = bias("v", **kv, head_dim=h)
-        self.out = param(rngs, init_residual, heads=H, head_dim=h, embed=D)
-        self.out_bias = bias("out", embed=D)
-        if family.qk_norm:
-            self.q_norm = RMSNorm(config, rngs, head_dim=h)
-            self.k_norm = RMSNorm(config, rngs, head_dim=h)
+        self._declare_attention(rngs)
         if family.norm_after:
             self.attention_norm = norm(config, rngs)
         elif config.sublayers == "serial":
@@ -219,11 +55,46 @@ class Block(nnx.Module):
         if family.post_norms:
             self.attention_post_norm = norm(config, rngs)
             self.mlp_post_norm = norm(config, rngs)
+        self._declare_mlp(rngs)
+        if family.norm_after:
+            self.mlp_norm = norm(config, rngs)
+        names = ["q", "k", "v", "out", *self._mlp_input_names(), "down"]
+        self.lora = lora_pairs({name: getattr(self, name) for name in names}, config, rngs)
+
+    def _declare_attention(self, rngs: nnx.Rngs) -> None:
+        """Declare the matrices of attention, their biases, and the norms of queries and keys."""
+        config = self.config
+        D = config.embed
+        H = config.heads
+        h = config.head_size
+        kv = {"kv_heads": config.kv_head_count} if self.family.grouped else {"heads": H}
+        init = normal(config.init_std)
+        bias = partial(_bias, self.family, rngs)
+        self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
+        self.k = param(rngs, init, embed=D, **kv, head_dim=h)
+        self.v = param(rngs, init, embed=D, **kv, head_dim=h)
+        self.q_bias = bias("q", heads=H, head_dim=h)
+        self.k_bias = bias("k", **kv, head_dim=h)
+        self.v_bias = bias("v", **kv, head_dim=h)
+        self.out = param(rngs, self._init_residual(), heads=H, head_dim=h, embed=D)
+        self.out_bias = bias("out", embed=D)
+        if self.family.qk_norm:
+            self.q_norm = RMSNorm(config, rngs, head_dim=h)
+            self.k_norm = RMSNorm(config, rngs, head_dim=h)
+
+    def _declare_mlp(self, rngs: nnx.Rngs) -> None:
+        """Declare the matrices of the MLP and its biases, or the router and the experts."""
+        config = self.config
+        D = config.embed
+        F = config.mlp
+        init = normal(config.init_std)
+        init_residual = self._init_residual()
+        bias = partial(_bias, self.family, rngs)
         expert: dict[str, int] = {}
         if config.experts:
             self.router = param(rngs, init, embed=D, _experts=config.experts)
             expert = {"experts": config.experts}
-        if family.gated:
+        if self.family.gated:
             self.gate = param(rngs, init, **expert, embed=D, mlp=F)
         self.up = param(rngs, init, **expert, embed=D, mlp=F)
         self.up_bias = bias("up", mlp=F)
@@ -234,17 +105,10 @@ class Block(nnx.Module):
             self.shared_gate = param(rngs, init, embed=D, mlp=wide)
             self.shared_up = param(rngs, init, embed=D, mlp=wide)
             self.shared_down = param(rngs, init_residual, mlp=wide, embed=D)
-        if family.norm_after:
-            self.mlp_norm = norm(config, rngs)
-        matrices = {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "out": self.out,
-        }
-        matrices |= {"gate": self.gate} if family.gated else {}
-        matrices |= {"up": self.up, "down": self.down}
-        self.lora = lora_pairs(matrices, config, rngs)
+
+    def _init_residual(self) -> Initializer:
+        """What a matrix begins with that adds to the stream (GPT-2 report, section 2.3)."""
+        return normal(self.config.init_std / math.sqrt(2 * self.config.layers))
 
     def __call__(
         self,
@@ -270,47 +134,60 @@ class Block(nnx.Module):
         weights_key = None
         if key is not None:
             weights_key, attention_key, mlp_key = jax.random.split(key, 3)
-        rate = self.config.dropout
         if self.config.sublayers == "parallel":
             with jax.named_scope("sublayers"):
                 normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
                 y_BSD = self.together(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
-                return x_BSD + dropout(y_BSD, rate, mlp_key)
+                return x_BSD + self._dropout(y_BSD, mlp_key)
         with jax.named_scope("attention"):
-            if self.family.norm_after:
-                normed_BSD = x_BSD
-            else:
-                normed_BSD = self.attention_norm(x_BSD)
-                if not self.family.first_norm:
-                    normed_BSD = jnp.where(_number(layer) == 0, x_BSD, normed_BSD)
-                normed_BSD = named(normed_BSD, "attention_norm")
+            normed_BSD = self._attention_input(x_BSD, layer)
             out_BSD = self.attention(normed_BSD, positions_BS, segments_BS, ops, weights_key, kind)
             if self.family.post_norms:
                 out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
-            x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
+            x_BSD = named(x_BSD + self._dropout(out_BSD, attention_key), "mlp_input")
             if self.family.norm_after:
                 x_BSD = named(self.attention_norm(x_BSD), "mlp_norm")
         with jax.named_scope("mlp"):
-            if self.family.norm_after:
-                normed_BSD = x_BSD
-            else:
-                normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
-            routed = None
-            if self.config.experts:
-                y_BSD, routed = self.experts(normed_BSD, text_BS, ops)
-                if self.config.shared_experts:
-                    with jax.named_scope("shared"):
-                        y_BSD += self.mlp(normed_BSD, ops, "shared_")
-            else:
-                y_BSD = self.mlp(normed_BSD, ops)
+            y_BSD, routed = self._mlp_or_experts(x_BSD, text_BS, ops)
             if self.family.post_norms:
                 y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
-            x_BSD = x_BSD + dropout(y_BSD, rate, mlp_key)
+            x_BSD = x_BSD + self._dropout(y_BSD, mlp_key)
             if self.family.norm_after:
                 x_BSD = self.mlp_norm(named(x_BSD, "mlp_out"))
         if routed is None:
             return x_BSD
         return (x_BSD, routed)
+
+    def _dropout(self, x_BSD: Float[Array, "B S D"], key: jax.Array | None) -> Array:
+        """What a sublayer adds, after dropout."""
+        return dropout(x_BSD, self.config.dropout, key)
+
+    def _attention_input(
+        self, x_BSD: Float[Array, "B S D"], layer: Int[Array, ""] | int | None
+    ) -> Float[Array, "B S D"]:
+        """What attention reads: the stream after its norm, or as it is."""
+        if self.family.norm_after:
+            return x_BSD
+        normed_BSD = self.attention_norm(x_BSD)
+        if not self.family.first_norm:
+            normed_BSD = jnp.where(_number(layer) == 0, x_BSD, normed_BSD)
+        return named(normed_BSD, "attention_norm")
+
+    def _mlp_or_experts(
+        self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+        """Compute what the MLP adds to the stream, or the experts with those that are shared."""
+        if self.family.norm_after:
+            normed_BSD = x_BSD
+        else:
+            normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
+        if not self.config.experts:
+            return self.mlp(normed_BSD, ops), None
+        y_BSD, routed = self.experts(normed_BSD, text_BS, ops)
+        if self.config.shared_experts:
+            with jax.named_scope("shared"):
+                y_BSD += self.mlp(normed_BSD, ops, "shared_")
+        return y_BSD, routed
 
     def linear(self, name: str) -> Linear:
         """A matrix of the block as it multiplies, by its name."""
@@ -456,9 +333,12 @@ class Block(nnx.Module):
         return row_linear(hidden_BSF, self.linear(f"{prefix}down"), ops)
 
     def mlp_inputs(self, prefix: str = "") -> list[Linear]:
-        """The matrices with which an MLP reads the stream: gate and up, or up alone."""
-        names = ["gate", "up"] if self.family.gated else ["up"]
-        return [self.linear(f"{prefix}{name}") for name in names]
+        """The matrices with which an MLP reads the stream."""
+        return [self.linear(f"{prefix}{name}") for name in self._mlp_input_names()]
+
+    def _mlp_input_names(self) -> list[str]:
+        """Gate and up, or up alone."""
+        return ["gate", "up"] if self.family.gated else ["up"]
 
     def mlp_hidden(
         self, wide_BSF: list[Float[Array, "B S F"]], prefix: str = ""

@@ -22,12 +22,8 @@ from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.models.transformer import (
-    Block,
-    _quarter_turn,
-    _quarter_turn_by_matmul,
-    count_positions,
-)
+from jaxpar.models.positions import _quarter_turn, _quarter_turn_by_matmul, count_positions
+from jaxpar.models.transformer import Block
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.ops import ops_without_plan
 
