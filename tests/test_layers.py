@@ -269,7 +269,7 @@ def test_the_bottom_wing_needs_jax_and_the_console_only(module):
         "numpy",
         "rich",
         # what opens paths that are URLs
-        *(("filelock", "fsspec") if module == "jaxpar.base.storage" else ()),
+        *(("filelock", "fsspec") if module.startswith("jaxpar.base.storage.") else ()),
         *sys.stdlib_module_names,
     }
 

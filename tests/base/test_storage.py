@@ -6,9 +6,8 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from jaxpar.base import storage
 from jaxpar.base.errors import UserError, is_url, with_urls
-from jaxpar.base.storage import Bucket, as_url, local_path
+from jaxpar.base.storage import Bucket, as_url, copies, local_path, outages
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ def quick(monkeypatch) -> list[float]:
         pauses.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr(storage.time, "sleep", pause)
-    monkeypatch.setattr(storage.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(outages.time, "sleep", pause)
+    monkeypatch.setattr(outages.time, "monotonic", lambda: clock[0])
     return pauses
 
 
@@ -174,7 +173,7 @@ def test_only_what_may_pass_is_tried_again(bucket, monkeypatch, quick, error, tr
         asked.append(1)
         raise error
 
-    monkeypatch.setattr(storage, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(outages, "LIMIT_SECONDS", 0.3)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
     with pytest.raises(UserError):
         bucket.read("x")
@@ -202,8 +201,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 def test_copies_that_were_not_asked_for_lately_go_first(bucket, monkeypatch):
     bucket.write("a/x", bytes(1000))
     bucket.write("b/x", bytes(1000))
-    monkeypatch.setattr(storage, "COPIES_BYTES", 1500)
+    monkeypatch.setattr(copies, "COPIES_BYTES", 1500)
     old = local_path(f"{bucket.url}/a")
     assert local_path(f"{bucket.url}/b").exists() and old.exists()  # both may be in use
-    monkeypatch.setattr(storage, "_IN_USE_SECONDS", -1)
+    monkeypatch.setattr(copies, "_IN_USE_SECONDS", -1)
     assert local_path(f"{bucket.url}/b").exists() and not old.exists()

@@ -21,9 +21,8 @@ import pytest
 from buckets import BUCKET, Server, client, environment_with, gcs_server, names, s3_server
 from trainings import PROGRAM, SMALL, End, differences, end_of, start, token_file
 
-from jaxpar.base import storage
 from jaxpar.base.errors import UserError
-from jaxpar.base.storage import Bucket
+from jaxpar.base.storage import Bucket, outages
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +44,9 @@ FLAGS = [
 ]
 IMPATIENT = """
 import sys
-import jaxpar.base.storage as storage
+from jaxpar.base.storage import outages
 from jaxpar.cli.main import main
-storage.LIMIT_SECONDS = 3.0
+outages.LIMIT_SECONDS = 3.0
 sys.exit(main())
 """
 """`jaxpar` that waits for a bucket for three seconds."""
@@ -247,7 +246,7 @@ def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(runs, mon
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(S3FileSystem, "read_timeout", 0.5)
-    monkeypatch.setattr(storage, "LIMIT_SECONDS", 1.5)
+    monkeypatch.setattr(outages, "LIMIT_SECONDS", 1.5)
     monkeypatch.setattr(runs.server, "ignores", lambda method, path: path.endswith("/silent"))
     S3FileSystem.clear_instance_cache()
     before = runs.server.failed

@@ -1,0 +1,292 @@
+"""Reads, lists, writes and removes the objects below a URL."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.storage.outages import keep_trying, outage_of, reason
+from jaxpar.base.whole_files import replacing
+
+T = TypeVar("T")
+
+_THREADS = 8
+"""Objects that are sent or fetched at once."""
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+_IDENTITY = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "created")
+"""What a file system may say of an object that is another once the object is; the first counts."""
+
+
+class Found(NamedTuple):
+    """What a bucket says of an object.
+
+    Attributes:
+      size: its bytes.
+      identity: a text that is another once the object is another.
+      modified: when it was written, in seconds since 1970; 0 = not known.
+    """
+
+    size: int
+    identity: str
+    modified: float
+
+
+def as_url(path: str | Path) -> str:
+    """Write a URL with its two slashes, of which `Path` leaves one, and none at its end.
+
+    Args:
+      path: the URL.
+
+    Returns:
+      `scheme://rest`.
+    """
+    scheme, _, rest = str(path).partition(":/")
+    if scheme.lower() == "file":
+        return f"file:///{rest.strip('/')}"
+    return f"{scheme.lower()}://{rest.strip('/')}"
+
+
+class Bucket:
+    """The objects below one URL, by their names relative to it."""
+
+    def __init__(self, url: str | Path):
+        """Open a URL. Nothing is asked of the bucket yet.
+
+        Args:
+          url: `s3://bucket/folder`, or another that fsspec reaches.
+
+        Raises:
+          UserError: no package that reads such URLs is installed, or there is none.
+        """
+        self.url = as_url(url)
+        self._fs, self._root = _file_system(self.url)
+        self._root = self._root.rstrip("/")
+        self._outage = outage_of("/".join(self.url.split("/")[:3]))
+
+    def files(self, below: str = "") -> dict[str, Found]:
+        """List the objects, at any depth.
+
+        Args:
+          below: only those in this folder.
+
+        Returns:
+          What is known of each, by its name; empty where there is none.
+
+        Raises:
+          UserError: the bucket cannot be listed.
+        """
+
+        def find() -> dict[str, dict[str, Any]]:
+            try:
+                return self._fs.find(self._path(below), detail=True)
+            except FileNotFoundError:
+                return {}
+
+        found = {}
+        for path, info in sorted(self._try("listed", below, find).items()):
+            name = self._fs._strip_protocol(path)[len(self._root) :].lstrip("/")
+            if info.get("type") == "file" and name and not path.endswith("/"):
+                found[_checked(name, self.url)] = _found(info)
+        return found
+
+    def find(self, name: str = "") -> Found | None:
+        """Ask for one object.
+
+        Args:
+          name: its name; empty = the URL itself is that of the object.
+
+        Returns:
+          What is known of it; None = there is no such object.
+
+        Raises:
+          UserError: the bucket cannot be asked.
+        """
+
+        def look() -> Found | None:
+            try:
+                info = self._fs.info(self._path(name))
+            except FileNotFoundError:
+                return None
+            if info.get("type") != "file":
+                return None
+            return _found(info)
+
+        return self._try("read", name, look)
+
+    def read(self, name: str = "", start: int | None = None, stop: int | None = None) -> bytes:
+        """Read an object, or its bytes from `start` up to `stop`.
+
+        Raises:
+          UserError: it is not there, or cannot be read.
+        """
+        return self._try(
+            "read", name, lambda: self._fs.cat_file(self._path(name), start=start, end=stop)
+        )
+
+    def write(self, name: str, content: bytes, seconds: float | None = None) -> None:
+        """Write an object: it is there whole, or as it was before.
+
+        Args:
+          name: its name.
+          content: its bytes.
+          seconds: how long a write that fails for a while is tried again; None = `LIMIT_SECONDS`.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        self._try("written", name, lambda: self._fs.pipe_file(self._path(name), content), seconds)
+
+    def read_if_there(self, name: str) -> bytes | None:
+        """Read an object; None = there is none.
+
+        Raises:
+          UserError: the bucket cannot be asked.
+        """
+
+        def read() -> bytes | None:
+            try:
+                return self._fs.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+
+        return self._try("read", name, read)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object if there is none of its name.
+
+        Args:
+          name: its name.
+          content: its bytes.
+
+        Returns:
+          Whether there was none.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+
+        def create() -> bool:
+            try:
+                self._fs.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+        return self._try("written", name, create)
+
+    def fetch(self, name: str, file: Path) -> None:
+        """Copy an object into a file of this machine, which is there whole or not at all.
+
+        Raises:
+          UserError: the object cannot be read, or the file cannot be written.
+        """
+
+        def get() -> None:
+            with replacing(file) as unfinished:
+                self._fs.get_file(self._path(name), unfinished.name)
+
+        self._try("read", name, get)
+
+    def send(self, file: Path, name: str) -> None:
+        """Copy a file of this machine into an object, which is there whole or as it was before.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        self._try("written", name, lambda: self._fs.put_file(str(file), self._path(name)))
+
+    def fetch_all(self, files: Iterable[tuple[str, Path]]) -> None:
+        """`fetch` pairs of an object and a file, several at once."""
+        _at_once(lambda pair: self.fetch(*pair), files)
+
+    def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
+        """`send` pairs of a file and an object, several at once."""
+        _at_once(lambda pair: self.send(*pair), files)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects, one after another; those that are not there are none.
+
+        Raises:
+          UserError: one cannot be removed.
+        """
+
+        def remove(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+        for name in names:
+            self._try("removed", name, functools.partial(remove, name))
+
+    def _path(self, name: str) -> str:
+        if not name:
+            return self._root
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _try(self, what: str, name: str, do: Callable[[], T], seconds: float | None = None) -> T:
+        """Do something to an object, again and again while it fails as it may for a while."""
+        if name:
+            where = f"{self.url}/{name}"
+        else:
+            where = self.url
+        return keep_trying(do, what, where, self._outage, seconds)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system that fsspec has for a URL, and the path on it."""
+    from fsspec.core import url_to_fs
+
+    scheme = url.partition("://")[0]
+    # gcsfs logs what it raises
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+    # a listing that is kept would hide what other machines write
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme == "file":
+        options["auto_mkdir"] = True
+    try:
+        file_system, root = url_to_fs(url, **options)
+    except ImportError as error:
+        package = _PACKAGES.get(scheme)
+        extra = "jaxpar[cloud]" if package else "what it names"
+        raise UserError(
+            f"{url} needs {package or 'a package'} ({error}): pip install '{extra}'"
+        ) from error
+    except ValueError as error:
+        raise UserError(
+            f"{url}: {reason(error)}: s3:// and gs:// are read and written, and what else "
+            "fsspec knows"
+        ) from error
+    if _PACKAGES.get(scheme) == "s3fs":
+        # It would try five times what the client below it has tried five times: a request that is
+        # never answered would be waited for without a word for longer than `LIMIT_SECONDS`.
+        file_system.retries = 1
+    return file_system, root
+
+
+def _found(info: dict[str, Any]) -> Found:
+    size = int(info.get("size") or 0)
+    known = [str(info[key]) for key in _IDENTITY if info.get(key) is not None]
+    modified: Any = info.get("LastModified") or info.get("mtime") or info.get("created") or 0
+    if hasattr(modified, "timestamp"):
+        modified = modified.timestamp()
+    if not isinstance(modified, int | float):
+        modified = 0.0
+    identity = known[0] if known else ""
+    return Found(size=size, identity=f"{size}:{identity}", modified=float(modified))
+
+
+def _checked(name: str, url: str) -> str:
+    """Refuse a name that would leave the folder that its object is copied to."""
+    if ".." in name.split("/"):
+        raise UserError(f"{url} has an object named {name!r}, which is no path below it")
+    return name
+
+
+def _at_once(do: Callable[[T], None], items: Iterable[T]) -> None:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(do, items))

@@ -1,0 +1,113 @@
+"""Copies of what lies in buckets, in a cache of this machine that is bounded and shared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from filelock import FileLock
+
+from jaxpar.base.console import bytes_text
+from jaxpar.base.errors import UserError, is_url, name_by_url, read_json
+from jaxpar.base.machine import cache_folder
+from jaxpar.base.storage.bucket import Bucket, Found
+from jaxpar.base.storage.outages import say
+from jaxpar.base.whole_files import write_whole
+
+COPIES_BYTES = 64 * 2**30
+"""What the copies of this machine may take before old ones are removed."""
+_IN_USE_SECONDS = 24 * 3600
+"""A copy that was asked for within this time may still be open, and stays."""
+
+
+def local_path(
+    path: str | Path,
+    belongs: Callable[[str], bool] = lambda name: True,
+    part: str = "",
+) -> Path:
+    """Find a file or a folder on this machine; what a URL names is copied here first.
+
+    Objects that have not changed since an earlier copy are not fetched again.
+
+    Args:
+      path: a path of this machine, which is returned as it is, or a URL.
+      belongs: whether an object of a folder is copied, by its name below the folder.
+      part: what tells this choice of objects from others; empty = all of them.
+
+    Returns:
+      The file or the folder. A URL under which nothing is gives a path under which nothing is.
+
+    Raises:
+      UserError: the bucket cannot be read.
+    """
+    if not is_url(path):
+        return Path(path)
+    bucket = Bucket(path)
+    folder = _copies() / hashlib.sha256(f"{bucket.url} {part}".encode()).hexdigest()[:16]
+    target = folder / PurePosixPath(bucket.url.partition("://")[2]).name
+    name_by_url(target, bucket.url)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        single = bucket.find()
+        if single is not None:
+            wanted = {"": single}
+        else:
+            wanted = {name: one for name, one in bucket.files().items() if belongs(name)}
+        _refresh(bucket, target, folder / "index.json", wanted)
+        os.utime(folder)
+    _remove_old_copies(folder)
+    return target
+
+
+def _refresh(bucket: Bucket, target: Path, index: Path, wanted: dict[str, Found]) -> None:
+    """Make a copy equal to what the bucket has; `index` says what the copy has until now."""
+    there = read_json(index) if index.exists() else {}
+    new = [
+        name
+        for name, found in wanted.items()
+        if there.get(name) != found.identity or not (target / name).is_file()
+    ]
+    for name in there.keys() - wanted.keys():
+        (target / name).unlink(missing_ok=True)
+    if "" not in wanted and target.is_file():  # what was one object is a folder now
+        target.unlink()
+    if "" in wanted and target.is_dir():
+        shutil.rmtree(target)
+    size = sum(wanted[name].size for name in new)
+    if size > 2**30:
+        say(f"fetching {bytes_text(size)} of {bucket.url}")
+    write_whole(index, json.dumps({name: there[name] for name in there if name not in new}))
+    bucket.fetch_all((name, target / name) for name in new)
+    for name in new:
+        if (target / name).stat().st_size != wanted[name].size:
+            raise UserError(
+                f"{target / name} is no longer the object that was listed: something writes there, "
+                "so give the command again"
+            )
+    write_whole(index, json.dumps({name: found.identity for name, found in wanted.items()}))
+
+
+def _copies() -> Path:
+    """The folder of the copies of this machine."""
+    return cache_folder() / "buckets" / "copies"
+
+
+def _remove_old_copies(but: Path) -> None:
+    """Remove copies that were not asked for lately, the oldest first, until the others fit."""
+    sizes = {}
+    for folder in _copies().iterdir():
+        index = folder / "index.json"
+        if index.exists():
+            files = (file for file in folder.rglob("*") if file.is_file())
+            sizes[folder] = sum(file.stat().st_size for file in files)
+    too_much = sum(sizes.values()) - COPIES_BYTES
+    for folder in sorted(sizes, key=lambda folder: folder.stat().st_mtime):
+        is_old = time.time() - folder.stat().st_mtime > _IN_USE_SECONDS
+        if too_much > 0 and is_old and folder != but:
+            shutil.rmtree(folder, ignore_errors=True)
+            too_much -= sizes[folder]

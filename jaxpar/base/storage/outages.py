@@ -1,0 +1,168 @@
+"""Requests of a bucket that fail for a while, as by a 503 or a timeout: they are tried again, and
+one line says so, however many of them wait.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from jaxpar.base.console import PlainConsole
+from jaxpar.base.errors import UserError
+
+T = TypeVar("T")
+
+LIMIT_SECONDS = 300.0
+"""How long a request that fails for a while is tried again."""
+_LONGEST_PAUSE = 30.0
+_FINAL = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""Errors that the same request would get again."""
+_FOR_A_WHILE = (408, 429)
+"""Codes of HTTP below 500 after which the same request may succeed: too slow, too many."""
+_FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoSuchBucket"}
+
+
+class Outage:
+    """A time in which a bucket does not answer: one line says that it begins, and one that it has
+    ended, however many requests wait for it.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._began: float | None = None
+
+    def enter(self, line: str) -> None:
+        """Wait for the bucket; the first that does says the line."""
+        with self._lock:
+            self._waiting += 1
+            if self._began is not None:
+                return
+            self._began = time.monotonic()
+        say(line)
+
+    def leave(self, answered: bool) -> None:
+        """Wait no longer; the last that does, and got an answer, says so."""
+        with self._lock:
+            self._waiting -= 1
+            if self._waiting or self._began is None:
+                return
+            took = time.monotonic() - self._began
+            self._began = None
+        if answered:
+            say(f"{self._name} answers again, after {took:.0f} s")
+
+
+_OUTAGES: dict[str, Outage] = {}
+
+
+def outage_of(name: str) -> Outage:
+    """The outage of a bucket, which all of this process share."""
+    return _OUTAGES.setdefault(name, Outage(name))
+
+
+def keep_trying(
+    do: Callable[[], T], what: str, where: str, outage: Outage, seconds: float | None = None
+) -> T:
+    """Do something, again and again while it fails as it may for a while.
+
+    Args:
+      do: the request.
+      what: what it does to an object, as a participle: `read`, `written`.
+      where: the URL of the object.
+      outage: that of the bucket, which says that the request waits.
+      seconds: how long it is tried; None = `LIMIT_SECONDS`.
+
+    Returns:
+      What the request gives.
+
+    Raises:
+      UserError: the same request would fail again, or has failed for so long.
+    """
+    limit = LIMIT_SECONDS if seconds is None else seconds
+    until = time.monotonic() + limit
+    pause = 0.5
+    waiting = False
+    answered = False
+    try:
+        while True:
+            try:
+                result = do()
+            # of a network library, or of one above it
+            except Exception as error:
+                why = _require_passing(error, what, where, until, limit)
+            else:
+                answered = True
+                return result
+            if not waiting:
+                waiting = True
+                outage.enter(
+                    f"warning: {where} cannot be {what} ({why}): it is tried again for up to "
+                    f"{limit:.0f} s"
+                )
+            left = until - time.monotonic()
+            time.sleep(min(pause * random.uniform(0.8, 1.2), max(left, 0.01)))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    finally:
+        if waiting:
+            outage.leave(answered)
+
+
+def _require_passing(error: Exception, what: str, where: str, until: float, limit: float) -> str:
+    """Return what an error says that may pass; raise one that the same request would get again, or
+    that has not passed in time.
+    """
+    if isinstance(error, UserError):
+        raise error
+    why = reason(error)
+    if what == "written" and isinstance(error, FileNotFoundError):
+        why = "there is no such bucket"
+    if _is_final(error):
+        raise UserError(f"{where} cannot be {what}: {why}") from error
+    if time.monotonic() >= until:
+        raise UserError(
+            f"{where} cannot be {what} ({why}), and was tried for {limit:.0f} s: look at "
+            "the bucket and at the network, and give the command again"
+        ) from error
+    return why
+
+
+def _is_final(error: Exception) -> bool:
+    if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
+        return True
+    code = getattr(error, "code", None)  # of gcsfs
+    if isinstance(code, int) and 400 <= code < 500:
+        return code not in _FOR_A_WHILE
+    return isinstance(error, OSError) and str(error).startswith("Forbidden")
+
+
+def reason(error: Exception) -> str:
+    """The first line of what an error says, after its name where that says more."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    if isinstance(error, FileNotFoundError):
+        return "there is no such object"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return text
+
+
+_SAYING = threading.Lock()
+
+
+def say(line: str) -> None:
+    """Print a line about a bucket on standard error, from any thread."""
+    with _SAYING:
+        PlainConsole(stderr=True, soft_wrap=True).print(line)
