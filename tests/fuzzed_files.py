@@ -208,9 +208,8 @@ def make_files(folder: Path) -> None:
     from jaxpar.base.layout.mesh import MeshSpec, make_mesh
     from jaxpar.base.layout.plan import Plan
     from jaxpar.models import Model
-    from jaxpar.models.hf import peft
+    from jaxpar.models.hf import hf_config, peft
     from jaxpar.models.hf.export import export_hf
-    from jaxpar.models.hf.families import hf_config
 
     (folder / "tiny.toml").write_text(_TINY)
     (folder / "mesh.toml").write_text(

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.base.errors import UserError
 from jaxpar.bench.measure import BenchRow, torch_process
 from jaxpar.models import in_parts
-from jaxpar.models.hf.families import hf_config
+from jaxpar.models.hf import hf_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import GenerationTimes, Generator
 

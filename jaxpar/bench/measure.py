@@ -19,7 +19,7 @@ import numpy as np
 from jaxpar.base.config import Config
 from jaxpar.base.layout.plan import Plan
 from jaxpar.bench.torch_step import OPTIMIZERS
-from jaxpar.models.hf.families import hf_config
+from jaxpar.models.hf import hf_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import device_memory, mfu
 from jaxpar.train.step import init_state, make_train_step, put_batch

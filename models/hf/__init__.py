@@ -1,5 +1,9 @@
-"""Hugging Face folders, and PEFT's, in and out: `families` ties the names of tensors to ours,
-`layout` says how each lies, `load` reads and `export` writes them.
+"""Hugging Face folders, and PEFT's, in and out.
+
+In the order in which to read: `families` ties names of settings and tensors to ours, a row for each
+family; `config_json` reads and writes a config.json; `layout` says how each tensor lies in ours,
+`load` reads a folder and `export` writes one. Beside these, `hub` fetches a folder, `compressed`
+packs 2:4 matrices, and `peft` has LoRA's adapters.
 """
 
 from __future__ import annotations
@@ -8,10 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar.models.hf.families import hf_config, model_config_from_hf
+    from jaxpar.models.hf.config_json import hf_config, model_config_from_hf
     from jaxpar.models.hf.load import import_hf
 
-_ROOMS = {"hf_config": "families", "import_hf": "load", "model_config_from_hf": "families"}
+_ROOMS = {"hf_config": "config_json", "import_hf": "load", "model_config_from_hf": "config_json"}
 __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 
 

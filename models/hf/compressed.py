@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.weight_forms import NOfM
+from jaxpar.models.hf.config_json import hf_config
 from jaxpar.models.hf.export import hf_tensors, require_library_parts, write_folder, write_json
-from jaxpar.models.hf.families import HF_FAMILIES, hf_config, model_type
+from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import Dtype, Tensor, hf_layout
 from jaxpar.models.hf.load import shift_norms
 from jaxpar.models.model import Model

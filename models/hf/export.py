@@ -23,7 +23,8 @@ from jax.experimental import multihost_utils
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.layout.sharding import Axes, is_axes, path_name
 from jaxpar.kernels.weight_forms import WeightForm
-from jaxpar.models.hf.families import HF_FAMILIES, Json, hf_config, model_type
+from jaxpar.models.hf.config_json import hf_config
+from jaxpar.models.hf.families import HF_FAMILIES, Json, model_type
 from jaxpar.models.hf.layout import (
     Dtype,
     Tensor,

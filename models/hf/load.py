@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.layout.plan import Plan, param_dtype
 from jaxpar.base.layout.sharding import Axes, KeyPath, path_name
-from jaxpar.models.hf.families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
+from jaxpar.models.hf.config_json import hf_config, model_config_from_hf
+from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import (
     Tensor,
     base_model,

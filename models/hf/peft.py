@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.layout.plan import Plan
+from jaxpar.models.hf.config_json import hf_config
 from jaxpar.models.hf.export import (
     hf_tensors,
     require_library_parts,
@@ -20,7 +21,7 @@ from jaxpar.models.hf.export import (
     write_json,
     write_tensors,
 )
-from jaxpar.models.hf.families import HF_FAMILIES, hf_config, model_type
+from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import Tensor, dim_letters, dim_sizes, require_mapping
 from jaxpar.models.hf.load import Source, find_tensors, pair_up, read_params
 from jaxpar.models.model import Model

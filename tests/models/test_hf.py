@@ -28,7 +28,7 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models import Model, Params
 from jaxpar.models.hf import export as hf_export
 from jaxpar.models.hf import families as hf_families
-from jaxpar.models.hf import hf_config
+from jaxpar.models.hf import hf_config, model_config_from_hf
 from jaxpar.models.hf import load as hf
 from jaxpar.models.hf.export import export_hf, hf_tensors
 
@@ -630,7 +630,7 @@ def test_logits_are_the_stored_ones_of_transformers(family: str, tmp_path: Path)
     numbers depend on its name alone."""
     sizes, want = STORED[family]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | sizes))
-    config = hf_families.model_config_from_hf(tmp_path)
+    config = model_config_from_hf(tmp_path)
     model = Model(config)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape),
