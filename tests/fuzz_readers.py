@@ -202,14 +202,14 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     from jaxpar.cli.main import say_once
-    from jaxpar.train import restore
+    from jaxpar.train.restore import which_step
 
     say_once()
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         make_files(Path(folder))
-        restore._REMOVAL_SECONDS = 0.0  # no run beside removes anything
+        which_step._REMOVAL_SECONDS = 0.0  # no run beside removes anything
         return int(fuzz(chosen, args.trials, args.seed, lambda line: print(line, flush=True)) > 0)
 
 

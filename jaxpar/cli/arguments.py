@@ -180,7 +180,7 @@ def _say_what_was_given(name: str) -> None:
     if not is_of_run or not os.path.isdir(folder / "checkpoints"):
         return
     # Orbax, which only a run needs
-    from jaxpar.train.given_parts import given_notes
+    from jaxpar.train.restore import given_notes
 
     for note in given_notes(folder):
         print(f"jaxpar: note: {visible(note)}", file=sys.stderr)

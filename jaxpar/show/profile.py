@@ -18,7 +18,7 @@ from jaxpar.base.hardware import load_chip
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.of_config import rehearse
 from jaxpar.rehearse.report.tables import seconds_text, titled_table
-from jaxpar.train.given_parts import given_notes
+from jaxpar.train.restore import given_notes
 from jaxpar.train.runs.run_folder import read_run_config
 
 Line = tuple[str, str, str]  # the scope, source and phase of a line of the model

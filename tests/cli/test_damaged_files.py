@@ -12,7 +12,7 @@ import pytest
 from fuzz_readers import trials
 from fuzzed_files import READERS, Reader, make_files
 
-from jaxpar.train import restore
+from jaxpar.train.restore import which_step
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -23,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("damaged")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(restore, "_REMOVAL_SECONDS", 0.0)  # no run beside removes anything
+        patch.setattr(which_step, "_REMOVAL_SECONDS", 0.0)  # no run beside removes anything
         make_files(folder)
         yield folder
 

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxpar.train.restore as restore_module
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import replicated_sharding
+from jaxpar.train.restore import load_run
+from jaxpar.train.restore.beside import read_beside
 from jaxpar.train.runs import orbax_options, training_checkpoints
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.manifest import DamagedCheckpoint
@@ -177,9 +178,9 @@ def test_a_reader_takes_another_where_a_run_has_removed_the_one_it_chose(
             raise DamagedCheckpoint("cannot be read")
         return SimpleNamespace(params="those of 2"), {}
 
-    monkeypatch.setattr(restore_module, "Checkpoints", Reader)
-    monkeypatch.setattr(restore_module, "restore_state", restore)
-    assert restore_module.load_run(tmp_path, 0, Any) == (2, "those of 2")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("jaxpar.train.restore.which_step.Checkpoints", Reader)
+    monkeypatch.setattr("jaxpar.train.restore.load.restore_state", restore)
+    assert load_run(tmp_path, 0, Any) == (2, "those of 2")  # pyright: ignore[reportArgumentType]
     assert tried == [1, 2]
 
 
@@ -217,10 +218,10 @@ def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(
     saved = {"iterator": None, "training_tokens": None, "layer_order": order}
     checkpoints = SimpleNamespace(folder=Path("checkpoints"), data=lambda step: saved)
     if right:
-        assert restore_module._read_beside(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
+        assert read_beside(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
     else:
         with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
-            restore_module._read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
+            read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_save_that_failed_on_another_process_is_raised_on_this_one_too(

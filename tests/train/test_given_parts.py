@@ -7,7 +7,7 @@ import pytest
 from jaxpar.base.config import load_config
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
-from jaxpar.train.given_parts import given_notes
+from jaxpar.train.restore import given_notes
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,51 @@
+"""What lies in a folder, loaded on any mesh: a run's state, or the weights of a run, a Hugging Face
+folder or a PEFT adapter; and the one made into the other.
+
+Read `beside` first: what is saved with a state. `which_step` chooses a checkpoint that is whole,
+`trained_state` reads what it has, and `load` puts that together with frozen weights, and loads the
+weights of any folder, whose model `folder_model` knows. `convert` imports and exports, and
+`given_parts` says what of a run a program had given.
+"""
+
+from jaxpar.train.restore.beside import (
+    OPTIMIZER_FINGERPRINT,
+    TEACHER,
+    beside_state,
+    fingerprint,
+    saved_part,
+    sum_of_bits,
+)
+from jaxpar.train.restore.convert import (
+    config_of,
+    export_run,
+    folder_config,
+    import_run,
+    keep_import,
+    require_new_run,
+)
+from jaxpar.train.restore.folder_model import frozen_folder, model_of, require_model
+from jaxpar.train.restore.given_parts import given_notes
+from jaxpar.train.restore.load import drop_stages, load_params, load_run, restore_state
+
+__all__ = [
+    "OPTIMIZER_FINGERPRINT",
+    "TEACHER",
+    "beside_state",
+    "config_of",
+    "drop_stages",
+    "export_run",
+    "fingerprint",
+    "folder_config",
+    "frozen_folder",
+    "given_notes",
+    "import_run",
+    "keep_import",
+    "load_params",
+    "load_run",
+    "model_of",
+    "require_model",
+    "require_new_run",
+    "restore_state",
+    "saved_part",
+    "sum_of_bits",
+]

@@ -1,0 +1,208 @@
+"""Makes a run of a Hugging Face folder or a PEFT adapter, and writes a run as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from jaxpar.base.config import (
+    Config,
+    DataConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
+from jaxpar.base.errors import UserError, read_json, with_urls
+from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
+from jaxpar.models import Params, in_parts
+from jaxpar.models.hf import peft
+from jaxpar.models.hf.compressed import export_compressed
+from jaxpar.models.hf.export import export_hf
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import make_experiment
+from jaxpar.train.restore.beside import beside_state, fingerprint, saved_part
+from jaxpar.train.restore.folder_model import frozen_folder, model_of
+from jaxpar.train.restore.load import drop_stages, load_params, load_run
+from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.checkpoints import warn
+from jaxpar.train.runs.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
+from jaxpar.train.runs.run_folder import (
+    compare_run,
+    finished_steps,
+    is_run,
+    keep_config,
+    read_run_config,
+)
+from jaxpar.train.runs.run_identity import run_identity
+from jaxpar.train.runs.run_lock import locked
+from jaxpar.train.runs.steps import CHECKPOINTS
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
+from jaxpar.train.step import init_state
+
+_LONGEST = 8192
+"""Tokens of a sequence of a fine-tuning at most, unless asked for: models' contexts are longer than
+examples are.
+"""
+
+
+def folder_config(source: Path, target: Path) -> Config:
+    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with the
+    tokenizer that lies, or will lie, in the folder `target`. The rest is default and can be
+    overridden. It has no data."""
+    model = model_of(source)
+    seq_len = min(DataConfig.seq_len, model.max_seq_len)
+    data = DataConfig(source="text", tokenizer=with_urls(str(target / TOKENIZER)), seq_len=seq_len)
+    return Config(model=model, mesh=MeshSpec(data=-1), data=data)
+
+
+def config_of(source: Path, target: Path, lora: bool = False) -> Config:
+    """Return the config of a run that goes on from a Hugging Face folder or a PEFT adapter, as
+    fine-tunings are run.
+
+    The rate is 2e-5, as in LLaMA 2's (Touvron et al. 2023, arXiv:2307.09288, section 3.1), and for
+    LoRA 2e-4 (Dettmers et al. 2023, arXiv:2305.14314, appendix B). It rises in 3 % of the steps and
+    decays to zero; there is no weight decay. Sequences are as long as the model's own, up to 8,192
+    tokens. Matmuls are in bfloat16 where the folder's weights are in 16 bits; parameters stay
+    float32, since bfloat16 rounds updates of such a rate away.
+
+    Args:
+      source: the folder, which `jaxpar.train.restore.import_run` reads.
+      target: the run folder, where the tokenizer will lie.
+      lora: whether LoRA is asked for; an adapter has it anyway.
+    """
+    config = folder_config(source, target)
+    model = config.model
+    train = TrainConfig()
+    train = replace(
+        train,
+        learning_rate=2e-4 if lora or model.lora.rank else 2e-5,
+        min_learning_rate_ratio=0.0,
+        warmup_steps=3 * train.steps // 100,
+    )
+    optimizer = OptimizerConfig(adamw=AdamW(beta2=0.999, weight_decay=0.0))
+    if _stored_in_16_bits(source):
+        compute = "bfloat16"
+    else:
+        compute = "float32"
+    data = replace(config.data, seq_len=min(model.max_seq_len, _LONGEST))
+    return replace(
+        config,
+        train=train,
+        optimizer=optimizer,
+        data=data,
+        precision=PrecisionConfig(compute=compute),
+    )
+
+
+def _stored_in_16_bits(source: Path) -> bool:
+    """Whether config.json says that the weights of a folder, or those beside an adapter, are in 16
+    bits.
+    """
+    if peft.is_adapter(source):
+        folder = peft.base_folder(source)
+    else:
+        folder = source
+    if is_run(folder):
+        return read_run_config(folder).precision.compute == "bfloat16"
+    config = read_json(folder / MODEL_CONFIG)
+    return config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
+
+
+def import_run(config: Config, source: Path, target: Path) -> None:
+    """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
+
+    With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init`
+    names the folder of the model. A UserError says that the config has another model, that the
+    target holds another run or has already trained, or what is wrong with the checkpoint.
+    """
+    if config.model.lora.rank:
+        base = frozen_folder(source, config.model.lora)
+        config = replace(config, train=replace(config.train, init=with_urls(str(base))))
+    experiment = make_experiment(config)
+    require_new_run(target, config)
+    keep_import(experiment, load_params(source, experiment), source, target)
+
+
+def require_new_run(target: Path, config: Config) -> None:
+    """Refuse a run folder that has checkpoints, or is that of another experiment.
+
+    Args:
+      target: the folder.
+      config: the config of the run that it is to be.
+
+    Raises:
+      UserError: it is no new run.
+    """
+    if finished_steps(target):
+        raise UserError(f"{target} has checkpoints already: import into a new run folder")
+    compare_run(target, config)
+
+
+def keep_import(experiment: Experiment, params: Params, source: Path, target: Path) -> None:
+    """Write a run folder whose checkpoint at step 0 holds parameters, with the tokenizer of the
+    folder that they come from.
+
+    Args:
+      experiment: that of the new run.
+      params: with the model's order of layers.
+      source: the folder that they come from.
+      target: the run folder.
+    """
+    model = experiment.model
+    config = experiment.config
+    state = init_state(model, config, experiment.plan, params)
+    with locked(target, warn) as lock:
+        keep_config(target, config)
+        if jax.process_index() == 0:
+            adapter = peft.is_adapter(source)
+            if adapter:
+                carry_tokenizer(peft.base_folder(source), target)
+            carry_tokenizer(source, target, keep=adapter)
+        identity = run_identity(target, ())
+        checkpoints = TrainingCheckpoints(
+            target / CHECKPOINTS, config.checkpoint, identity, warn, lock.require
+        )
+        beside = beside_state(experiment, None, None, fingerprint(model, state.params), step=0)
+        checkpoints.save(0, saved_part(state, model), beside, None)
+        checkpoints.close()
+
+
+def export_run(
+    config: Config,
+    source: Path,
+    target: Path,
+    step: int,
+    dtype: Literal["float32", "bfloat16"],
+    adapter: bool = False,
+    compressed: bool = False,
+) -> int:
+    """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was
+    exported.
+
+    LoRA's matrices are merged into the others, or as an `adapter` they are all that is written, in
+    PEFT's form. Sparse matrices are written with their zeros, or `compressed`.
+    """
+    if adapter and not config.model.lora.rank:
+        raise UserError(
+            f"--adapter: {source} was trained without LoRA, so it has none: leave it out"
+        )
+    experiment = make_experiment(config, training=False)
+    experiment = replace(experiment, plan=drop_stages(experiment.plan))
+    model = in_parts(experiment.model, "an export")
+    step, params = load_run(source, step, experiment)
+    if adapter:
+        base = frozen_folder(folder_here(config.train.init), config.model.lora)
+        peft.export_adapter(params, model, target, with_urls(str(base)))
+    elif compressed:
+        export_compressed(params, model, target, dtype)
+    else:
+        export_hf(
+            params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos)
+        )
+    if jax.process_index() == 0:
+        export_tokenizer(source, target, config.data)
+    return step

@@ -1,0 +1,225 @@
+"""Loads the state of a run, or the weights of any folder, on any mesh.
+
+Weights that are frozen beside LoRA lie in another folder, which may be a run in its turn: so the
+state of a run and the weights of a folder are loaded by functions that call each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.base.config import Lora
+from jaxpar.base.config.sparsity import Sparsity
+from jaxpar.base.errors import UserError
+from jaxpar.base.layout.plan import Plan
+from jaxpar.models import Model, Params, in_parts
+from jaxpar.models.hf import import_hf, peft
+from jaxpar.models.hidden import PROJECTIONS
+from jaxpar.models.views import fold_views
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.plans import with_projections
+from jaxpar.train.restore.beside import (
+    FROZEN,
+    OPTIMIZER,
+    ORDER,
+    PARTS,
+    fingerprint,
+    read_beside,
+    require_step,
+)
+from jaxpar.train.restore.folder_model import model_of, require_model
+from jaxpar.train.restore.trained_state import (
+    require_no_average,
+    require_optimizer,
+    require_parts,
+    restore_trained,
+)
+from jaxpar.train.restore.which_step import read_whole_step
+from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.run_folder import is_run, read_run_config
+from jaxpar.train.step import (
+    TrainState,
+    evaluation_params,
+    init_state,
+)
+
+
+def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
+    """Load the parameters of a model from a folder.
+
+    An adapter of the config's own rank, alpha and targets stays beside its matrices; another is
+    merged into them. LoRA that the source does not have begins as PEFT begins it, from
+    `train.seed`. Matrices that are as sparse as the config's are read as they are stored; those of
+    another form get zeros where they do not multiply.
+
+    Args:
+      source: a run folder (see `load_run`), a Hugging Face folder, or that of a PEFT adapter.
+      experiment: the model, on any plan.
+      step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
+
+    Returns:
+      The parameters on the plan's mesh, with the model's order of layers, as `init_state` takes
+      them.
+
+    Raises:
+      UserError: there is no such folder, it is of another model, or its weights cannot be read.
+    """
+    theirs = model_of(source)
+    config = experiment.config
+    model = in_parts(experiment.model, f"weights of {source}")
+    plan = drop_stages(experiment.plan)
+    require_model(theirs, config.model, source)
+    lora = config.model.lora
+    # The projections of a training are its own, and begin anew.
+    bare = replace(experiment, plan=plan, model=model.with_projections(None))
+    there = _with_views(bare, theirs.lora, theirs.sparsity)
+    params = _stored_params(source, there, step)
+    key = jax.random.key(config.train.seed)
+    shardings = plan.sharding(model.axes, model.shapes())
+    if model.projections is not None:
+        own = {PROJECTIONS: shardings[PROJECTIONS]}
+        params |= jax.jit(lambda: model.init_projections(key), out_shardings=own)()
+    if theirs.lora == lora and theirs.sparsity.keeps_as(config.model.sparsity):
+        return params
+    params = fold_views(params, in_parts(there.model, f"weights of {source}"))
+    if not lora.rank:
+        return params
+    init_lora = jax.jit(
+        lambda: model.trained(model.init(key)), out_shardings=model.trained(shardings)
+    )
+    return Model.merge(params, init_lora())
+
+
+def _stored_params(source: Path, there: Experiment, step: int) -> Params:
+    """Read the parameters of a folder as they are stored, on an experiment with its own model."""
+    plan = there.plan
+    model = in_parts(there.model, f"weights of {source}")
+    nonfinite = there.config.train.allow_nonfinite
+    if is_run(source):
+        _, params = load_run(source, step, _as_run(source, there))
+        params.pop(PROJECTIONS, None)
+        return params
+    if peft.is_adapter(source):
+        base = load_params(peft.base_folder(source), _with_views(there, Lora(), Sparsity()))
+        return Model.merge(base, peft.import_adapter(source, model, plan, nonfinite))
+    return import_hf(source, model, plan, nonfinite)
+
+
+def _as_run(source: Path, there: Experiment) -> Experiment:
+    """The experiment of a run's own training, whose parameters are read in the dtype in which they
+    were saved.
+    """
+    run = read_run_config(source)
+    training = replace(there.config, train=run.train, optimizer=run.optimizer, pruning=run.pruning)
+    precision = run.precision
+    return replace(
+        there,
+        config=training,
+        model=with_projections(there.model, run),
+        plan=replace(there.plan, params=precision.params, moments=precision.moments),
+        own_optimizer=None,
+    )
+
+
+def _with_views(experiment: Experiment, lora: Lora, sparsity: Sparsity) -> Experiment:
+    """Return the experiment with the model that has this LoRA, and matrices as sparse."""
+    sizes = replace(experiment.config.model, lora=lora, sparsity=sparsity)
+    return replace(
+        experiment,
+        config=replace(experiment.config, model=sizes),
+        model=experiment.model.with_config(sizes),
+    )
+
+
+def drop_stages(plan: Plan) -> Plan:
+    """Return the plan without stages: layers are in the model's order, as in a file, and each is
+    whole on all stages. Its arrays are on the device, where they are read."""
+    rules = replace(plan.rules, layers=(), stage=())
+    return replace(plan, rules=rules, parameters="device", optimizer="device")
+
+
+def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Params]:
+    """Load the parameters of a run's checkpoint. The optimizer's state is not read.
+
+    A checkpoint that is damaged is left out, and said, and the one that is chosen without it is
+    taken (see `read_whole_step`).
+
+    Args:
+      folder: the run folder.
+      step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
+      experiment: its model, on a plan of any mesh.
+
+    Returns:
+      The step, and the parameters on the mesh.
+
+    Raises:
+      DamagedCheckpoint: the checkpoint of `step` is damaged, or all are.
+      UserError: there is no such checkpoint, or it cannot be read.
+    """
+
+    def read(checkpoints: Checkpoints, chosen: int) -> Params:
+        state, _ = restore_state(checkpoints, chosen, experiment, whole=False)
+        return state.params
+
+    return read_whole_step(folder, step, read)
+
+
+def restore_state(
+    checkpoints: Checkpoints, step: int, experiment: Experiment, whole: bool = True
+) -> tuple[TrainState[jax.Array], dict[str, Any]]:
+    """Restore the training state of a checkpoint.
+
+    Args:
+      checkpoints: those of the run.
+      step: that of the checkpoint.
+      experiment: the run's model, on a plan of any mesh.
+      whole: whether all of the state is read; if not, then its parameters alone.
+
+    Returns:
+      The state on the mesh, and what was saved beside it. Parameters that are frozen are loaded
+      from `train.init`.
+
+    Raises:
+      UserError: the checkpoint or the frozen weights cannot be read, they are of a model of other
+        parts, the whole state is of an optimizer that a program gave and here it is the config's
+        (or the other way round), or the frozen weights are no longer the run's.
+    """
+    config = experiment.config
+    model = experiment.model
+    data = read_beside(checkpoints, step, config.model.layers)
+    place = checkpoints.folder / str(step)
+    require_parts(model, data.get(PARTS) or {}, place)
+    if whole:
+        require_optimizer(experiment.optimizer, data.get(OPTIMIZER), place)
+    averages = experiment.optimizer.averages(experiment.state.opt_state)
+    if not whole and not averages:
+        require_no_average(checkpoints, step)
+    state: TrainState[Any] = restore_trained(
+        checkpoints, step, experiment, data.get(ORDER), whole or averages
+    )
+    if whole:
+        require_step(checkpoints, step, int(jax.device_get(state.step)))
+    if config.model.lora.rank:
+        state = state._replace(params=_with_frozen(experiment, state.params, data))
+    if averages and not whole:
+        state = TrainState((), evaluation_params(model, state, experiment.optimizer), ())
+    return state, data
+
+
+def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) -> Params:
+    """Return the parameters with those that are frozen beside LoRA, which `train.init` has."""
+    config = experiment.config
+    model = experiment.model
+    source = folder_here(config.train.init)
+    frozen = init_state(model, config, experiment.plan, load_params(source, experiment)).params
+    if fingerprint(model, frozen) != data.get(FROZEN):
+        raise UserError(
+            f"{source} has other weights now than those that this run trains LoRA beside: bring "
+            "them back"
+        )
+    return model.merge(frozen, trained)

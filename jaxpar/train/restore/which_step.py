@@ -1,0 +1,129 @@
+"""Which checkpoint of a run is read: the one that is asked for, the best or the newest, but for one
+that is damaged or that a run beside removes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.process.together import number_from_first, run_together, told_by_first
+from jaxpar.train.runs.checkpoints import Checkpoints, warn
+from jaxpar.train.runs.in_use import in_use
+from jaxpar.train.runs.manifest import DamagedCheckpoint
+from jaxpar.train.runs.run_folder import finished_steps
+from jaxpar.train.runs.run_identity import require_tokenizer_files
+from jaxpar.train.runs.steps import CHECKPOINTS
+
+Read = TypeVar("Read")
+_TRIES = 100
+"""How many checkpoints are tried before it is said that a run removes them too fast."""
+_REMOVAL_SECONDS = 2.0
+"""Within this time the files of a step that a run removes are gone."""
+
+
+def read_whole_step(
+    folder: Path, step: int, read: Callable[[Checkpoints, int], Read]
+) -> tuple[int, Read]:
+    """Read a checkpoint of a run that is not damaged. All processes must call this together.
+
+    One that is damaged is left out, and said, and the one that is chosen without it is taken. While
+    it is read it is marked, so that a run that trains beside keeps it; where that run has removed
+    it all the same, another is taken.
+
+    Args:
+      folder: the run folder.
+      step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
+      read: reads a step of the run's checkpoints.
+
+    Returns:
+      The step, and what `read` returned.
+
+    Raises:
+      DamagedCheckpoint: the checkpoint of `step` is damaged, or all are.
+      UserError: there is no such checkpoint, or it cannot be read.
+    """
+    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    damaged = set[int]()
+    for _ in range(_TRIES):
+        chosen = number_from_first(run_together(lambda: _choose(checkpoints, step, damaged)))
+        with in_use(folder, chosen):
+            problem = _find_damage(checkpoints, chosen)
+            if problem is None:
+                try:
+                    return chosen, read(checkpoints, chosen)
+                except DamagedCheckpoint as error:
+                    # Of several processes all would have to find this.
+                    if jax.process_count() > 1:
+                        raise
+                    problem = error
+        if told_by_first(_is_removed(folder, chosen)):
+            warn(f"the run in {folder} has removed step {chosen} meanwhile")
+        elif step:
+            raise problem
+        else:
+            damaged.add(chosen)
+            warn(f"warning: {problem}: it is left out")
+    raise UserError(
+        f"a run removes the checkpoints of {folder} faster than they are read: try again"
+    )
+
+
+def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | None:
+    """Compare a step, and the tokenizer beside the checkpoints, with what was saved. All processes
+    find the same.
+
+    Raises:
+      UserError: the tokenizer is another.
+    """
+
+    def compare() -> DamagedCheckpoint | None:
+        if jax.process_index() != 0:
+            return None
+        try:
+            manifest = checkpoints.require_whole(step)
+        except DamagedCheckpoint as error:
+            return error
+        require_tokenizer_files(checkpoints.folder.parent, manifest, warn)
+        return None
+
+    problem = run_together(compare)
+    if not told_by_first(problem is not None):
+        return None
+    return problem or DamagedCheckpoint(f"the first process finds step {step} damaged")
+
+
+def _choose(checkpoints: Checkpoints, step: int, damaged: Container[int]) -> int:
+    """Return the step that is asked for, or the best of those that are not damaged, or the newest.
+
+    Raises:
+      UserError: there is none.
+    """
+    steps = checkpoints.steps()
+    if step and step not in steps:
+        raise UserError(
+            f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}"
+        )
+    if step:
+        return step
+    left = [one for one in steps if one not in damaged]
+    if not left:
+        what = "checkpoint that is whole" if steps else "finished checkpoint"
+        raise UserError(f"{checkpoints.folder} has no {what}")
+    best = checkpoints.best(without=damaged)
+    return left[-1] if best is None else best
+
+
+def _is_removed(folder: Path, step: int) -> bool:
+    """Whether a checkpoint goes away, as one that a run is removing does soon."""
+    until = time.monotonic() + _REMOVAL_SECONDS
+    while step in finished_steps(folder):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
