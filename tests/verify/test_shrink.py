@@ -17,15 +17,9 @@ from jaxpar.base.layout.plan import Context
 from jaxpar.base.toml import flatten, presets
 from jaxpar.models.masks import reach
 from jaxpar.verify.of_config.setup import fit_mesh, mesh_note, simulated_devices
-from jaxpar.verify.of_config.shrink import (
-    LEAST,
-    RULES,
-    Least,
-    asked_sizes,
-    odd_multiple,
-    pieces,
-    shrink,
-)
+from jaxpar.verify.of_config.shrink import shrink
+from jaxpar.verify.of_config.shrink_rules import LEAST, RULES, Least
+from jaxpar.verify.of_config.sizes import asked_sizes, odd_multiple, pieces
 
 pytestmark = pytest.mark.quick
 

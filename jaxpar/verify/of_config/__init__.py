@@ -1,8 +1,10 @@
 """Verifies the plan of a config: its model is shrunk, and its gradients are compared with plain ops
 on one device.
 
-This is the one part of `verify` that knows configs and models. `setup` decides what is run (with
-`shrink`), and `checks` runs it (with `losses_and_gradients`) and explains what differs.
+This is the one part of `verify` that knows configs and models. Its rooms, in the order in which
+they are read: `shrink` makes a config small, by `shrink_rules` (which need `sizes`, `few_heads` and
+`few_layers`); `setup` decides what is run; `losses_and_gradients` runs it, and `updates` one step
+of the optimizer; `checks` puts it together, and explains what differs.
 """
 
 from jaxpar.verify.of_config.checks import FLOAT32, Verification, require, run, verify

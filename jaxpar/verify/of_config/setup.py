@@ -36,7 +36,9 @@ from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
 from jaxpar.train.plans import check_batch, check_parameters, with_projections
-from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, few_rows, shrink
+from jaxpar.verify.of_config.shrink import few_rows, shrink
+from jaxpar.verify.of_config.shrink_rules import LEAST
+from jaxpar.verify.of_config.sizes import asked_sizes
 
 SIMULATED = 8
 """How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice
