@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from jaxpar.base.config.checks import check
     from jaxpar.base.errors import UserError
     from jaxpar.base.layout.mesh import DcnSpec, MeshSpec, make_mesh
+    from jaxpar.base.layout.placements import placements
     from jaxpar.base.layout.plan import Plan
-    from jaxpar.base.layout.sharding import Layout, ShardingRules, placements, spec_for
+    from jaxpar.base.layout.sharding import Layout, ShardingRules
+    from jaxpar.base.layout.specs import spec_for
     from jaxpar.base.process.runtime import start
     from jaxpar.rehearse.targets import load_target
     from jaxpar.train.experiment import Experiment
@@ -33,7 +35,9 @@ _NAMES = {
     "base.layout.mesh": ("DcnSpec", "MeshSpec", "make_mesh"),
     "base.layout.plan": ("Plan",),
     "base.process.runtime": ("start",),
-    "base.layout.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
+    "base.layout.placements": ("placements",),
+    "base.layout.sharding": ("Layout", "ShardingRules"),
+    "base.layout.specs": ("spec_for",),
     "rehearse.targets": ("load_target",),
     "train.optimizer.state_layout": ("optimizer_state",),
     "train.experiment": ("Experiment",),

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.layout.sharding import Axes, is_axes
+from jaxpar.base.layout.sharding import Axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models.hidden import Projections
 from jaxpar.models.lora import trained_part
 from jaxpar.models.masks import reach

@@ -23,7 +23,8 @@ from jaxtyping import Array
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import KeyPath, Layout, ShardingRules, is_axes, path_name
+from jaxpar.base.layout.sharding import KeyPath, Layout, ShardingRules, path_name
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models.model import Model
 from jaxpar.models.parameters import require_float32
 from jaxpar.models.parts import Params

@@ -20,7 +20,8 @@ from jax.sharding import AxisType
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import LANES
 from jaxpar.base.layout.mesh import MeshAxis
-from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis, PyTree, is_axes, state_axes
+from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis, PyTree, state_axes
+from jaxpar.base.layout.specs import is_axes
 
 Out = TypeVar("Out")
 Tree = TypeVar("Tree")

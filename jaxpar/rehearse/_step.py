@@ -23,8 +23,8 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
+from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import Placement
 from jaxpar.base.machine import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.parse import parse_module

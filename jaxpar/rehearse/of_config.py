@@ -15,7 +15,7 @@ from jaxpar.base.config.checks import check, require_settled
 from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
-from jaxpar.base.layout.sharding import placements
+from jaxpar.base.layout.placements import placements
 from jaxpar.hlo.fusions import operations
 from jaxpar.hlo.parse import parse_module
 from jaxpar.rehearse._step import Compiled, compile_for, report_of

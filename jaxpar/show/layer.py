@@ -15,8 +15,9 @@ from matplotlib.figure import Figure, SubFigure
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.layout.activation_names import NAMES, Action
+from jaxpar.base.layout.placements import Placement, placements
 from jaxpar.base.layout.plan import Plan, is_matrix
-from jaxpar.base.layout.sharding import Placement, output_axis, placements
+from jaxpar.base.layout.sharding import output_axis
 from jaxpar.models import in_parts
 from jaxpar.show.shards import draw_array
 from jaxpar.train.activations import Activation, activations

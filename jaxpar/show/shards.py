@@ -16,7 +16,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from jaxpar.base.layout.sharding import Layout, Placement
+from jaxpar.base.layout.placements import Placement
+from jaxpar.base.layout.sharding import Layout
 
 DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
 """Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters."""

@@ -11,7 +11,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import check_folders, console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import describe, total_sizes
-from jaxpar.base.layout.sharding import placements
+from jaxpar.base.layout.placements import placements
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import UNIT, schedule
 from jaxpar.plan.communication import step_collectives

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.layout.activation_names import NAMES
-from jaxpar.base.layout.sharding import Placement
+from jaxpar.base.layout.placements import Placement
 from jaxpar.plan.communication import StepCollective
 from jaxpar.plan.memory_account import MemoryPart
 from jaxpar.train.activations import Activation

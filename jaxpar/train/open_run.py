@@ -17,7 +17,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.sharding import local_bytes
+from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches

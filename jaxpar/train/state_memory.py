@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.layout.plan import Plan, gradient_dtype
-from jaxpar.base.layout.sharding import Axes, KeyPath, local_bytes, state_axes
+from jaxpar.base.layout.sharding import Axes, KeyPath, state_axes
 from jaxpar.models import AnyModel
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.per_matrix import hidden_matrices

@@ -22,7 +22,7 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, MemoryConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.config.hidden_pairs import read_pairs
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.sharding import local_bytes
+from jaxpar.base.layout.placements import local_bytes
 from jaxpar.data.corpus import Corpus, ReadBeside
 from jaxpar.data.top_k_files import describe, is_top_k_folder, open_answers, tokenizer_hash
 from jaxpar.hlo.collective_order import require_order

@@ -21,7 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, require_local, suggest
-from jaxpar.base.layout.sharding import Axes, is_axes, path_name
+from jaxpar.base.layout.sharding import Axes, path_name
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.models.hf.config_json import hf_config
 from jaxpar.models.hf.families import HF_FAMILIES, Json, model_type

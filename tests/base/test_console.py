@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxpar.base import console as report
 from jaxpar.base.console import ProgressLine, banner, console, duration_text, numbers_text
-from jaxpar.base.layout.sharding import Placement, placements
+from jaxpar.base.layout.placements import Placement, placements
 from jaxpar.cli.main import fail
 from jaxpar.show.tables import sharding_table
 

@@ -20,16 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MESH_AXES
+from jaxpar.base.layout.placements import local_bytes, local_rows, placements
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.rules import LOGICAL_AXES
-from jaxpar.base.layout.sharding import (
-    ShardingRules,
-    fit_rules,
-    local_bytes,
-    local_rows,
-    placements,
-    spec_for,
-)
+from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout.specs import spec_for
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,9 @@ from report_types import problems
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.placements import placements
 from jaxpar.base.layout.plan import Pipeline, Plan
-from jaxpar.base.layout.sharding import ShardingRules, placements
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.tasks import Origin, Task
 from jaxpar.models import Model
 from jaxpar.rehearse.cost import Cost

@@ -15,8 +15,8 @@ from experiments import experiment_of
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig, override
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import local_bytes
 from jaxpar.hlo.parse import Module, parse_module
 from jaxpar.models import Model
 from jaxpar.rehearse.report import lint

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.sharding import placements
+from jaxpar.base.layout.placements import placements
 from jaxpar.show.figures import (
     loss_figure,
     memory_figure,

@@ -16,7 +16,7 @@ from whole_model import VOCAB, Mixer, config_on, mixer
 import jaxpar
 from jaxpar import plan, train, verify
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.sharding import local_bytes
+from jaxpar.base.layout.placements import local_bytes
 from jaxpar.models import OwnModel, nnx_model
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.plans import plan_notes

@@ -19,7 +19,8 @@ from jaxpar.base.config import CheckpointConfig, Config, load_config, override, 
 from jaxpar.base.config.checks import check
 from jaxpar.base.config.optimizer import OptimizerName, _Settings
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.sharding import local_bytes, path_name
+from jaxpar.base.layout.placements import local_bytes
+from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target

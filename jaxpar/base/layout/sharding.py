@@ -1,5 +1,5 @@
-"""Logical axes to mesh axes: the layout that carries the rules, and PartitionSpecs checked before
-use.
+"""The layout, which says where arrays lie: a mesh, and the rules that split logical axes over
+it.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.mesh import MeshAxis, describe, largest_divisor
+from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.base.layout.rules import (
     DEFAULT_RULES,
     Axes,
@@ -30,119 +30,11 @@ from jaxpar.base.layout.rules import drop_axes as drop_axes
 from jaxpar.base.layout.rules import first_axes as first_axes
 from jaxpar.base.layout.rules import fit_rules as fit_rules
 from jaxpar.base.layout.rules import named_axes as named_axes
+from jaxpar.base.layout.specs import PyTree as PyTree
+from jaxpar.base.layout.specs import is_axes, kind_of, make_spec, require_axes
 
-PyTree: TypeAlias = Any
-"""A pytree of arrays or of what describes them. Jax has no type for one, so docstrings say what the
-leaves are.
-"""
 KeyPath = tuple[Any, ...]
 """The place of a leaf in a pytree, from `jax.tree_util`."""
-
-
-def is_axes(tree: PyTree) -> TypeGuard[Axes]:
-    """Whether a tree is the logical axes of one array: a tuple of names and None, or a
-    PartitionSpec of such names.
-    """
-    # a NamedTuple is a tree of several
-    plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")
-    return isinstance(tree, P) or (
-        plain and all(axis is None or isinstance(axis, str) for axis in tree)
-    )
-
-
-def spec_for(
-    axes: Axes,
-    rules: RulesLike,
-    mesh: Mesh | AbstractMesh,
-    shape: Sequence[int] | None = None,
-    name: str = "array",
-) -> P:
-    """Make the PartitionSpec of an array with these logical axes.
-
-    Args:
-      axes: a logical axis, or None for a dim that is replicated, for each dim.
-      rules: the sharding rules, in any form that a `Layout` takes.
-      mesh: any mesh, whose axis sizes decide what is split.
-      shape: the global shape. When it is given, every dim is checked to divide.
-      name: what a message calls the array.
-
-    Returns:
-      The spec; mesh axes of size 1 are left out.
-
-    Raises:
-      UserError: two dims use one mesh axis, the mesh axes of a dim do not divide it, no rule names
-        a logical axis, or the rules do not fit the mesh.
-    """
-    return _spec(axes, fit_to_mesh(as_rules(rules), mesh), mesh, shape, name)
-
-
-def _spec(
-    axes: Axes,
-    rules: ShardingRules,
-    mesh: Mesh | AbstractMesh,
-    shape: Sequence[int] | None = None,
-    name: str = "array",
-) -> P:
-    """`spec_for` of rules that were fitted to the mesh."""
-    if shape is not None and len(shape) != len(axes):
-        words = ", ".join(map(str, axes))
-        raise UserError(
-            f"{name}: {len(axes)} logical axes ({words}) of an array of shape {tuple(shape)}"
-        )
-    entries: list[MeshAxis | tuple[MeshAxis, ...] | None] = []
-    user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
-    for dim, axis in enumerate(axes):
-        try:
-            split = split_axes(axis, rules, mesh)
-        except UserError as error:  # it does not know of which array
-            raise UserError(f"{name}: dim {dim}: {error}") from error
-        for mesh_axis in split:
-            if mesh_axis in user:
-                first_dim, first = user[mesh_axis]
-                raise UserError(
-                    f"{name}: mesh axis {mesh_axis}={mesh.shape[mesh_axis]} is used twice, by "
-                    f"dim {first_dim} "
-                    f"({first}) and dim {dim} ({axis}): take it out of rules.{first} or "
-                    f"rules.{axis}"
-                )
-            user[mesh_axis] = (dim, axis)
-        pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)
-        if shape is not None and shape[dim] % pieces:
-            sizes: dict[MeshAxis, int] = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in split}
-            raise UserError(
-                f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {describe(sizes)} "
-                "does not divide: "
-                f"try {_fitting_sizes(shape[dim], sizes)}, or take {split[-1]} out of rules.{axis}"
-            )
-        entries.append(None if not split else split[0] if len(split) == 1 else split)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
-
-
-def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
-    """Smaller sizes of mesh axes that divide a dim; the outermost axes are kept as large as can
-    be.
-    """
-    fits: dict[MeshAxis, int] = {}
-    for axis, present in sizes.items():
-        fits[axis] = largest_divisor(size, present)
-        size //= fits[axis]
-    return " ".join(f"mesh.{axis}={fit}" for axis, fit in fits.items() if fit < sizes[axis])
-
-
-def _kind(value: object) -> str:
-    """What a message calls a value of the wrong type: `a value of type dict`, `the string
-    'mlp'`.
-    """
-    if isinstance(value, str):
-        return f"the string {value!r}"
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
-        return f"an array of shape {shape}"
-    if value is None:
-        return "None"
-    return f"a value of type {type(value).__name__}"
 
 
 def require_layout(layout: object, what: str) -> None:
@@ -157,30 +49,8 @@ def require_layout(layout: object, what: str) -> None:
     """
     if not isinstance(layout, Layout):
         raise UserError(
-            f"{what} takes a jaxpar.Layout, and was given {_kind(layout)}: make it by "
+            f"{what} takes a jaxpar.Layout, and was given {kind_of(layout)}: make it by "
             "jaxpar.Layout(mesh)"
-        )
-
-
-def require_axes(axes: object, what: str) -> None:
-    """Require the logical axes of one array.
-
-    Args:
-      axes: what was given; a list counts as a tuple.
-      what: what takes them, with which the message begins.
-
-    Raises:
-      UserError: it is a string, or no tuple of logical axes.
-    """
-    if isinstance(axes, str):
-        raise UserError(
-            f"{what} takes a tuple of logical axes, and was given the string {axes!r}: write "
-            f"({axes!r},)"
-        )
-    if not is_axes(tuple(axes) if isinstance(axes, list) else axes):
-        raise UserError(
-            f'{what} takes a tuple of logical axes, such as ("embed", "mlp"), and was given '
-            f"{_kind(axes)}"
         )
 
 
@@ -243,7 +113,7 @@ class Layout:
         # shapes are laid out on a mesh without devices
         if not isinstance(self.mesh, Mesh | AbstractMesh):
             raise UserError(
-                f"a layout's mesh is a jax.sharding.Mesh, and was given {_kind(self.mesh)}"
+                f"a layout's mesh is a jax.sharding.Mesh, and was given {kind_of(self.mesh)}"
             )
         if self.compute not in ("float32", "bfloat16"):
             raise UserError(
@@ -302,7 +172,7 @@ class Layout:
           UserError: `spec_for` says when, or these are no axes.
         """
         require_axes(axes, "spec")
-        return _spec(axes, self.rules, self.mesh)
+        return make_spec(axes, self.rules, self.mesh)
 
     @overload
     def sharding(
@@ -338,7 +208,7 @@ class Layout:
             names = tuple(axes)
             if isinstance(axes, P) and shape is not None:  # a spec may leave out dims at the end
                 names += (None,) * (len(shape) - len(names))
-            return NamedSharding(self.mesh, _spec(names, self.rules, self.mesh, shape, name))
+            return NamedSharding(self.mesh, make_spec(names, self.rules, self.mesh, shape, name))
 
         def place(
             path: KeyPath, axes: Axes | None, array: jax.Array | None = None
@@ -414,77 +284,9 @@ def merge_trees(tree: PyTree, part: PyTree) -> PyTree:
     }
 
 
-class Placement(NamedTuple):
-    """One row of the sharding table."""
-
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[LogicalAxis | None, ...]
-    spec: P
-    bytes_per_device: int
-    bytes: int
-    """The size of the whole array."""
-
-
-def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
-    """Tell where the arrays of a tree lie.
-
-    Args:
-      shapes: a tree of arrays or ShapeDtypeStructs.
-      axes: their logical axes, in a tree of the same form.
-      layout: mesh and rules.
-
-    Returns:
-      A row for each array.
-
-    Raises:
-      UserError: `spec_for` says when.
-    """
-    rows = []
-    shardings = jax.tree.leaves(layout.sharding(axes, shapes))
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
-    for (path, leaf), names, sharding in zip(leaves, leaf_axes, shardings, strict=True):
-        shape = leaf.shape
-        width = jnp.dtype(leaf.dtype).itemsize
-        local, whole = (math.prod(sizes) * width for sizes in (sharding.shard_shape(shape), shape))
-        rows.append(Placement(path_name(path), shape, names, sharding.spec, local, whole))
-    return rows
-
-
-def local_bytes(tree: PyTree) -> int:
-    """Count the bytes of one device's part of some arrays.
-
-    Args:
-      tree: a pytree of ShapeDtypeStructs or arrays that have shardings.
-
-    Returns:
-      The bytes.
-    """
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
 def replicated_sharding(layout: Layout) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(layout.mesh, P())
-
-
-def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
-    """Find the rows of a global batch that this process's devices hold: its data loader reads
-    these.
-
-    Args:
-      sharding: the sharding of the batch, whose dim 0 are the rows.
-      rows: the number of rows of the global batch.
-
-    Returns:
-      Their numbers, sorted.
-    """
-    shards = sharding.addressable_devices_indices_map((rows,)).values()
-    return sorted({row for index in shards if index is not None for row in range(rows)[index[0]]})
 
 
 # Where there are more devices than heads, kv heads are copied.

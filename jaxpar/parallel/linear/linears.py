@@ -33,10 +33,10 @@ from jaxpar.base.layout.sharding import (
     LogicalAxis,
     kv_copy_axes,
     output_axis,
-    require_axes,
     require_layout,
     state_axes,
 )
+from jaxpar.base.layout.specs import require_axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.parallel.collectives import (

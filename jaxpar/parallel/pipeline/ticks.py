@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar.base.layout.plan import gradient_dtype
-from jaxpar.base.layout.sharding import Axes, PyTree, is_axes, state_axes
+from jaxpar.base.layout.sharding import Axes, PyTree, state_axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.parallel.collectives import first_order_token, manual, order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, teacher_targets
 from jaxpar.parallel.experts import RouterSums

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, short, suggest
+from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import Placement
 from jaxpar.base.registry import Registry, registering
 from jaxpar.hlo.tasks import Origin
 from jaxpar.rehearse.report.schema import CollectiveRow, KernelRow, LintFinding, Memory

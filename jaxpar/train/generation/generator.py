@@ -24,7 +24,8 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.layout.plan import Overlap, Plan, is_matrix
-from jaxpar.base.layout.sharding import Axes, fit_rules, is_axes, replicated_sharding
+from jaxpar.base.layout.sharding import Axes, fit_rules, replicated_sharding
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Model, Params
 from jaxpar.models.masks import words_that_look_ahead

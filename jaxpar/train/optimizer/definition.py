@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan, is_matrix
-from jaxpar.base.layout.sharding import PyTree, is_axes
+from jaxpar.base.layout.sharding import PyTree
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.train.optimizer.per_matrix import matrix_dims
 from jaxpar.train.optimizer.state_layout import map_state, state_arrays

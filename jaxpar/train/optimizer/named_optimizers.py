@@ -19,7 +19,8 @@ from jaxpar.base.config import optimizer as settings
 from jaxpar.base.config.optimizer import OptimizerName
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import is_matrix
-from jaxpar.base.layout.sharding import is_axes, path_name
+from jaxpar.base.layout.sharding import path_name
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.train.optimizer.definition import Optimizer, decay_mask
 from jaxpar.train.optimizer.learning_rate import learning_rate

@@ -15,7 +15,8 @@ import optax
 from jax import Array
 
 from jaxpar.base.layout.plan import is_matrix
-from jaxpar.base.layout.sharding import Axes, PyTree, is_axes
+from jaxpar.base.layout.sharding import Axes, PyTree
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.train.optimizer.state_layout import View, param_trees, with_param_trees
 
 

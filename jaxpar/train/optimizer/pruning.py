@@ -26,7 +26,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.config.pruning import Pruning
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import Axes, KeyPath, PyTree, is_axes, path_name, state_axes
+from jaxpar.base.layout.sharding import Axes, KeyPath, PyTree, path_name, state_axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.models.sparsity import matrix_split
 from jaxpar.parallel.collectives import first_order_token, order_token_after, ready_after

@@ -15,7 +15,8 @@ import jax
 import optax
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.layout.sharding import Axes, KeyPath, is_axes, path_name
+from jaxpar.base.layout.sharding import Axes, KeyPath, path_name
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.models.sparsity import form_of_parameter, read_stacked
 from jaxpar.train.optimizer.definition import Optimizer

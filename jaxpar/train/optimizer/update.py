@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import PyTree, is_axes, path_name, state_axes
+from jaxpar.base.layout.sharding import PyTree, path_name, state_axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.parallel.collectives import (
     first_order_token,

@@ -11,7 +11,8 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import PyTree, is_axes, state_axes
+from jaxpar.base.layout.sharding import PyTree, state_axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.parallel.collectives import gather, manual
 from jaxpar.train.optimizer.definition import Optimizer, pack_moments

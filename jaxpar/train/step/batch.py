@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.config import Config
+from jaxpar.base.layout.placements import local_rows
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import local_rows
 from jaxpar.models import Batch
 from jaxpar.parallel.token_order import TOKENS, axes_of
 from jaxpar.train.step.state import Shape

@@ -12,13 +12,8 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.config import Config
 from jaxpar.base.layout.plan import Plan, param_dtype
-from jaxpar.base.layout.sharding import (
-    Axes,
-    KeyPath,
-    is_axes,
-    replicated_sharding,
-    state_axes,
-)
+from jaxpar.base.layout.sharding import Axes, KeyPath, replicated_sharding, state_axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import AnyModel, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import stored_order

@@ -22,7 +22,8 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import is_axes, path_name, replicated_sharding
+from jaxpar.base.layout.sharding import path_name, replicated_sharding
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import AnyModel, Batch, Model, OwnModel, Params
 from jaxpar.models.hidden import PROJECTIONS
