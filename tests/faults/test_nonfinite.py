@@ -207,7 +207,7 @@ def test_a_device_that_failed_once_is_told_from_the_rest(
 def test_a_computation_that_overflows_is_persistent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxpar.train.plans.check", lambda config, training: config)
+    monkeypatch.setattr("jaxpar.train.plans.make.check", lambda config, training: config)
     wild = tiny(train__learning_rate=1e30, train__clip_norm=0.0)
     with pytest.raises(Diverged) as error:
         run(wild, tmp_path / "run")

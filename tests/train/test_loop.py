@@ -334,7 +334,7 @@ def test_a_run_whose_step_is_not_finite_stops_and_saves_nothing_of_it(
     """Between log lines too: no step of these runs is logged before its last. Such settings are not
     in their ranges.
     """
-    monkeypatch.setattr("jaxpar.train.plans.check", lambda config, training: config)
+    monkeypatch.setattr("jaxpar.train.plans.make.check", lambda config, training: config)
     folder = tmp_path / "wild"
     saved = setting == "train.learning_rate"
     wild = override(

@@ -1,0 +1,36 @@
+"""An experiment made of a config, and checked as a whole: `make` puts model, mesh and plan
+together, `checks` refuses what does not go together, and `notes` says what is otherwise than was
+asked for.
+"""
+
+from jaxpar.train.plans.checks import (
+    check_batch,
+    check_parameters,
+    sequences_have_halves,
+)
+from jaxpar.train.plans.make import (
+    make_experiment,
+    make_plan,
+    with_config,
+    with_projections,
+)
+from jaxpar.train.plans.notes import (
+    kernel_notes,
+    mask_notes,
+    offload_asked,
+    plan_notes,
+)
+
+__all__ = [
+    "check_batch",
+    "check_parameters",
+    "kernel_notes",
+    "make_experiment",
+    "make_plan",
+    "mask_notes",
+    "offload_asked",
+    "plan_notes",
+    "sequences_have_halves",
+    "with_config",
+    "with_projections",
+]

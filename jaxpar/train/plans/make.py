@@ -1,0 +1,215 @@
+"""Makes an experiment of a config: its model and its plan (mesh, rules and choices), which are held
+against each other and the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.base.compiler import step_options
+from jaxpar.base.config import Config
+from jaxpar.base.config.checks import check
+from jaxpar.base.config.hidden_pairs import read_pairs
+from jaxpar.base.errors import UserError
+from jaxpar.base.layout.mesh import make_mesh
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.process.runtime import start
+from jaxpar.models import AnyModel, Model
+from jaxpar.models.hidden import Projections
+from jaxpar.parallel.host_memory import check_offload
+from jaxpar.parallel.pipeline import check_stages, microbatches
+from jaxpar.train.activations import check_names
+from jaxpar.train.experiment import Experiment, pipelined_microbatches
+from jaxpar.train.optimizer import require_runnable
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
+from jaxpar.train.plans.checks import (
+    check_batch,
+    check_own_model,
+    check_padding,
+    check_parameters,
+    require_pruned,
+)
+from jaxpar.train.plans.notes import offload_asked
+
+if TYPE_CHECKING:  # it needs grain, which a program without data need not have
+    from jaxpar.data.corpus import Corpus
+
+
+def make_experiment(
+    config: Config,
+    devices: list[jax.Device] | None = None,
+    model: AnyModel | None = None,
+    optimizer: AnyOptimizer = None,
+    corpus: Corpus | None = None,
+    training: bool = True,
+) -> Experiment:
+    """Make what a config needs to run on these devices, and check it as a whole.
+
+    The rules are the config's, except where there are more devices than heads (see `fit_rules`).
+    `plan_notes` says what was changed.
+
+    Args:
+      config: every setting.
+      devices: the devices of the mesh, which may be those of a target; None = those that the
+        commands take, of `jaxpar.start(config.mesh)`: simulated ones where `mesh.platform` is cpu,
+        those of all processes where `mesh.distributed` is set, else all that are here.
+      model: the model, perhaps with parts of one's own, or a whole `jaxpar.models.OwnModel`, for
+        which `config.model` means nothing; None = that of `config.model`.
+      optimizer: any optax transformation, or an `Optimizer`; None = that of `config.optimizer`.
+      corpus: the data, where they are loaded already; None = `config.data` says where they are.
+      training: whether it is to be trained. Otherwise what only training reads may have any value
+        of its type, as a run of an earlier version may.
+
+    Returns:
+      The experiment, whose `config` is the one given, but for the model's own sizes.
+
+    Raises:
+      UserError: `check` refuses a setting, the devices cannot be had (see `jaxpar.start`), the mesh
+        does not fit them, mesh axes do not divide a dim or the batch, the optimizer state is split
+        neither as its parameters nor further, XLA does not know an option, the devices' host memory
+        cannot be used as it is asked for, `context.check_split` refuses the plan, documents are
+        packed and the blocks would mix them, or the optimizer cannot be run with it (see
+        `require_runnable`).
+    """
+    if model is not None and not model.has_blocks:
+        config = replace(config, model=model.config)
+    check(config, training)
+    if model is None:
+        model = Model(config.model)
+    if devices is None:
+        devices = start(config.mesh)
+    return _assemble(config, devices, model, optimizer, corpus)
+
+
+def with_config(
+    experiment: Experiment,
+    config: Config,
+    devices: list[jax.Device] | None = None,
+) -> Experiment:
+    """Make an experiment anew with other settings, and with the same model where its own are the
+    same.
+
+    What was settled for an experiment is held against its model, mesh and batch again; the values
+    of the single settings are not (`make_experiment` has done so).
+
+    Args:
+      experiment: the experiment whose parts are used again.
+      config: the other settings.
+      devices: other devices; None = those of the experiment.
+
+    Returns:
+      The other experiment.
+
+    Raises:
+      UserError: as of `make_experiment`, but for `check` and `jaxpar.start`.
+    """
+    return _assemble(
+        config,
+        devices or experiment.devices,
+        experiment.model.with_config(config.model),
+        experiment.own_optimizer,
+        experiment.corpus,
+    )
+
+
+def _assemble(
+    config: Config,
+    devices: list[jax.Device],
+    model: AnyModel,
+    optimizer: AnyOptimizer,
+    corpus: Corpus | None,
+) -> Experiment:
+    """An experiment of these parts, which are held against each other."""
+    if not model.has_blocks:
+        check_own_model(config)
+    elif model.config != config.model:
+        raise UserError("the model has other sizes than the config: make it of config.model")
+    model = with_projections(model, config)
+    mesh = make_mesh(config.mesh, devices)
+    experiment = Experiment(config, model, _plan_on(mesh, config, model), optimizer, corpus)
+    require_runnable(experiment.optimizer, experiment.plan)
+    require_pruned(experiment)
+    check_parameters(experiment)
+    check_batch(experiment)
+    if config.data.pack and isinstance(model, Model):
+        model.require_documents()
+    if model.has_blocks:
+        check_padding(config)
+    check_names(experiment)
+    if config.compiler.options:
+        step_options(mesh, config.compiler.options)
+    if asked := offload_asked(experiment.plan):
+        check_offload(asked, mesh.devices.flat[0], config.memory.offload_anyway)
+    return experiment
+
+
+def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """Make the plan of a config: that of `make_experiment`.
+
+    Args:
+      config: every setting.
+      devices: the devices of the mesh; None = as in `make_experiment`.
+
+    Returns:
+      The plan.
+
+    Raises:
+      UserError: as of `make_experiment`.
+    """
+    return make_experiment(config, devices).plan
+
+
+def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
+    """The plan of a config on a mesh, before it is held against the model and the batch."""
+    memory = config.memory
+    precision = config.precision
+    rules, _ = model.fit_rules(config.rules, mesh.shape)
+    plan = Plan(
+        mesh,
+        rules,
+        compute=precision.compute,
+        params=precision.params,
+        gradients=precision.gradients,
+        moments=precision.moments,
+        overlap=config.overlap,
+        context=config.context,
+        attention=config.kernels.attention,
+        pipeline=config.pipeline,
+        remat=memory.policy,
+        keep=memory.keep,
+        loss_mib=memory.loss_mib,
+        parameters=memory.parameters,
+        optimizer=memory.optimizer,
+    )
+    if plan.size("stage") > 1:
+        count = microbatches(config, mesh.shape)
+        check_stages(plan, config.model.layers, count, config.model.kinds)
+        plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
+    sequences = config.train.batch // config.train.accumulation // pipelined_microbatches(plan)
+    rows = sequences // plan.size("batch")
+    return replace(plan, overlap=config.overlap.for_rows(rows))
+
+
+def with_projections(model: AnyModel, config: Config) -> AnyModel:
+    """Return a model with the projections through which it learns a teacher's hidden states.
+
+    Args:
+      model: the model, with any projections or none.
+      config: every setting.
+
+    Returns:
+      The model; a whole one of one's own as it is, which learns of no teacher.
+
+    Raises:
+      UserError: `distill.hidden` has a word that is no pair of layers.
+    """
+    distill = config.distill
+    if not isinstance(model, Model):
+        return model
+    if not distill.teacher or not distill.hidden:
+        return model.with_projections(None)
+    return model.with_projections(Projections(read_pairs(distill.hidden), distill.hidden_width))
