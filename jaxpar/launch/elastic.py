@@ -86,7 +86,7 @@ def elastic_sizes(
     processes share. `train.batch` stays, and so does the order of the data. Where fewer devices
     would each have more sequences of a microbatch than with the most processes,
     `train.accumulation` grows until they have not, so that activations need no more memory than
-    before.
+    before; not with experts or dropout, which would give another answer.
 
     Args:
       config: the experiment, whose mesh is over all processes.
@@ -159,7 +159,9 @@ def _experiment(config: Config, size: int, devices: list[jax.Device], fits: int)
     # kernels and compiler are those of the hardware, and divide nothing
     config = replace(config, mesh=mesh, kernels=KernelsConfig(), compiler=CompilerConfig())
     made = make_experiment(config, devices)
-    if not fits or _sequences(made) <= fits:
+    # experts are balanced, and dropout is drawn, for a microbatch: another one is another answer
+    keeps = config.model.experts > 0 or config.model.dropout > 0
+    if keeps or not fits or _sequences(made) <= fits:
         return made
     batch = config.train.batch
     for accumulation in range(config.train.accumulation + 1, batch + 1):

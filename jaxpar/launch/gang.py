@@ -31,8 +31,9 @@ from jaxpar.base.toml import to_toml
 from jaxpar.base.whole_files import write_whole
 from jaxpar.launch.elastic import Sizes, elastic_sizes, elastic_trainer, read_range
 from jaxpar.launch.local import train_config
+from jaxpar.launch.stops import NOWHERE, Place, Stops, fit, say_where
 from jaxpar.rehearse.targets import Target, check_mesh
-from jaxpar.train.guard.failures import PeerLost
+from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
 
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
@@ -60,6 +61,12 @@ class Cluster(NamedTuple):
     """A folder for what Ray writes, which is removed at the end."""
     lines: Queue
     """What is put there, anywhere in the cluster, is a line on this screen."""
+    stops: Stops
+    """What this process is told, and where the processes are that are to be told of it."""
+
+
+class ProcessesFailed(UserError):
+    """The processes failed more often than they may start again."""
 
 
 @contextmanager
@@ -109,9 +116,10 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[Cluster]:
                 ray.get_runtime_context().get_node_id(), False
             )
             lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here_only})
-            printing = Thread(target=_print_lines, args=(lines,), daemon=True)
+            stops = Stops()
+            printing = Thread(target=_print_lines, args=(lines, stops), daemon=True)
             printing.start()
-            yield Cluster(ray, folder, lines)
+            yield Cluster(ray, folder, lines, stops)
             lines.put(None)
             printing.join()
         finally:
@@ -145,10 +153,11 @@ def launch(
 
     Returns:
       The step that the run reached, its last losses, and whether it was told to stop, as the first
-      process returned them to Ray; nothing where the processes failed more often than
-      `max_failures`.
+      process returned them to Ray.
 
     Raises:
+      ProcessesFailed: they failed more often than `max_failures`.
+      KeyboardInterrupt, SystemExit: it was told to stop where there was nothing to save.
       UserError: `check` refuses the config, its mesh is not the target's or does not divide over
         the workers, no number of `elastic` can serve, Ray is not there (see `ray_started`), or the
         run ended with one (see `jaxpar.train.run`).
@@ -173,17 +182,37 @@ def launch(
         job = job_of(config, folder)
         trainer = _trainer(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
         try:
-            found = trainer.fit().return_value or {}
-        except cluster.ray.train.TrainingFailedError:
-            return {}
-        # Ray's handler of Ctrl-C ends the processes, then the program with code 0
-        except SystemExit as stop:
-            raise KeyboardInterrupt from stop
+            found = fit(cluster.ray, trainer.fit, cluster.stops).return_value or {}
+        except cluster.ray.train.TrainingFailedError as error:
+            raise _failed(error, max_failures) from error
     if "error" in found:
         error = UserError(found["error"])
         error.exit_code = found["exit_code"]
         raise error
     return found
+
+
+def _failed(error: Exception, max_failures: int) -> ProcessesFailed:
+    """What to say where the processes may not start again, with the exit code of what they met."""
+    found = list(getattr(error, "worker_failures", {}).values())
+    said = f"the processes failed, and {max_failures} restarts were allowed"
+    code = 1
+    if any(isinstance(failure, CopiesDiffer) for failure in found):
+        code = CopiesDiffer.exit_code
+        said += ": a device computes wrongly, leave it out"
+    elif any(isinstance(failure, PeerLost) or _has_ended(failure) for failure in found):
+        code = PeerLost.exit_code
+        said += ": the same command goes on from the last checkpoint"
+    failed = ProcessesFailed(said)
+    failed.exit_code = code
+    return failed
+
+
+def _has_ended(failure: Exception) -> bool:
+    """Whether a failure is Ray's word for a process that is gone."""
+    from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+
+    return isinstance(failure, RayError)
 
 
 def _over_processes(config: Config, target: Target | None) -> Config:
@@ -290,8 +319,8 @@ def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
     return parse(job["config"], "the config"), Path(job["folder"])
 
 
-def _print_lines(lines: Queue) -> None:
-    """Print what processes say until one says None, or Ray ends."""
+def _print_lines(lines: Queue, stops: Stops) -> None:
+    """Print what processes say until one says None, or Ray ends, and note where they are."""
     out = console()
     while True:
         try:
@@ -300,7 +329,10 @@ def _print_lines(lines: Queue) -> None:
             return
         if line is None:
             return
-        out.print(line)
+        if isinstance(line, Place):
+            stops.place = line if line.pid else None
+        else:
+            out.print(line)
 
 
 def _tell_of_failures(lines: Queue) -> Any:
@@ -313,6 +345,7 @@ def _tell_of_failures(lines: Queue) -> Any:
         def after_exception(
             self, run_context: Any, worker_exceptions: dict[int, Exception]
         ) -> None:
+            lines.put(NOWHERE)
             for rank, error in sorted(worker_exceptions.items()):
                 lines.put(
                     f"process {rank} failed: "
@@ -366,11 +399,13 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         if config.mesh.platform == "cpu":
             _say_who(context.get_world_rank(), context.get_world_size())
         start(config.mesh)
+        if context.get_world_rank() == 0:
+            say_where(job["lines"])
         with redirect_stdout(_Lines(job["lines"])):
             _require_shared(folder, job["mark"])
             result = train_config(config, folder, report=_report)
         return result._asdict()
-    except PeerLost:
+    except (PeerLost, CopiesDiffer):
         raise  # Ray starts all again
     except UserError as error:
         return {"error": str(error), "exit_code": error.exit_code}

@@ -45,7 +45,10 @@ class Stop:
         self._asks = asks
         self.reached_already = False
         self._asked = threading.Event()
-        self._several = jax.process_count() > 1
+        # in a thread that takes no signals JAX's service does, also for one process that has met it
+        in_thread = threading.current_thread() is not threading.main_thread()
+        joined = in_thread and jax.distributed.is_initialized()
+        self._several = jax.process_count() > 1 or joined
         self._calls = 0
         self._previous: dict[int, Any] = {}
 

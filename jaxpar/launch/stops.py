@@ -1,0 +1,157 @@
+"""Ctrl-C or a signal to `jaxpar launch ray`, handed on to one of the processes that train: all of
+them then save and stop after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxpar.base.console import console
+from jaxpar.base.process.early_signals import NOTHING_SAVED, SIGNALS
+
+if TYPE_CHECKING:
+    from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
+
+
+class Place(NamedTuple):
+    """Where the first process of a start trains: Ray's name of its node, and its id there."""
+
+    node: str
+    pid: int
+
+
+NOWHERE = Place("", 0)
+"""What is said when the processes have failed."""
+
+
+class Stops:
+    """What this process was told, and where the first process trains that is to be told of it.
+
+    Attributes:
+      number: the signal that asked for a stop; 0 = none has.
+      place: of the processes that train now; None = they have not met yet.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing asked."""
+        self.number = 0
+        self.place: Place | None = None
+
+    def take(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal: a second Ctrl-C, or any before there is something to save, ends at
+        once.
+        """
+        again = self.number and number == signal.SIGINT
+        self.number = self.number or number
+        if again or self.place is None:
+            self.leave()
+
+    def leave(self) -> None:
+        """End this process by an exception, as a run does that has nothing to save.
+
+        Raises:
+          KeyboardInterrupt: it was Ctrl-C.
+          SystemExit: it was another signal.
+        """
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        name = signal.Signals(self.number).name
+        print(f"jaxpar: stopped by {name}, with nothing to save", file=sys.stderr)
+        raise SystemExit(NOTHING_SAVED)
+
+
+@contextmanager
+def listening(stops: Stops) -> Iterator[None]:
+    """Take the signals that ask for a stop; only the main thread can.
+
+    Args:
+      stops: is told of them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, stops.take)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fit(ray: Any, train: Callable[[], Any], stops: Stops) -> Any:
+    """Call what trains, and hand a stop on to the processes, also to those of another start.
+
+    Args:
+      ray: the module.
+      train: waits until all processes have ended; it runs in a thread, or Ray would take Ctrl-C.
+      stops: what this process is told.
+
+    Returns:
+      What `train` returned.
+
+    Raises:
+      KeyboardInterrupt, SystemExit: see `Stops.take`.
+      Exception: whatever `train` raised.
+    """
+    results = list[Any]()
+    errors = list[BaseException]()
+
+    def call() -> None:
+        try:
+            results.append(train())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True, name="Ray Train")
+    told = None
+    with listening(stops):
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            if stops.number and stops.place not in (None, told):
+                if told is None:
+                    name = signal.Signals(stops.number).name
+                    console().print(
+                        f"{name}: the processes save and stop; Ctrl-C again ends them at once"
+                    )
+                told = stops.place
+                _terminate(ray, told)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _terminate(ray: Any, place: Place) -> None:
+    """Send SIGTERM to a process of the cluster, from a task on its node."""
+    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+        NodeAffinitySchedulingStrategy,
+    )
+
+    on_its_node = NodeAffinitySchedulingStrategy(place.node, soft=False)
+    task = ray.remote(_kill).options(num_cpus=0, scheduling_strategy=on_its_node)
+    task.remote(place.pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended, and the next start says where it is
+        os.kill(pid, signal.SIGTERM)
+
+
+def say_where(lines: Queue) -> None:
+    """Tell the process that launched this one where it trains.
+
+    Args:
+      lines: the cluster's queue.
+    """
+    import ray  # pyright: ignore[reportMissingImports]
+
+    lines.put(Place(ray.get_runtime_context().get_node_id(), os.getpid()))

@@ -1,0 +1,303 @@
+"""Kills and stops under `jaxpar launch ray`: whatever is killed or told to stop, and when, the run
+ends as the one that nobody disturbed, to the bit.
+
+`python tests/faults/test_ray_faults.py --trials 10` is the long form: so many kills of a random
+process, and as many stops of the launcher or of a process, with the time to recover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [
+    "--mesh.data=2",
+    "--mesh.fsdp=1",
+    "--mesh.tensor=1",
+    "--model.layers=1",
+    "--model.embed=32",
+    "--model.mlp=64",
+    "--data.max-bytes=200000",
+    "--data.seq-len=32",
+    "--train.batch=8",
+    "--train.warmup-steps=1",
+    "--train.eval-every=0",
+    "--train.final-eval-batches=2",
+    "--checkpoint.every=10",
+    "--metrics.log-every=1",
+]
+STOPPED = 130
+"""The exit code of a run that was told to stop, and saved."""
+
+
+class Recovery(NamedTuple):
+    """What was done to a run, and the seconds until its next step."""
+
+    what: str
+    seconds: float
+
+
+class Launched:
+    """`jaxpar launch ray` in a process of its own; `mark` is in the environment of all that it
+    starts.
+    """
+
+    def __init__(self, folder: Path, *flags: str, workers: int = 2):
+        self.mark = f"{folder}:{time.monotonic()}"
+        command = [sys.executable, "-m", "jaxpar.cli.main", "launch", "ray", "tiny"]
+        self.said: list[str] = []
+        # Ctrl-C reaches it also where the tests were started in the background, deaf to it
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.process = subprocess.Popen(
+            [*command, f"--workers={workers}", f"--run={folder}", *FLAGS, *flags],
+            env=os.environ | {"JAXPAR_TEST": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        signal.signal(signal.SIGINT, before)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that it logs, as it logs them."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.said.append(line)
+            if found := re.match(r"step (\d+)/", line):
+                yield int(found[1])
+
+    def end(self) -> int:
+        """Read the rest of what it says, and wait for it; return its exit code."""
+        for _ in self.steps():
+            pass
+        return self.process.wait()
+
+    def workers(self) -> list[int]:
+        """The processes that train, by the environment that they were started with."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                name = (process / "cmdline").read_bytes()
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended
+                continue
+            if name.startswith(b"ray::RayTrainWorker") and (
+                f"JAXPAR_TEST={self.mark}".encode() in environment
+            ):
+                found.append(int(process.name))
+        return sorted(found)
+
+
+Fault = Callable[[Launched, random.Random], None]
+
+
+def final(folder: Path, step: int) -> list[np.ndarray]:
+    """The parameters at the end of a run."""
+    from jaxpar.train.trained import open_trained
+
+    params = open_trained(folder, step=step).generator.params
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def require_equal(folder: Path, wanted: Path, steps: int) -> None:
+    """Every bit of the parameters, and the loss of every step."""
+    from jaxpar.train.metrics import read_metrics
+
+    for one, other in zip(final(folder, steps), final(wanted, steps), strict=True):
+        np.testing.assert_array_equal(one, other)
+    losses = [
+        {row["step"]: row["loss"] for row in read_metrics(place) if "loss" in row}
+        for place in (folder, wanted)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == steps
+
+
+def kill(run: Launched, draw: random.Random) -> None:
+    """SIGKILL to one of the processes; returns when its end has been told."""
+    os.kill(draw.choice(run.workers()), signal.SIGKILL)
+    assert run.process.stdout
+    for line in run.process.stdout:  # steps that are still told are those of before
+        run.said.append(line)
+        if line.startswith("process ") and " failed: " in line:
+            return
+
+
+def stop_launcher(run: Launched, draw: random.Random) -> None:
+    """SIGTERM or Ctrl-C to the launcher; returns when it has ended."""
+    run.process.send_signal(draw.choice((signal.SIGTERM, signal.SIGINT)))
+    require_saved(run)
+
+
+def stop_process(run: Launched, draw: random.Random) -> None:
+    """SIGTERM to one of the processes, as of a machine that is about to be taken away."""
+    os.kill(draw.choice(run.workers()), signal.SIGTERM)
+    require_saved(run)
+
+
+def require_saved(run: Launched) -> None:
+    """It ends by itself, with what it trained saved."""
+    reached = max(run.steps(), default=0)
+    assert run.process.wait() == STOPPED, "".join(run.said[-20:])
+    ended = [line for line in run.said if "saved; the same command goes on" in line]
+    assert (ended and f"after step {reached}" in ended[0]) or not reached, run.said[-5:]
+    assert "Traceback" not in "".join(run.said)
+
+
+def disturb(
+    folder: Path, steps: int, faults: Sequence[Fault], draw: random.Random
+) -> list[Recovery]:
+    """Train a run to its end, and do these things to it, spread over its steps. Where it has ended,
+    the same command goes on.
+
+    Returns:
+      The time that each took until the next step.
+    """
+    due = sorted(draw.sample(range(2, steps - 1), len(faults)))
+    left = list(faults)
+    done = list[Recovery]()
+    what = ""
+    since = 0.0
+    while True:
+        restarts = f"--max-failures={faults.count(kill)}"
+        run = Launched(folder, f"--train.steps={steps}", restarts)
+        for step in run.steps():
+            if what:
+                done.append(Recovery(what, time.monotonic() - since))
+                what = ""
+            if left and step >= due[0]:
+                fault = left.pop(0)
+                what = fault.__name__
+                del due[0]
+                since = time.monotonic()
+                fault(run, draw)
+        if run.process.wait() == STOPPED:
+            continue
+        assert run.process.returncode == 0, "".join(run.said[-20:])
+        return done
+
+
+def test_a_process_that_is_killed_and_a_launcher_that_is_told_to_stop(tmp_path: Path) -> None:
+    assert not disturb(tmp_path / "whole", 30, [], random.Random(0))
+    done = disturb(tmp_path / "run", 30, [kill, stop_launcher], random.Random(0))
+    assert [recovery.what for recovery in done] == ["kill", "stop_launcher"]
+    require_equal(tmp_path / "run", tmp_path / "whole", 30)
+
+
+BROKEN_DEVICE = """
+import importlib.abc, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "jaxpar.train.loop":
+            sys.meta_path.remove(self)
+            import jax
+            from jaxpar.train.guard import replicas
+            replicas.ReplicaCheck.mismatches = lambda check, state: [
+                replicas.Mismatch("embed.tokens", (jax.devices()[1],), 2)
+            ]
+
+sys.meta_path.insert(0, Finder())
+"""
+"""A `sitecustomize` by which every process finds that device 1 holds other weights."""
+
+
+def outcome(folder: Path, *flags: str, number: int = 0) -> tuple[int, int, str]:
+    """Launch a run, and send a signal to one process at its first steps; return its exit code, how
+    often the processes began, and what it said."""
+    run = Launched(folder, "--train.steps=40", *flags)
+    for step in run.steps():
+        if number and step >= 3:
+            os.kill(run.workers()[-1], number)
+            number = 0
+    said = "".join(run.said)
+    return run.process.wait(), said.count("versions  "), said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [
+        (signal.SIGKILL, []),
+        (signal.SIGABRT, []),
+        (signal.SIGSTOP, ["--train.hang-seconds=10"]),
+    ],
+    ids=["a peer that is gone", "an abort", "a hang"],
+)
+def test_all_start_again_where_the_exit_code_would_be_75_134_or_76(
+    number: int, flags: list[str], tmp_path: Path
+) -> None:
+    code, starts, said = outcome(tmp_path / "run", "--max-failures=1", *flags, number=number)
+    assert (code, starts) == (0, 2), said
+
+
+@pytest.mark.long
+def test_without_a_restart_left_it_ends_with_75(tmp_path: Path) -> None:
+    code, starts, said = outcome(tmp_path / "run", number=signal.SIGKILL)
+    assert (code, starts) == (75, 1), said
+    assert "the processes failed, and 0 restarts were allowed" in said
+
+
+@pytest.mark.long
+def test_what_the_user_must_mend_is_not_tried_again(tmp_path: Path) -> None:
+    absent = f"--data.path={tmp_path / 'absent.bin'}"
+    code, starts, said = outcome(
+        tmp_path / "run", "--max-failures=3", "--data.source=tokens", absent
+    )
+    assert (code, starts) == (2, 0) and "absent.bin" in said, said
+
+
+@pytest.mark.long
+def test_a_device_that_computes_wrongly_counts_as_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_DEVICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = "--train.check-replicas=5"
+    code, starts, said = outcome(tmp_path / "run", "--max-failures=1", check)
+    assert (code, starts) == (77, 2) and "embed.tokens" in said, said
+
+
+def run_long() -> None:
+    """The long form."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=10, help="kills, and stops")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    draw = random.Random(given.seed)
+    stops = [(stop_launcher, stop_process)[turn % 2] for turn in range(given.trials)]
+    with tempfile.TemporaryDirectory() as place:
+        whole = Path(place) / "whole"
+        disturb(whole, given.steps, [], draw)
+        for name, faults in {"kills": [kill] * given.trials, "stops": stops}.items():
+            folder = Path(place) / name
+            done = disturb(folder, given.steps, faults, draw)
+            require_equal(folder, whole, given.steps)
+            for recovery in done:
+                print(f"{recovery.what}: {recovery.seconds:.1f} s to the next step", flush=True)
+            seconds = [recovery.seconds for recovery in done]
+            print(
+                f"{len(done)} {name}, equal to the bit; median {statistics.median(seconds):.1f} s, "
+                f"worst {max(seconds):.1f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    run_long()

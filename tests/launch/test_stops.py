@@ -1,0 +1,79 @@
+"""What a signal to `jaxpar launch ray` does: before there is something to save, and after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from jaxpar.launch import stops as module
+from jaxpar.launch.gang import _failed
+from jaxpar.launch.stops import Place, Stops, fit
+from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
+
+HERE = Place("a node", 7)
+
+
+def test_with_nothing_to_save_it_ends_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Stops().take(signal.SIGINT, None)
+    with pytest.raises(SystemExit) as ended:
+        Stops().take(signal.SIGTERM, None)
+    assert ended.value.code == 143
+
+
+def test_only_a_second_ctrl_c_ends_at_once_what_has_something_to_save() -> None:
+    stops = Stops()
+    stops.place = HERE
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        stops.take(number, None)
+    assert stops.number == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        stops.take(signal.SIGINT, None)
+
+
+def test_a_stop_goes_to_the_processes_of_this_start_and_of_the_next(monkeypatch) -> None:
+    told: list[Place] = []
+    monkeypatch.setattr(module, "_terminate", lambda ray, place: told.append(place))
+    stops = Stops()
+    stops.place = HERE
+    asked = threading.Event()
+
+    def train() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while told != [HERE]:
+            asked.wait(0.01)
+        stops.place = Place("another", 8)
+        while len(told) < 2:
+            asked.wait(0.01)
+        return "saved"
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert fit(None, train, stops) == "saved"
+    assert told == [HERE, Place("another", 8)]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_training_raises_is_raised_here() -> None:
+    def train() -> None:
+        raise ValueError("of the processes")
+
+    with pytest.raises(ValueError, match="of the processes"):
+        fit(None, train, Stops())
+
+
+class _Failed(Exception):
+    """As Ray raises it."""
+
+    def __init__(self, *failures: Exception):
+        self.worker_failures = dict(enumerate(failures))
+
+
+def test_the_exit_code_says_what_the_processes_met() -> None:
+    died = pytest.importorskip("ray.exceptions").ActorDiedError()
+    assert _failed(_Failed(died), 0).exit_code == 75
+    assert _failed(_Failed(PeerLost("gone"), died), 3).exit_code == 75
+    assert _failed(_Failed(died, CopiesDiffer("device 1")), 0).exit_code == 77
+    assert _failed(_Failed(ValueError("a bug")), 0).exit_code == 1
