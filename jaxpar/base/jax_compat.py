@@ -404,3 +404,33 @@ def compute_in_host_memory(function: Callable[..., Any], *arguments: Any) -> Any
     there = jax.tree.map(lambda _: jax.memory.Space.Host, results)
     on_the_host = compute_on(function, compute_type="device_host", out_memory_spaces=there)
     return on_the_host(*arguments)
+
+
+# What processes of a run tell each other outside of programs.
+
+
+def coordination_client() -> Any:
+    """The client of JAX's coordination service, through which the processes of a run have met.
+
+    Returns:
+      The client; None where this process has joined no others, or jax has moved the client.
+    """
+    try:
+        from jax._src.distributed import global_state
+
+        client = global_state.client
+    except (ImportError, AttributeError):
+        return None
+    if all(hasattr(client, name) for name in _TOLD):
+        return client
+    return None
+
+
+_TOLD = (
+    "key_value_set_bytes",
+    "blocking_key_value_get_bytes",
+    "key_value_try_get_bytes",
+    "key_value_dir_get_bytes",
+    "key_value_delete",
+)
+"""What is called of the client, all by position but `allow_overwrite`."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.registry import SOURCES
+from jaxpar.data.blocks import UNREAD
 from jaxpar.data.masking import Masking, corrupt, make_masking
 from jaxpar.data.parts import Part
 from jaxpar.data.skipped import Skipped
@@ -232,8 +233,8 @@ def train_batches(
         else:
             mixed = made[0]
 
-        def own_rows(number: int, found: HostBatch) -> HostBatch:
-            kept = {name: array[local] for name, array in found.items()}
+        def own_rows(number: int, found: dict[str, np.ndarray]) -> HostBatch:
+            kept = _read_rows(found, local)
             return _corrupted(kept, number * batch + local, data, masking, _TRAINING)
 
         whole = mixed.batch(batch, drop_remainder=True)
@@ -274,6 +275,17 @@ def train_batches(
     whole = mixed.batch(batch, drop_remainder=True)
     read: grain.IterDataset[HostBatch] = _numbered(whole, fetch, masking).to_iter_dataset(ahead)
     return iter(read)
+
+
+def _read_rows(batch: dict[str, np.ndarray], rows_B: np.ndarray) -> HostBatch:
+    """Return some rows of a global batch, of which those that are unread are read."""
+    if UNREAD not in batch:
+        return {name: array[rows_B] for name, array in batch.items()}
+    unread = batch[UNREAD]
+    read = [row.read() for row in unread[rows_B]]
+    for row in unread:
+        row.release()
+    return {name: np.stack([row[name] for row in read]) for name in read[0]}
 
 
 _TRAINING = 0
@@ -334,12 +346,11 @@ def val_batches(
         )
         first = 0
         while group := list(islice(found, batch)):
-            nothing = {
-                name: np.full_like(array, -1 if name == "labels" else 0)
-                for name, array in group[0].items()
-            }
-            group += [nothing] * (batch - len(group))
-            kept = {name: np.stack([group[row][name] for row in rows]) for name in nothing}
+            whole = {name: np.stack([row[name] for row in group]) for name in group[0]}
+            there = local < len(group)
+            kept = _read_rows(whole, np.where(there, local, 0))
+            for name, array in kept.items():
+                array[~there] = -1 if name == "labels" else 0
             yield _corrupted(kept, first + local, data, masking, _VALIDATION)
             first += batch
         return

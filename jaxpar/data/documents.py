@@ -6,9 +6,9 @@ Shapes: n tokens of a document, S sequence length, T = S + 1.
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
@@ -17,12 +17,19 @@ from typing import Any, NamedTuple
 
 import grain
 import grain.experimental
-import jax
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.console import console
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
+from jaxpar.base.process.exchange import open_exchange
+from jaxpar.data.blocks import UNREAD, Blocks, UnreadRow
+from jaxpar.data.document_order import (
+    DocumentStream,
+    Packed,
+    StreamTogether,
+    reading_source,
+    together,
+)
 from jaxpar.data.parts import PartDefaults
 from jaxpar.data.ranged import RangedFile
 from jaxpar.data.skipped import Skipped
@@ -43,8 +50,8 @@ class Documents(PartDefaults):
     """Documents that are tokenized while they are read."""
 
     source: OpenedSource
-    encode: Callable[[Any], dict[str, np.ndarray]]
-    """Makes `{"tokens": int32 [n]}` of an element of the source."""
+    encode: Callable[[Any], np.ndarray]
+    """Makes ids, int32 [n], of an element of the source; an error says why it is no text."""
     origin: str
     """The path or name that was given, for messages."""
     size: int | None
@@ -70,23 +77,73 @@ class Documents(PartDefaults):
             what = f"{self.size:,} documents"
         return what + self.note
 
-    def encoded(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset:
-        """Return every document as ids, of which one without text has none; see `rows`."""
+    def encoded(
+        self, data: DataConfig, seed: int, endless: bool, blocks: Blocks | None = None
+    ) -> grain.IterDataset:
+        """Return every document as `{"tokens": ids}`, of which one without text has none.
+
+        Args:
+          data: the config.
+          seed: shuffles them, if they are endless.
+          endless: whether they are read again and again.
+          blocks: what several processes tokenize together; `tokens` are then addresses in it.
+        """
         source = self.source
+        name = ""
+        if blocks is not None:
+            name = self._name_of_order(data, seed, endless)
         if isinstance(source, grain.MapDataset):
             if endless:
                 ordered = source.seed(seed).shuffle().repeat()
             else:
                 ordered = source
+            if blocks is None:
+                tokenized = ordered.map(self.tokens_of)
+            else:
+                tokenized = together(ordered, blocks, name, self._count)
             ahead = grain.ReadOptions(
                 num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch
             )
-            return ordered.map(self.encode).to_iter_dataset(ahead)
-        stream = _Stream(source, self.origin, data.source, endless)
+            return tokenized.to_iter_dataset(ahead)
+        stream = DocumentStream(source, self.origin, data.source, endless)
         if endless and data.shuffle_window:
             window = {"window_size": data.shuffle_window, "seed": seed}
             stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
-        return stream.map(self.encode)
+        if blocks is None:
+            return stream.map(self.tokens_of)
+        return StreamTogether(stream, blocks, name, self._count)
+
+    def tokens_of(self, element: Any) -> dict[str, np.ndarray]:
+        """Tokenize a record; one that is no text becomes no tokens, so that it does not end a run
+        in its middle.
+        """
+        ids, reason = self._try(element)
+        self._count(reason)
+        return {"tokens": ids}
+
+    def _try(self, element: Any) -> tuple[np.ndarray, str]:
+        """Return the ids of a record, and why it is no text, if it is none."""
+        try:
+            return self.encode(element), ""
+        # half of a surrogate pair is a TypeError of tokenizers
+        except (UserError, UnicodeError, TypeError) as error:
+            return np.zeros(0, np.int32), str(error) or type(error).__name__
+
+    def _count(self, reason: str) -> None:
+        """Count a record, which is text where there is no reason why not."""
+        if self.skipped is None:
+            return
+        if reason:
+            self.skipped.add(reason)
+        else:
+            self.skipped.read_one()
+
+    def _name_of_order(self, data: DataConfig, seed: int, endless: bool) -> str:
+        """A name of the documents in an order, which no other documents and no other order have."""
+        told = (self.size, seed, endless, data.shuffle_window, data.column)
+        content = hashlib.blake2b(self.sample.tobytes(), digest_size=8)
+        content.update(repr(told).encode())
+        return content.hexdigest()
 
     def rows(
         self,
@@ -100,6 +157,8 @@ class Documents(PartDefaults):
         They are read again and again if `endless`, shuffled by `seed`: anew in each epoch in random
         access, the same in a stream. Otherwise they are read once and in order, and the last row is
         filled up.
+
+        Of several processes each tokenizes its share, and a row is an `UnreadRow`.
         """
 
         def row(packed: dict[str, np.ndarray]) -> HostBatch:
@@ -120,10 +179,17 @@ class Documents(PartDefaults):
                 batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
             return batch
 
-        documents = self.encoded(data, seed, endless).filter(
+        exchange = open_exchange()
+        blocks = None
+        if exchange is not None:
+            blocks = Blocks(exchange, self._try, threads=max(min(data.prefetch, 4), 1))
+        documents = self.encoded(data, seed, endless, blocks).filter(
             lambda document: len(document["tokens"]) > 0
         )
-        return _Packed(documents, length_struct={"tokens": data.seq_len + 1}).map(row)
+        packed = Packed(documents, length_struct={"tokens": data.seq_len + 1})
+        if blocks is None:
+            return packed.map(row)
+        return packed.map(lambda found: {UNREAD: UnreadRow(blocks, found, row)})
 
 
 def load_documents(
@@ -153,22 +219,12 @@ def _load(
 ) -> Documents:
     skipped = Skipped(path)
 
-    def encode(element: Any) -> dict[str, np.ndarray]:
-        """Tokenize a record; one that is no text becomes no tokens, so that it does not end a run
-        in its middle.
-        """
-        try:
-            if isinstance(element, _Unreadable):
-                raise UserError(element.reason)
-            ids = encode_document(_text_of(element, path, data.column), tokenizer)
-        # half of a surrogate pair is a TypeError of tokenizers
-        except (UserError, UnicodeError, TypeError) as error:
-            skipped.add(str(error))
-            return {"tokens": np.zeros(0, np.int32)}
-        skipped.read_one()
-        return {"tokens": ids}
+    def encode(element: Any) -> np.ndarray:
+        if isinstance(element, _Unreadable):
+            raise UserError(element.reason)
+        return encode_document(_text_of(element, path, data.column), tokenizer)
 
-    with _reading(path, data.source):
+    with reading_source(path, data.source):
         source, size, files = opened(path, data)
         nothing = np.zeros(0, np.int32)
         begin = tokenizer.begin_of_text
@@ -204,24 +260,6 @@ def _text_of(element: Any, path: str, column: str) -> str:
     if not isinstance(text, str):
         raise UserError(f"{path}: column {column!r} has a value that is no text: {repr(text)[:40]}")
     return text.removeprefix(BYTE_ORDER_MARK)
-
-
-@contextmanager
-def _reading(path: str, source: str) -> Iterator[None]:
-    """Say in one line what kept documents from being read; each library raises exceptions of
-    its own.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(
-            f"data.source={source} needs the {error.name} package: pip install 'jaxpar[data]'"
-        ) from error
-    except (UserError, StopIteration):
-        raise
-    except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot read {path} as data.source={source}: {said}") from error
 
 
 class _Unreadable(NamedTuple):
@@ -424,75 +462,3 @@ def _files(path: str, *endings: str) -> list[Path]:
         pattern = f"a pattern like 'texts/*{endings[0]}'"
         raise UserError(f"no {endings[0]} file at {path}: give a file, a folder, or {pattern}")
     return found
-
-
-class _Stream(grain.IterDataset):
-    """A streaming data set of Hugging Face, once or in endless epochs; it keeps its position
-    itself.
-    """
-
-    def __init__(
-        self,
-        opened: Callable[[], Any],
-        origin: str,
-        kind: str,
-        endless: bool,
-    ):
-        super().__init__()
-        self.opened = opened
-        self.origin = origin
-        self.kind = kind
-        self.endless = endless
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _StreamIterator(self)
-
-
-class _StreamIterator(grain.DatasetIterator):
-    def __init__(self, stream: _Stream):
-        super().__init__()
-        self._stream = stream
-        self._begin(0)
-
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._source, self._running = epoch, self._stream.opened(), None
-
-    def __next__(self) -> Any:
-        stream = self._stream
-        with _reading(stream.origin, stream.kind):
-            while True:
-                try:
-                    self._running = self._running or iter(self._source)
-                    return next(self._running)
-                except StopIteration:
-                    if not stream.endless:
-                        raise
-                    self._begin(self._epoch + 1)
-                    if jax.process_index() == 0:
-                        console().print(
-                            f"{stream.origin} is read to its end: epoch {self._epoch + 1} begins"
-                        )
-
-    def get_state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "source": self._source.state_dict()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._begin(state["epoch"])
-        self._source.load_state_dict(state["source"])
-
-
-class _Packed(grain.experimental.ConcatThenSplitIterDataset):
-    """Grain's packing, whose state survives JSON: it compares tuples, and JSON gives lists (seen in
-    0.2.18).
-    """
-
-    def __iter__(self) -> grain.DatasetIterator:
-        made = super().__iter__()
-        restore = made.set_state
-
-        def set_state(state: dict[str, Any]) -> None:
-            slices = {name: tuple(place) for name, place in state["remainder_slices"].items()}
-            restore(state | {"remainder_slices": slices})
-
-        made.set_state = set_state
-        return made

@@ -5,14 +5,21 @@ and a run that goes on compares them with it.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxpar.base.config import Config, DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.process.together import run_together
+from jaxpar.base.process.together import (
+    number_from_first,
+    numbers_from_first,
+    run_together,
+)
 from jaxpar.base.whole_files import write_whole
 from jaxpar.data.corpus import Corpus, load_corpus
 from jaxpar.data.identity import Piece, difference, identify
@@ -94,11 +101,41 @@ def load_run_corpus(
       The data.
 
     Raises:
-      UserError: as of `with_run_data`.
+      UserError: as of `with_run_data`, or the data are others than those of another process.
     """
-    return run_together(
+    corpus = run_together(
         lambda: load_corpus(with_own_tokenizer(data, folder, say), vocab_size),
     )
+    _require_same_everywhere(corpus)
+    return corpus
+
+
+def _require_same_everywhere(corpus: Corpus) -> None:
+    """Refuse data that are others on this machine than on that of the first process: batches of
+    several machines are rows of one order.
+
+    Raises:
+      UserError: they are, here or on another process.
+    """
+    if jax.process_count() == 1:
+        return
+    pieces = run_together(lambda: identify(corpus))
+    count = number_from_first(len(pieces))
+    contents = [zlib.crc32(f"{piece.length} {piece.hash}".encode()) >> 1 for piece in pieces]
+    here = [*contents, *[0] * count][:count]
+    first = numbers_from_first(here)
+
+    def require() -> None:
+        same = "all machines must see the same data"
+        if len(pieces) != count:
+            raise UserError(
+                f"the data are {len(pieces)} files here and {count} on the first process: {same}"
+            )
+        for piece, content, other in zip(pieces, here, first, strict=True):
+            if content != other:
+                raise UserError(f"{piece.name} is another here than on the first process: {same}")
+
+    run_together(require)
 
 
 def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:

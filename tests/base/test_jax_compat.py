@@ -7,6 +7,9 @@ A failure here names what was moved or renamed. Mend `jaxpar/base/jax_compat.py`
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,38 @@ def test_a_moved_module_breaks_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delattr(jax._src.lib, "cuda_versions")
     assert jax_compat.cudnn_version() == 0
+
+
+@pytest.mark.slow
+def test_processes_give_each_other_bytes_through_jaxs_own_service() -> None:
+    from jax._src.distributed import global_state
+
+    assert hasattr(global_state, "client")
+    assert jax_compat.coordination_client() is None, "this process has joined no others"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = subprocess.run(
+        [sys.executable, "-c", _JOINED, f"127.0.0.1:{port}"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout.split() == ["b'two'", "None", "['1/a']", "None"], told.stderr
+
+
+_JOINED = """
+import sys, jax
+from jaxpar.base import jax_compat
+from jaxpar.base.process.exchange import Exchange
+jax.distributed.initialize(sys.argv[1], 1, 0)
+exchange = Exchange(jax_compat.coordination_client(), 0, 1)
+exchange.put("here/1/a", b"one")
+exchange.put("here/1/a", b"two")
+print(exchange.get("here/1/a", 5.0), exchange.get("here/2/a"), list(exchange.below("here/")))
+exchange.remove("here/1/")
+print(exchange.get("here/1/a", 0.1))
+"""
 
 
 def test_nobody_else_looks_inside_jax() -> None:

@@ -522,7 +522,7 @@ def test_records_that_are_no_text_are_left_out_and_counted(kind, tmp_path):
     assert counts.text.endswith("column 'text' has a value that is no text: None")
     for bad in (7, ["a"], b"bytes"):
         before = counts.count
-        assert len(stream.encode({"text": bad})["tokens"]) == 0 and counts.count == before + 1
+        assert len(stream.tokens_of({"text": bad})["tokens"]) == 0 and counts.count == before + 1
 
 
 def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_ever(

@@ -470,9 +470,7 @@ def test_rows_of_documents_begin_so(begun: Path) -> None:
     texts = ["abc", "de", "fghijk"]
     ids = [encode_document(text, tokenizer) for text in texts]
     source = grain.MapDataset.source(ids)
-    documents = Documents(
-        source, lambda found: {"tokens": found}, "here", 3, ids[0], begin_of_text=1
-    )
+    documents = Documents(source, lambda found: found, "here", 3, ids[0], begin_of_text=1)
     data = DataConfig("hf", seq_len=5, prefetch=0)
     rows = list(documents.rows(data, 0, endless=False))
     a, d, f = (tokenizer.encode(text).tolist() for text in texts)

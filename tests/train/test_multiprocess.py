@@ -150,6 +150,20 @@ def test_a_folder_that_one_process_refuses_is_refused_by_both(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
 
 
+def test_a_file_that_is_another_on_the_other_machine_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    for number, file in enumerate(files):
+        file.write_text(f"{number} is a text of some length\n" * 500)
+    only = tuple(("--data.path", str(file)) for file in files)
+    pair = launch_pair(tmp_path / "run", "--data.source", "text", only=(only[0], only[1]))
+    assert wait(pair) == [2, 2]
+    said = capfd.readouterr().err
+    assert f"{files[1]} is another here than on the first process" in said
+    assert "process 1 cannot go on, so none can" in said
+
+
 def test_answers_on_disk_are_read_by_both_and_a_teacher_beside_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ would wait in the next collective for a process that has left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import jax
@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jaxpar.base.errors import UserError
 
 T = TypeVar("T")
+
 _TOGETHER = "raised_on_all_processes"
 """The attribute of an error that every process raises."""
 
@@ -72,6 +73,19 @@ def number_from_first(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def numbers_from_first(values: Sequence[int]) -> list[int]:
+    """Return on every process the numbers that the first one gives, of 31 bits.
+
+    All processes must call this.
+
+    Args:
+      values: the numbers, as many on each process.
+    """
+    if jax.process_count() == 1:
+        return list(values)
+    return multihost_utils.broadcast_one_to_all(np.array(values, np.int32)).tolist()
 
 
 def raised_together(error: BaseException) -> bool:
