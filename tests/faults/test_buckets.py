@@ -291,18 +291,17 @@ def test_one_request_in_ten_fails_and_each_is_slow(runs, local):
     runs.require_equal(run, local)
 
 
-def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(tmp_path, monkeypatch):
+def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(runs, local, tmp_path, monkeypatch):
     with gcs_server() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        runs = Runs(tmp_path, server)
-        Bucket(f"gs://{BUCKET}").write("data/tokens.bin", runs.tokens.read_bytes())
-        runs.train(str(tmp_path / "local"))
+        there = Runs(tmp_path, server)
+        Bucket(f"gs://{BUCKET}").write("data/tokens.bin", there.tokens.read_bytes())
         run = f"gs://{BUCKET}/run"
-        (process,) = runs.start(run, "--train.stop-at=8")
+        (process,) = there.start(run, "--train.stop-at=8")
         assert "Traceback" not in process.communicate(timeout=600)[1]
-        runs.train(run)
-        runs.require_equal(run, str(tmp_path / "local"))
+        there.train(run)
+        assert not differences(there.end_of(run), runs.end_of(local))
 
 
 def test_of_two_that_create_an_object_of_google_as_a_lock_is_taken_one_has_it(monkeypatch):
