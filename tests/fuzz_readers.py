@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fuzzed_files import READERS, READS, Reader, make_files, run_command, seal
+from fuzzed_files import READERS, READS, Reader, make_files, run_command, seal, wait_for_nobody
 from limits import SECONDS, at_most, cost_of
 
 # of this process: what allocates more is ended with a MemoryError, and not the machine
@@ -202,14 +204,16 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     from jaxpar.cli.main import say_once
-    from jaxpar.train.restore import which_step
 
     say_once()
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        wait_for_nobody(patch, Path(folder) / "cache")
         make_files(Path(folder))
-        which_step._REMOVAL_SECONDS = 0.0  # no run beside removes anything
         return int(fuzz(chosen, args.trials, args.seed, lambda line: print(line, flush=True)) > 0)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from damage import (
     Damage,
     damage_bytes,
@@ -198,6 +199,19 @@ _TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def wait_for_nobody(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Have commands wait for no other process, as there is none, and keep what they fetch in a
+    cache of their own.
+    """
+    from jaxpar.train.restore import which_step
+    from jaxpar.train.runs import run_lock
+
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+    patch.setattr(which_step, "_REMOVAL_SECONDS", 0.0)
+    patch.setattr(run_lock, "_SETTLE", 0.0)
+    patch.setattr(run_lock, "WATCH", 0.0)
 
 
 def make_files(folder: Path) -> None:
@@ -428,9 +442,6 @@ def _read_sinks(file: Path) -> None:
 def _take_lock(file: Path) -> None:
     from jaxpar.train.runs import run_lock
 
-    # nobody else is there
-    run_lock._SETTLE = 0.0
-    run_lock.WATCH = 0.0
     run_lock.RunLock(file.parent, lambda line: None).close()
 
 

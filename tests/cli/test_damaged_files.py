@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 from fuzz_readers import trials
-from fuzzed_files import READERS, Reader, make_files
-
-from jaxpar.train.restore import which_step
+from fuzzed_files import READERS, Reader, make_files, wait_for_nobody
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -22,8 +20,7 @@ pytest.importorskip("jinja2")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("damaged")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(which_step, "_REMOVAL_SECONDS", 0.0)  # no run beside removes anything
+        wait_for_nobody(patch, folder / "cache")
         make_files(folder)
         yield folder
 
