@@ -460,7 +460,8 @@ def _read_answers(file: Path) -> None:
 
 
 def _refresh_copy(file: Path) -> None:
-    from jaxpar.base.storage import Bucket, _refresh
+    from jaxpar.base.storage.bucket import Bucket
+    from jaxpar.base.storage.copies import _refresh
 
     bucket = Bucket(f"file://{Path.cwd()}/words")
     _refresh(bucket, file.with_name("copy"), file, bucket.files())

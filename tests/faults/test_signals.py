@@ -7,13 +7,14 @@ code, with no traceback, and the run that goes on from there is the undisturbed 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,11 +34,14 @@ FLAGS = [
     "--checkpoint.every=20",
     "--metrics.log-every=1",
 ]
-PATIENCE = 240.0
-"""Seconds after which a training that has not ended counts as one that hangs."""
-WAITS_ALONE = 40.0
-"""Seconds that a process is left which waits for one that has left before they met: it would wait
-for `mesh.join_seconds`, or for JAX's own limit."""
+PAUSE = 0.2
+"""Seconds between two looks at the processes."""
+IDLE_LOOKS = 200
+"""After so many looks at which next to none of their threads had anything to do they hang, or wait
+for one that has left: on a busy machine a process may take minutes, but its threads are ready."""
+IDLE = 0.05
+"""The share of these looks at which a heartbeat may be seen."""
+PATIENCE = 1800.0
 
 
 class Outcome(NamedTuple):
@@ -67,19 +71,31 @@ def start_listening(
         signal.signal(signal.SIGINT, before)
 
 
+def is_busy(process: subprocess.Popen[str]) -> bool:
+    """Whether a thread of a process runs, would run if a processor were free, or waits for a
+    disk.
+    """
+    for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # the name, in parentheses, may hold anything
+            if stat.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
+                return True
+    return False
+
+
 def end(running: list[subprocess.Popen[str]]) -> Outcome:
-    """Wait for the processes; neither outlives this. Where one has left before they met, the other
+    """Wait for the processes; none outlives this. Where one has left before they met, the other
     waits for it for minutes: whatever started them ends it. What waits or hangs shows its stacks.
     """
+    looks = deque[bool](maxlen=IDLE_LOOKS)
     until = time.monotonic() + PATIENCE
-    left = False
-    while any(process.poll() is None for process in running) and time.monotonic() < until:
-        if not left and any(process.poll() not in (None, 0) for process in running):
-            left = True
-            until = min(until, time.monotonic() + WAITS_ALONE)
-        time.sleep(0.05)
-    hanging = [process for process in running if process.poll() is None]
-    for process in hanging:
+    while left := [process for process in running if process.poll() is None]:
+        looks.append(any(is_busy(process) for process in left))
+        are_idle = len(looks) == IDLE_LOOKS and sum(looks) < IDLE * IDLE_LOOKS
+        if are_idle or time.monotonic() > until:
+            break
+        time.sleep(PAUSE)
+    for process in left:
         process.send_signal(signal.SIGABRT)
     errors = [process.communicate(timeout=60)[1] for process in running]
     codes = [process.returncode for process in running]
