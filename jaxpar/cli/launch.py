@@ -12,7 +12,8 @@ from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.ranges import Range
 from jaxpar.cli.arguments import ConfigArgs, config_args, plain_name, run_folder
-from jaxpar.launch.scripts import Placement, script
+from jaxpar.launch.placement import Placement
+from jaxpar.launch.scripts import script
 from jaxpar.rehearse.targets import load_target
 
 
