@@ -16,9 +16,10 @@ from math import prod
 
 import numpy as np
 
+from jaxpar.hlo.module import Computation, Instruction, Module
 from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES
-from jaxpar.hlo.parse import Computation, Instruction, Module, split
 from jaxpar.hlo.tasks import Collective, CollectiveKind, Groups
+from jaxpar.hlo.text import split
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'?([^'\s,{}]+?)'?(?::\((\d+)\)(\d+))?$")

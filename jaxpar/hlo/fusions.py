@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxpar.hlo import opcodes
-from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
+from jaxpar.hlo.memory_traffic import traffic
+from jaxpar.hlo.module import Computation, Instruction, Module
+from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.tasks import Program, walk
-from jaxpar.hlo.work import traffic
 
 
 class Operations(NamedTuple):

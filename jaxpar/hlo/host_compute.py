@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxpar.hlo.opcodes import CALLERS, ELEMENTWISE, MOVES
-from jaxpar.hlo.parse import Computation, Instruction, Module, words
-from jaxpar.hlo.work import HOST, result_of, work_of
+from jaxpar.hlo.flops import work_of
+from jaxpar.hlo.memory_traffic import HOST, result_of
+from jaxpar.hlo.module import Computation, Instruction, Module
+from jaxpar.hlo.opcodes import CALLERS, ELEMENTWISE, MOVES, words
 
 _TARGET = "HostExecute"
 _ARITHMETIC = ELEMENTWISE - MOVES - words("bitcast broadcast convert pad tuple select")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from jaxpar.hlo import opcodes
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+from jaxpar.hlo.flops import Multiplied
+from jaxpar.hlo.memory_traffic import HOST
+from jaxpar.hlo.module import Computation, Instruction, Module, Shape
 from jaxpar.hlo.tasks import TaskKind
-from jaxpar.hlo.work import HOST, Multiplied
 
 _NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
 _HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives

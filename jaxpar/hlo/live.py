@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxpar.hlo import opcodes
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, words
+from jaxpar.hlo.module import Computation, Instruction, Module, Shape
+from jaxpar.hlo.opcodes import words
 
 _ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 """Which part of a result lies where which part of an argument does: `{0}: (1, {})`."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from jaxpar.hlo.parse import Instruction, Module, words
+from jaxpar.hlo.module import Instruction, Module
 from jaxpar.hlo.tasks import CollectiveKind
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the set of the words in a text."""
+    return frozenset(text.split())
+
 
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all-gather": "all-gather",

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.hlo.parse import Frame, Instruction, Module, words
+from jaxpar.hlo.module import Frame, Instruction, Module
+from jaxpar.hlo.opcodes import words
 from jaxpar.hlo.tasks import Loop, Node, Origin, Phase, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]

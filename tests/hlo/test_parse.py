@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.parse import Instruction, Module, Shape, parse_module, parse_shape, split
+from jaxpar.hlo.module import Instruction, Module, Shape
+from jaxpar.hlo.parse import parse_module, parse_shape
+from jaxpar.hlo.text import split
 
 pytestmark = pytest.mark.quick
 

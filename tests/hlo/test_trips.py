@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.hlo import trips as subject
-from jaxpar.hlo.parse import Computation, Instruction, Module, parse_module
+from jaxpar.hlo.module import Computation, Instruction, Module
+from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.trips import evaluate, initial_state, invariant, trip_count
 
 pytestmark = pytest.mark.quick

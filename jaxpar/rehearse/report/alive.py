@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from jaxpar.base.console import bytes_text
 from jaxpar.hlo.live import LiveArray, Schedule, live_arrays
-from jaxpar.hlo.parse import Module
+from jaxpar.hlo.module import Module
 from jaxpar.hlo.tasks import Origin
 from jaxpar.rehearse.report.schema import Alive, AliveArray
 from jaxpar.rehearse.report.tables import titled_table
