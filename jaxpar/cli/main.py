@@ -8,6 +8,7 @@ Each command is a row of `COMMANDS`.
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -97,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a reader that has gone can be told
             if argv is None:
                 end_quietly()
+                # at its end Python would look through all objects of JAX again, for two seconds
+                gc.freeze()
     except UserError as error:
         fail(str(error))
         if error.ends_at_once and argv is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput import Account
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_experiment
@@ -57,7 +59,19 @@ def train_config(
     """
     if began is None:
         began = time.monotonic()
-    folder = run_here(folder)
+    with closing(Account(began)) as account:
+        return _train_config(config, run_here(folder), verify, report, began, account)
+
+
+def _train_config(
+    config: Config,
+    folder: Path,
+    verify: bool,
+    report: Report | None,
+    began: float,
+    account: Account,
+) -> Result:
+    """The same, with an account of the process's time."""
     # what is wrong with the layout or the data is said before a budget is solved
     experiment = make_experiment(config)
     main = jax.process_index() == 0
@@ -87,7 +101,9 @@ def train_config(
 
     try:
         with ThreadPoolExecutor(1) as beside:
-            result = run(settled, folder, watch=watch, report=take_row, began=began)
+            result = run(
+                settled, folder, watch=watch, report=take_row, began=began, account=account
+            )
     except OutOfMemory as error:
         if error.where != STEP:
             raise
@@ -97,6 +113,7 @@ def train_config(
         raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
     if main and (folder / "metrics.jsonl").exists():
         draw()
+        account.close()
         send(folder)
         say(f"wrote {folder / 'loss.png'}")
     return result

@@ -22,6 +22,7 @@ from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_t
 from jaxpar.base.errors import UserError, visible, with_urls
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
+from jaxpar.train.goodput import add_up, read_lives
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.run_folder import is_run, read_run_config
 
@@ -190,7 +191,10 @@ def _run_page(folder: Path, width: int) -> RenderableType:
     for first in range(0, len(cells), 3):
         grid.add_row(*cells[first : first + 3])
     batch = Text(f"{what}; {config.train.batch} x {config.data.seq_len} tokens a step", "dim")
-    parts = batch, bar, "", *_curves(rows, width - 4, 8), grid
+    parts: list[RenderableType] = [batch, bar, "", *_curves(rows, width - 4, 8), grid]
+    lives = read_lives(folder).lives
+    if lives:
+        parts += ["", Text(add_up(lives).summary(), "dim")]
     return Panel(
         Group(*parts),
         title=Text(visible(with_urls(str(folder))), "bold"),

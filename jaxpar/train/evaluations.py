@@ -19,6 +19,7 @@ from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.masking import make_masking
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches
+from jaxpar.train.goodput import Clock
 from jaxpar.train.guard.failures import EVALUATION, STEP, Running
 from jaxpar.train.metrics import MetricsLog, read_metrics
 from jaxpar.train.open_run import OpenRun
@@ -56,6 +57,7 @@ class Evaluations:
         running: Running,
         stop: Stop,
         patience: float = 20.0,
+        clock: Clock | None = None,
     ):
         """Take a run.
 
@@ -65,6 +67,7 @@ class Evaluations:
           running: is told when an evaluation runs.
           stop: says when to leave an evaluation, between two batches.
           patience: the seconds after which an evaluation says how far it is.
+          clock: counts the time of evaluations; None = nobody asks for it.
         """
         self.last_loss: float | None = None
         self.cut_short = False
@@ -73,6 +76,7 @@ class Evaluations:
         self._say = say
         self._running = running
         self._patience = patience
+        self._clock = Clock() if clock is None else clock
         self._program: Future[Compiled] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -161,7 +165,8 @@ class Evaluations:
         """
         self._running.program = EVALUATION
         try:
-            loss = self._evaluate(step, params, log, final)
+            with self._clock.during("evaluation"):
+                loss = self._evaluate(step, params, log, final)
         except _Stopped:
             self.cut_short = True
             loss = None
@@ -178,7 +183,8 @@ class Evaluations:
         else:
             limit = train.eval_batches
         progress = _Progress(self._say, limit, final, self._patience)
-        program = self._await_program()
+        with self._clock.during("compiling"):
+            program = self._await_program()
 
         def tick(count: int) -> None:
             progress.tick(count)

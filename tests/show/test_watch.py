@@ -68,6 +68,27 @@ def test_the_page_of_a_run(tmp_path):
         assert part in found, part
 
 
+def test_the_page_says_what_the_time_went_on(tmp_path):
+    make(tmp_path / "run", 60)
+    assert "goodput" not in text(tmp_path / "run")
+    line = (
+        '{"began": 0, "ended": 90, "lowest": 0, "step": 50, "saves": 1, "marks": [[40, 40.0]], '
+        '"seconds": {"productive": 50, "startup": 30, "compiling": 10}}\n'
+    )
+    later = (
+        '{"began": 100, "ended": 120, "lowest": 40, "step": 60, "saves": 0, "marks": [], '
+        '"seconds": {"productive": 20}}\n'
+    )
+    (tmp_path / "run" / "goodput.jsonl").write_text(line + "damaged\n" + later)
+    found = text(tmp_path / "run")
+    assert {len(row) for row in found.splitlines()} == {80}
+    words = " ".join(found.replace("│", " ").split())
+    assert (
+        "goodput 50.0 % of 2:00 in 2 processes: start-up 25.0 %, wasted 8.3 %, compiling 8.3 %, "
+        "down 8.3 %" in words
+    )
+
+
 def test_the_curve_falls_from_its_highest_to_its_lowest(tmp_path):
     make(tmp_path / "run", 60)
     lines = [

@@ -19,6 +19,7 @@ from jaxpar.base.hardware import peak_flops
 from jaxpar.base.process.stopping import Stop
 from jaxpar.base.toml import to_toml
 from jaxpar.train.evaluations import Evaluations
+from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import OutOfMemory, Running, memory_errors
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
@@ -193,7 +194,7 @@ def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     log = MagicMock()
     meter = Meter(0, 1e9, jax.devices(), "float32")
     measured = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
-    StepRows(run, log, MagicMock(), meter).write(1, measured, bad_steps=0)
+    StepRows(run, log, MagicMock(), meter, Account()).write(1, measured, bad_steps=0)
     row = log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row

@@ -65,8 +65,8 @@ class Judge:
                 number.copy_to_host_async()
         self._unread.append(numbers)
 
-    def require_good(self, last: int) -> None:
-        """Judge the steps up to `last`, which have run.
+    def require_good(self, last: int) -> list[int]:
+        """Judge the steps up to `last`, which have run, and return those that are skipped.
 
         Raises:
           BadStep: one was bad, and is not to be skipped. One that was not finite left its state as
@@ -76,6 +76,7 @@ class Judge:
         unread = self._until(last)
         del self._unread[: len(unread)]
         rows = jax.device_get(unread)
+        skipped = list[int]()
         for number, row in enumerate(rows):
             judged = self.guard.judge(row)
             if judged.decision == "go on":
@@ -83,9 +84,11 @@ class Judge:
             self._require_rows()
             if judged.decision == "skip":
                 self._say(self._skipped(row))
+                skipped.append(row.step)
                 continue
             after = [*rows[number + 1 :], *jax.device_get(self._unread)]
             raise BadStep(row, judged, sum(later.finite for later in after))
+        return skipped
 
     def finite_until(self, step: int) -> bool:
         """Whether those of the steps up to this one that were not judged yet were finite."""

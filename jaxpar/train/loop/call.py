@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +24,13 @@ from jaxpar.data.corpus import Corpus
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput import Account, Cause
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, PeerLost, Running, memory_errors
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.loop.messages import done_already, ended, stopped
 from jaxpar.train.loop.steps import Parts, Steps, Watch
 from jaxpar.train.metrics import MetricsLog, Profile, Report
-from jaxpar.train.open_run import OpenRun, banner_lines, first_step, keep_run, open_run
+from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
 from jaxpar.train.runs.bucket_runs import run_here
 from jaxpar.train.runs.manifest import DamagedCheckpoint, UnreadCheckpoint
 from jaxpar.train.sinks import Sink
@@ -57,6 +58,7 @@ def run(
     report: Report | None = None,
     began: float | None = None,
     stateful: Mapping[str, Stateful] | None = None,
+    account: Account | None = None,
 ) -> Result:
     """Train the run in `folder`, or go on with it.
 
@@ -73,6 +75,8 @@ def run(
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
       stateful: objects by name whose state is saved with each checkpoint, on the first process, and
         given back to them, on every process, when the run goes on.
+      account: counts what the time of this process goes on, and is closed by the caller, for whom
+        the run has not ended yet; None = its time is that of this call, from `began`.
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
@@ -85,11 +89,28 @@ def run(
     folder = run_here(folder)
     say = console().print if jax.process_index() == 0 else lambda line: None
     began = time.monotonic() if began is None else began
-    while True:
-        opened = open_run(experiment, folder, corpus, say)
-        result = _train_and_close(opened, watch, report, began, stateful or {}, say)
-        if result is not None:
-            return result
+    with ExitStack() as stack:
+        if account is None:
+            account = stack.enter_context(closing(Account(began)))
+        call = _Call(watch, report, began, stateful or {}, account, say)
+        while True:
+            opened = open_run(experiment, folder, corpus, say)
+            result = _train_and_close(opened, call)
+            if result is not None:
+                return result
+
+
+class _Call(NamedTuple):
+    """What the caller of `run` has given beside experiment and folder (see there), and `say`, which
+    prints a line on the first process.
+    """
+
+    watch: Watch
+    report: Report | None
+    began: float
+    stateful: Mapping[str, Stateful]
+    account: Account
+    say: Callable[[str], None]
 
 
 def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
@@ -103,23 +124,16 @@ def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
     return jax.process_count() == 1 and not opened.is_new and place in str(error)
 
 
-def _train_and_close(
-    opened: OpenRun,
-    watch: Watch,
-    report: Report | None,
-    began: float,
-    stateful: Mapping[str, Stateful],
-    say: Callable[[str], None],
-) -> Result | None:
+def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
     """Run the steps that are left, and give the folder back. None = the step to go on from is
     damaged, and was moved aside: the run is to be opened again.
     """
-    limit = _time_limit(opened, began)
+    limit = _time_limit(opened, call.began)
     stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process
     with closing(opened.lock), closing(stop), closing(MachineNotice(stop.ask)):
         try:
-            result = _train(opened, watch, report, stop, limit, stateful)
+            result = _train(opened, call, stop, limit)
         except PeerLost:
             raise  # nothing is waited for, as that would wait for the other process
         except BaseException as error:
@@ -129,12 +143,15 @@ def _train_and_close(
             try:
                 opened.checkpoints.close(_leave_together(error))
             except Exception as later:  # the first error is the one to tell
-                say(f"warning: {later}")
+                call.say(f"warning: {later}")
             if aside:
                 return None
             raise
-        opened.checkpoints.remove_old()
-        opened.checkpoints.close()
+        with call.account.clock.during("saving"):
+            opened.checkpoints.remove_old()
+            opened.checkpoints.close()
+        if said := call.account.summary():
+            call.say(said)
     return result
 
 
@@ -154,40 +171,59 @@ def _time_limit(opened: OpenRun, began: float) -> TimeLimit:
     return limit
 
 
-def _train(
-    opened: OpenRun,
-    watch: Watch,
-    report: Report | None,
-    stop: Stop,
-    limit: TimeLimit,
-    stateful: Mapping[str, Stateful],
-) -> Result:
+def _train(opened: OpenRun, call: _Call, stop: Stop, limit: TimeLimit) -> Result:
     """Run the steps that are left. From the first of them on `stop` takes signals."""
     experiment = opened.experiment
     show = ProgressLine(experiment.config.train.steps, opened.first, jax.process_index() == 0)
     running = Running()
-    evaluations = Evaluations(opened, show.say, running, stop)
+    evaluations = Evaluations(opened, show.say, running, stop, clock=call.account.clock)
     missed = evaluations.missed()
     nothing_left = opened.first >= opened.last
     if nothing_left and not missed:
         show.say(done_already(opened))
         return Result(opened.first, None, None, experiment.unigram_entropy, False)
+    run_together(lambda: _open_account(opened, call))
     profile = _profile(opened, evaluations)
     # One other thread compiles the step while this one makes or reads the state; while the first
     # steps run, it compiles the evaluation and draws the memory.
     with (
         closing(profile),
-        _open_log(opened, report, show.say) as log,
+        _open_log(opened, call.report, show.say) as log,
         memory_errors(experiment, running),
         _one_thread() as beside,
     ):
-        parts = Parts(opened, evaluations, log, show, beside, profile, watch, limit, stateful)
+        parts = Parts(
+            opened,
+            evaluations,
+            log,
+            show,
+            beside,
+            profile,
+            call.watch,
+            limit,
+            call.stateful,
+            call.account,
+        )
         if nothing_left:
             outcome = _make_up(parts, missed, stop)
         else:
             outcome = _train_steps(parts, missed, stop)
     show.say(outcome.said)
     return outcome.result
+
+
+def _open_account(opened: OpenRun, call: _Call) -> None:
+    """Have the first process keep the account of the run's time in its folder."""
+    if jax.process_index() == 0:
+        lock = opened.lock
+        call.account.open(opened.folder, opened.first, lambda: not lock.lost, call.say)
+
+
+def _first_step(parts: Parts) -> FirstStep:
+    """Make or read the state before the first step."""
+    cause: Cause = "startup" if parts.run.is_new else "restoring"
+    with parts.account.clock.during(cause):
+        return first_step(parts.run, parts.show.say)
 
 
 class _Outcome(NamedTuple):
@@ -203,16 +239,18 @@ def _train_steps(parts: Parts, missed: set[str], stop: Stop) -> _Outcome:
     say = parts.show.say
     entropy = run.experiment.unigram_entropy
     compiling = parts.beside.submit(_compile, run.experiment)
-    start = first_step(run, say)
+    start = _first_step(parts)
     saved = start.stateful
     if saved is not None:
         run_together(lambda: load_states(parts.stateful, saved, say))
     for line in banner_lines(run, start.state, entropy):
         say(line)
-    program, compiled = compiling.result()
+    with parts.account.clock.during("compiling"):
+        program, compiled = compiling.result()
     say(compiled)
     keep_run(run)
     steps = Steps(parts, start, program)
+    parts.account.clock.enter("other")
     stop.listen()
     with parts.show:
         step = steps.run(missed, stop)
@@ -233,7 +271,8 @@ def _make_up(parts: Parts, missed: set[str], stop: Stop) -> _Outcome:
     experiment = run.experiment
     evaluations = parts.evaluations
     entropy = experiment.unigram_entropy
-    start = first_step(run, parts.show.say)
+    start = _first_step(parts)
+    parts.account.clock.enter("other")
     for line in banner_lines(run, start.state, entropy):
         parts.show.say(line)
     params = evaluation_params(experiment.model, start.state, experiment.optimizer)

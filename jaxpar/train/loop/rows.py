@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from jaxpar.base.console import ProgressLine
 from jaxpar.data.corpus import Corpus, skipped_records
+from jaxpar.train.goodput import Account
 from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.open_run import OpenRun
 
@@ -20,14 +21,24 @@ class StepRows:
       loss: that of the last row, in nats a token; None = there was no row.
     """
 
-    def __init__(self, run: OpenRun, log: MetricsLog, show: ProgressLine, meter: Meter):
-        """Take a run, where its rows are written and shown, and what measures its speed."""
+    def __init__(
+        self,
+        run: OpenRun,
+        log: MetricsLog,
+        show: ProgressLine,
+        meter: Meter,
+        account: Account,
+    ):
+        """Take a run, where its rows are written and shown, what measures its speed, and what
+        counts its time.
+        """
         self.last = run.first
         self.loss: float | None = None
         self._run = run
         self._log = log
         self._show = show
         self._meter = meter
+        self._account = account
         self._skipped = _Skipped(run.corpus, show.say)
 
     def write(self, step: int, measured: Mapping[str, float], bad_steps: int) -> None:
@@ -51,7 +62,8 @@ class StepRows:
         self._skipped.say_more()
         left = (self._run.last - step) * (speed["step_seconds"] or 0.0)
         self._show.step(step, numbers | speed, left)
-        self._log.write(step, **numbers, **speed)
+        self._log.write(step, **numbers, **speed, **self._account.row())
+        self._account.note()
 
     def go_back(self, step: int) -> None:
         """Go on with the rows after an earlier step, from which the run goes on."""

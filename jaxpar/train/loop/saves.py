@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxpar.base.process.together import run_together
+from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.open_run import GUARD, FirstStep, OpenRun
@@ -27,6 +28,7 @@ class Saves:
         start: FirstStep,
         stateful: Mapping[str, Stateful],
         limit: TimeLimit,
+        account: Account,
         say: Callable[[str], None],
     ):
         """Take a run before its first step.
@@ -36,6 +38,7 @@ class Saves:
           start: what the call begins with.
           stateful: the caller's objects by name.
           limit: is told how long a save takes.
+          account: is told which steps the run may come back to.
           say: prints a line.
         """
         self._run = run
@@ -43,6 +46,7 @@ class Saves:
         self._stateful = stateful
         self._first_states = run_together(lambda: states_of(stateful))
         self._limit = limit
+        self._account = account
         self._say = say
 
     def save(self, step: int, state: TrainState[jax.Array], place: Any, guard: Guard) -> None:
@@ -66,6 +70,7 @@ class Saves:
         if states := run_together(lambda: states_of(self._stateful)):
             beside[STATEFUL] = states
         before = run.checkpoints.latest()
+        self._account.saving(step)
         run.checkpoints.save(step, saved_part(state, run.experiment.model), beside)
         if before is not None:  # which is written to its end by now
             self._limit.note_save(save_seconds(run.checkpoints.folder / str(before)))

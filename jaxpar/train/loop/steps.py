@@ -20,6 +20,7 @@ from jaxpar.base.process.together import raised_together
 from jaxpar.models import Params
 from jaxpar.train.evaluations import Evaluations, is_due
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, divergence_message
 from jaxpar.train.guard.judge import BadStep, Judge
@@ -55,6 +56,7 @@ class Parts(NamedTuple):
       watch: the caller's function.
       limit: the time that the call may take.
       stateful: the caller's objects whose state is saved.
+      account: counts the time by what it went on.
     """
 
     run: OpenRun
@@ -66,6 +68,7 @@ class Parts(NamedTuple):
     watch: Watch
     limit: TimeLimit
     stateful: Mapping[str, Stateful]
+    account: Account
 
 
 class Steps:
@@ -83,14 +86,15 @@ class Steps:
         run = parts.run
         train = run.experiment.config.train
         say = parts.show.say
-        self.timing = Timing(run, parts.limit)
-        self.rows = StepRows(run, parts.log, parts.show, self.timing.meter)
+        self._account = parts.account
+        self.timing = Timing(run, parts.limit, parts.account)
+        self.rows = StepRows(run, parts.log, parts.show, self.timing.meter, parts.account)
         self._parts = parts
         self._run = run
         self._experiment = run.experiment
         self._program = program
         self._state = start.state
-        self._saves = Saves(run, start, parts.stateful, parts.limit, say)
+        self._saves = Saves(run, start, parts.stateful, parts.limit, parts.account, say)
         self._batches = StepBatches(run, start.data)
         guard = Guard(train, start.guard)
         self._judge = Judge(guard, train, self._batches.require, say)
@@ -141,7 +145,7 @@ class Steps:
     def _steps_and_back(self, asked: Stop) -> int:
         """Run the steps, from an earlier one again where the guard says so."""
         first = self._run.first
-        with self.timing.watchdog:
+        with self.timing.steps():
             while True:
                 try:
                     return self._steps(first, asked)
@@ -166,7 +170,7 @@ class Steps:
             self._complete(step - 1, before)
             stop = asked.reached() or step == last
             if is_due(step, self._replicas_every):
-                with self.timing.apart(after=metrics):
+                with self.timing.apart("guard", after=metrics):
                     self._require_alike(step)
             saving = stop or is_due(step, every)
             evaluating = evaluations.is_due(step)
@@ -189,15 +193,16 @@ class Steps:
         profile = self._parts.profile
         traces = not self._went_back  # a step that is run again is not traced again
         if traces and step == profile.first:
-            with self.timing.apart(after=before):
+            with self.timing.apart("other", after=before):
                 profile.start()
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            with self.timing.meter.timed("waiting"):
+            with self.timing.waiting():
                 batch = put_batch(self._batches.next_rows(step), self._experiment.plan)
             batch |= self._answers(batch, before)
             self._state, metrics = self._program(self._state, batch)
+            self.timing.step_began(metrics)
         if traces and step == profile.last:
-            with self.timing.apart(after=metrics):
+            with self.timing.apart("other", after=metrics):
                 profile.close()
             devices = self._experiment.devices
             self._lines = self._parts.beside.submit(profile.write_lines, self._program, devices)
@@ -225,6 +230,8 @@ class Steps:
     def _complete(self, step: int, metrics: Metrics) -> None:
         """Wait for a step while the next one runs, and do what is due after each."""
         jax.block_until_ready(metrics)
+        if metrics:
+            self._account.step_ended(step)
         self.timing.watchdog.beat()
         if is_due(step, self._experiment.config.metrics.log_every) and step > self.rows.last:
             self._log(step, metrics)
@@ -238,6 +245,7 @@ class Steps:
         it is saved or evaluated. It has a row where one is due, or with `logging`.
         """
         jax.block_until_ready(metrics)  # a step that is still running counts as training time
+        self._account.step_ended(step)
         self._batches.require()
         if logging or is_due(step, self._experiment.config.metrics.log_every):
             self._log(step, metrics)
@@ -253,12 +261,13 @@ class Steps:
 
     def _require_good(self, last: int) -> None:
         """Judge the steps up to `last`, which have run (see `Judge.require_good`)."""
-        self._judge.require_good(last)
+        for skipped in self._judge.require_good(last):
+            self._account.skip(skipped)
         self._batches.forget_before(last)
 
     def _save(self, step: int) -> None:
         """Save a step, unless devices hold other copies of it."""
-        with self.timing.apart():
+        with self.timing.apart("saving"):
             self._require_alike(step)
             self._saves.save(step, self._state, self._batches.place_after(step), self._judge.guard)
 
@@ -272,8 +281,9 @@ class Steps:
             place = self._batches.place_after(step)
             if step == self._run.first or place is None or not self._judge.finite_until(step):
                 return
-            self._saves.save(step, self._state, place, self._judge.guard)
-            self._run.checkpoints.wait()
+            with self._account.clock.during("saving"):
+                self._saves.save(step, self._state, place, self._judge.guard)
+                self._run.checkpoints.wait()
         except Exception as error:  # the first error is the one to tell
             if str(error) != str(ended_by):
                 say(f"warning: the steps since the last checkpoint are lost: {error}")
@@ -288,7 +298,7 @@ class Steps:
         the last evaluation is that of the step's checkpoint.
         """
         evaluations = self._parts.evaluations
-        with self.timing.apart():
+        with self.timing.apart("evaluation"):
             with self._batches.reading():
                 params = self._evaluation_params()
                 loss = evaluations.evaluate(step, params, self._parts.log, final)
@@ -320,7 +330,8 @@ class Steps:
         """
         if self._replicas is not None:
             saved = self._run.checkpoints.latest()
-            require_alike(self._replicas, self._state, self._replicas_every, step, saved)
+            with self._account.clock.during("guard"):
+                require_alike(self._replicas, self._state, self._replicas_every, step, saved)
 
     def _go_back(self, bad: BadStep) -> int:
         """Say what was found of a bad step, and go on from the last checkpoint; return its step.
@@ -344,7 +355,7 @@ class Steps:
             return ""
         self._parts.show.say(f"step {row.step} was not finite: it is looked at once more")
         try:
-            with self.timing.apart():
+            with self.timing.apart("guard"):
                 return look_again(
                     self._experiment,
                     self._program,
@@ -369,7 +380,7 @@ class Steps:
         say = self._parts.show.say
         run = self._run
         guard = self._judge.guard
-        with self.timing.apart():
+        with self.timing.apart("guard"):
             run.checkpoints.wait()
             saved = run.checkpoints.latest()
             step = saved or 0
@@ -388,5 +399,6 @@ class Steps:
         self._went_back = True
         self._batches.go_on_after(step)
         guard.roll_back(step)
+        self._account.roll_back(step)
         self.rows.go_back(step)
         return step

@@ -1,17 +1,20 @@
 """What of a call's time belongs to its steps.
 
-Three ask for it: how fast the steps are (`metrics.Meter`), whether one of them hangs
-(`guard.watchdog`), and whether the time of the call is up (`guard.time_limit`).
+Four ask for it: how fast the steps are (`metrics.Meter`), whether one of them hangs
+(`guard.watchdog`), whether the time of the call is up (`guard.time_limit`), and what the time of
+the run went on (`goodput.Account`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 
 import jax
 
 from jaxpar.base.layout.sharding import PyTree
+from jaxpar.train.goodput import Account, Cause, DeviceClock
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.metrics import Meter
@@ -25,9 +28,10 @@ class Timing:
       meter: measures the speed of the steps.
       watchdog: ends the process where a step hangs.
       limit: the time that the call may take.
+      account: counts the time by what it went on.
     """
 
-    def __init__(self, run: OpenRun, limit: TimeLimit):
+    def __init__(self, run: OpenRun, limit: TimeLimit, account: Account):
         """Begin to measure the steps of a run after its first, within a limit."""
         experiment = run.experiment
         config = experiment.config
@@ -35,16 +39,48 @@ class Timing:
         self.meter = Meter(run.first, flops, experiment.devices, experiment.plan.compute)
         self.watchdog = Watchdog(config.train.hang_seconds)
         self.limit = limit
+        self.account = account
+        self._device: DeviceClock | None = None
 
     @contextmanager
-    def apart(self, after: PyTree = None) -> Iterator[None]:
+    def steps(self) -> Iterator[None]:
+        """Inside, all that is not set apart is the time of steps."""
+        device = DeviceClock()
+        self._device = device
+        with self.watchdog, closing(device), self.account.clock.during("productive"):
+            yield
+
+    def step_began(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Note that a step was given to the device, by the metrics that it computes."""
+        if self._device is not None:
+            self._device.step_began(metrics["loss"])
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What is done inside is to wait for data. Only what of it the device has nothing to do in
+        is time that was lost.
+        """
+        began = time.monotonic()
+        with self.meter.timed("waiting"), self.account.clock.during("data"):
+            yield
+        if self._device is not None:
+            busy = self._device.busy_seconds(began, time.monotonic())
+            self.account.clock.move("data", "productive", busy)
+
+    @contextmanager
+    def apart(self, cause: Cause, after: PyTree = None) -> Iterator[None]:
         """What is done inside is no part of the steps: neither their speed, nor a hang, nor the
         time that the next one is expected to take.
 
         Args:
+          cause: what it is.
           after: arrays of the steps until now, which are waited for first, as training.
         """
         jax.block_until_ready(after)
-        with self.meter.timed("aside"), self.watchdog.paused():
+        with (
+            self.meter.timed("aside"),
+            self.watchdog.paused(),
+            self.account.clock.during(cause),
+        ):
             yield
         self.limit.pause()

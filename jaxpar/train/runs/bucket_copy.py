@@ -112,7 +112,8 @@ class RunCopy:
           UserError: the bucket cannot be read.
         """
         found = self._bucket.files()
-        self._fetch_changed({n: found[n] for n in ("config.toml", "metrics.jsonl") if n in found})
+        names = ("config.toml", "metrics.jsonl", "goodput.jsonl")
+        self._fetch_changed({name: found[name] for name in names if name in found})
         for step, marker in whole_steps(found).items():
             folder = self._step_folder(step)
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,401 @@
+"""What the time of a run went on, over all processes that trained it, one after another: kept in
+`goodput.jsonl` of its folder, a line for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.base.console import duration_text
+from jaxpar.base.errors import UserError, parse_json, reading, require_kinds
+from jaxpar.base.whole_files import writing
+from jaxpar.train.goodput.clock import CAUSES, Cause, Clock
+
+GOODPUT = "goodput.jsonl"
+"""The file of a run's accounts in its folder."""
+WRITE_EVERY = 5.0
+"""Seconds between two writings of the file, also where nothing happens. A process that is killed
+has lost no more than this of its account.
+"""
+_MOST_MARKS = 64
+"""Saves whose place in the account is kept: a run goes on from one of the last."""
+_MOST_APART = 1.0
+"""By how many seconds an account may miss its wall time, which only a damaged line does."""
+_LEAST_SHARE = 0.0005
+"""The least share of the time that a line has room for."""
+_KINDS = {
+    "began": float,
+    "ended": float,
+    "lowest": int,
+    "step": int,
+    "saves": int,
+    "seconds": dict[str, float],
+    "marks": list[list[float]],
+}
+
+
+class Mark(NamedTuple):
+    """How many productive seconds a process had counted when a step was saved."""
+
+    step: int
+    productive: float
+
+
+@dataclass
+class Life:
+    """The account of one process of a run.
+
+    Attributes:
+      began: when it began, in seconds since 1970.
+      ended: its last sign of life, likewise.
+      lowest: the lowest step that it has trained from.
+      step: the last one that it has trained.
+      saves: how many checkpoints it saved.
+      seconds: what the time between these two went on, by cause.
+      marks: its place at its saves, in order.
+    """
+
+    began: float
+    ended: float
+    lowest: int
+    step: int
+    saves: int
+    seconds: dict[Cause, float]
+    marks: list[Mark] = field(default_factory=list)
+
+    def productive_until(self, step: int) -> float:
+        """The productive seconds of the steps up to one that another process went on from."""
+        return max((mark.productive for mark in self.marks if mark.step <= step), default=0.0)
+
+    def as_json(self) -> str:
+        """The line of the file."""
+        seconds = {cause: round(value, 3) for cause, value in self.seconds.items() if value}
+        marks = [[mark.step, round(mark.productive, 3)] for mark in self.marks]
+        written = vars(self) | {"seconds": seconds, "marks": marks}
+        return json.dumps(written) + "\n"
+
+
+class Totals(NamedTuple):
+    """What the time of a run went on, over all of its processes.
+
+    Attributes:
+      seconds: by cause.
+      lives: how many processes trained it, one after another.
+      saves: how many checkpoints they saved.
+    """
+
+    seconds: dict[Cause, float]
+    lives: int
+    saves: int
+
+    @property
+    def wall(self) -> float:
+        """The seconds from the start of the first process to the last sign of the last one."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The productive share of the wall time, in [0, 1]."""
+        return self.seconds["productive"] / max(self.wall, 1e-9)
+
+    def summary(self) -> str:
+        """Return a line: the goodput, and the share of each kind of badput that can be seen."""
+        wall = max(self.wall, 1e-9)
+        shares = {CAUSES[cause].name: value / wall for cause, value in self.seconds.items()}
+        goodput = shares.pop(CAUSES["productive"].name)
+        largest = sorted(shares.items(), key=lambda item: -item[1])
+        lost = [f"{name} {100 * share:.1f} %" for name, share in largest if share >= _LEAST_SHARE]
+        processes = f"{self.lives} processes" if self.lives > 1 else "1 process"
+        began = f"goodput {100 * goodput:.1f} % of {duration_text(wall)} in {processes}"
+        return ": ".join(filter(None, (began, ", ".join(lost))))
+
+    def row(self) -> dict[str, float]:
+        """Return what a row of metrics says of it; causes without time are left out."""
+        found = {"goodput": self.goodput, "wall_seconds": self.wall}
+        for cause, value in self.seconds.items():
+            kind = "productive" if cause == "productive" else f"badput_{cause}"
+            if value:
+                found[f"{kind}_seconds"] = value
+        return found
+
+
+def add_up(lives: Sequence[Life]) -> Totals:
+    """Add up the accounts of the processes that trained a run, one after another.
+
+    The work of a process after the lowest step that a later one went on from was lost. The time
+    between two processes is `down`. Where one began before the other had ended, as one that waits
+    for a lock, the time that both ran counts once.
+
+    Args:
+      lives: the accounts, in their order.
+
+    Returns:
+      The sum, which is the time from the start of the first to the last sign of the last.
+    """
+    total: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+    until = lives[0].began if lives else 0.0
+    for life, kept in zip(lives, _kept(lives), strict=True):
+        seconds = dict(life.seconds)
+        seconds["wasted"] += seconds["productive"] - kept
+        seconds["productive"] = kept
+        gap = life.began - until
+        if gap >= 0:
+            seconds["down"] += gap
+        else:
+            seconds["startup"] -= min(-gap, seconds["startup"])
+        until = max(until, life.ended)
+        for cause, value in seconds.items():
+            total[cause] += value
+    return Totals(total, len(lives), sum(life.saves for life in lives))
+
+
+def _kept(lives: Sequence[Life]) -> list[float]:
+    """The productive seconds of each account whose work no later process has done again."""
+    found = list[float]()
+    lowest: int | None = None
+    for life in reversed(lives):
+        if lowest is None:
+            found.append(life.seconds["productive"])
+            lowest = life.lowest
+        else:
+            found.append(life.productive_until(lowest))
+            lowest = min(lowest, life.lowest)
+    return found[::-1]
+
+
+class Read(NamedTuple):
+    """The accounts in a file, in their order, and how many of its lines are damaged."""
+
+    lives: list[Life]
+    damaged: int
+
+
+def read_lives(folder: Path) -> Read:
+    """Read the accounts of a run. One that is damaged is left out; its time then counts as `down`.
+
+    Args:
+      folder: the run folder.
+
+    Raises:
+      UserError: the file is there and cannot be read.
+    """
+    path = folder / GOODPUT
+    if not path.exists():
+        return Read([], 0)
+    with reading(path):
+        lines = path.read_bytes().splitlines()
+    lives = [life for line in lines if (life := _life_of(line)) is not None]
+    return Read(lives, len(lines) - len(lives))
+
+
+def _life_of(line: bytes) -> Life | None:
+    try:
+        found: dict[str, Any] = require_kinds(parse_json(line, GOODPUT), _KINDS, GOODPUT)
+        seconds = {cause: float(found["seconds"].get(cause, 0.0)) for cause in CAUSES}
+        marks = [Mark(int(step), productive) for step, productive in found["marks"]]
+        life = Life(**(found | {"seconds": seconds, "marks": marks}))
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+    apart = abs(sum(seconds.values()) - (life.ended - life.began))
+    if apart > _MOST_APART or min(seconds.values()) < 0 or life.lowest < 0:
+        return None
+    return life
+
+
+class Account:
+    """The account of this process, which the first process of a run keeps in the run's folder.
+
+    Attributes:
+      clock: counts the time by cause.
+    """
+
+    def __init__(
+        self,
+        began: float | None = None,
+        time_now: Callable[[], float] = time.monotonic,
+    ):
+        """Begin to count; `open` begins to write.
+
+        Args:
+          began: when this process began, by `time_now`; None = now.
+          time_now: the seconds that only go forward.
+        """
+        now = time_now()
+        self.clock = Clock(began, time_now=time_now)
+        self._now = time_now
+        # by the clock of the wall, but what counts are differences of the other
+        self._began = time.time() - (now - (now if began is None else min(began, now)))
+        self._lowest = 0
+        self._step = 0
+        self._saves = 0
+        self._marks = deque[Mark](maxlen=_MOST_MARKS)
+        self._ends = deque[Mark](maxlen=4)
+        """Where the last few steps ended."""
+        self._file: Path | None = None
+        self._owns: Callable[[], bool] = lambda: True
+        self._earlier: list[Life] = []
+        self._earlier_text = ""
+        self._written = 0.0
+        # a name that no bucket is sent
+        self._unfinished = f".{uuid.uuid4().hex}"
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def open(
+        self,
+        folder: Path,
+        first: int,
+        owns: Callable[[], bool] = lambda: True,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Write to a run's folder, from now on and every few seconds.
+
+        Args:
+          folder: the run folder.
+          first: the step that this process goes on after.
+          owns: whether the folder is this training's, which is asked before each writing.
+          say: gets a line where accounts are damaged.
+
+        Raises:
+          UserError: the file cannot be read or written.
+        """
+        self._lowest = self._step = first
+        self._owns = owns
+        if self._file is not None:  # a second try, from an older step
+            return
+        self._earlier, damaged = read_lives(folder)
+        if damaged:
+            say(
+                f"warning: {folder / GOODPUT} has damaged lines, {damaged} in number: the time of "
+                "these processes counts as down"
+            )
+        self._earlier_text = "".join(life.as_json() for life in self._earlier)
+        self._file = folder / GOODPUT
+        self._write()
+        threading.Thread(target=self._beat, name="goodput", daemon=True).start()
+
+    def step_ended(self, step: int) -> None:
+        """Note that a step has run.
+
+        Args:
+          step: the step.
+        """
+        self._step = step
+        self._ends.append(Mark(step, self._productive()))
+
+    def saving(self, step: int) -> None:
+        """Note that a step is about to be saved, to which the run may come back.
+
+        Args:
+          step: the step, after which nothing runs.
+        """
+        self._step = step
+        self._saves += 1
+        self._marks.append(Mark(step, self._productive()))
+        self.note(at_once=True)
+
+    def skip(self, step: int) -> None:
+        """Count a step that has just run as a bad one.
+
+        Args:
+          step: the step.
+        """
+        ends = {mark.step: mark.productive for mark in self._ends}
+        if step not in ends:
+            return
+        lost = ends[step] - ends.get(step - 1, ends[step])
+        self._move_back(lost)
+        for place, mark in enumerate(self._ends):
+            if mark.step >= step:
+                self._ends[place] = mark._replace(productive=mark.productive - lost)
+
+    def roll_back(self, step: int) -> None:
+        """Count the steps after one that the run goes back to as bad ones.
+
+        Args:
+          step: the step.
+        """
+        while self._marks and self._marks[-1].step > step:
+            self._marks.pop()
+        kept = self._marks[-1].productive if self._marks else 0.0
+        self._move_back(self._productive() - kept)
+        self._ends.clear()
+        self._step = step
+        self._lowest = min(self._lowest, step)
+
+    def _move_back(self, seconds: float) -> None:
+        self.clock.move("productive", "guard", seconds)
+
+    def _productive(self) -> float:
+        return self.clock.seconds()["productive"]
+
+    def totals(self) -> Totals:
+        """Return the sum over all processes of the run until now."""
+        return add_up([*self._earlier, self._life()])
+
+    def row(self) -> dict[str, float]:
+        """Return what a row of metrics says; nothing on a process that keeps no account."""
+        return {} if self._file is None else self.totals().row()
+
+    def summary(self) -> str:
+        """Return a line about the run until now; nothing on a process that keeps no account."""
+        return "" if self._file is None else self.totals().summary()
+
+    def note(self, at_once: bool = False) -> None:
+        """Write the account, if it was not written for some seconds.
+
+        What cannot be written now is written later, or the metrics in the same folder cannot be
+        either, and end the run.
+
+        Args:
+          at_once: whether it is written in any case.
+        """
+        if self._file is None or self._closed.is_set():
+            return
+        if at_once or self._now() - self._written >= WRITE_EVERY:
+            with suppress(UserError):
+                self._write()
+
+    def close(self) -> None:
+        """Write the account once more, unless another process has begun to train the run."""
+        with suppress(UserError):
+            if self._file is not None and len(read_lives(self._file.parent).lives) == self._place:
+                self.note(at_once=True)
+        self._closed.set()
+
+    @property
+    def _place(self) -> int:
+        """Which line of the file, from 1, is that of this process."""
+        return len(self._earlier) + 1
+
+    def _life(self) -> Life:
+        seconds = self.clock.seconds()
+        ended = self._began + sum(seconds.values())
+        marks = list(self._marks)
+        return Life(self._began, ended, self._lowest, self._step, self._saves, seconds, marks)
+
+    def _write(self) -> None:
+        """Write the file as a whole, but never its folder, which somebody may have moved."""
+        assert self._file is not None
+        with self._lock:
+            if not self._owns():
+                return
+            unfinished = self._file.with_name(self._unfinished)
+            text = self._earlier_text + self._life().as_json()
+            with writing(self._file):
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.replace(self._file)
+            self._written = self._now()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(WRITE_EVERY):
+            self.note()
