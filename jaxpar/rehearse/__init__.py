@@ -5,9 +5,13 @@
     rehearse.write_trace(report, "step.json.gz")    # opens in ui.perfetto.dev
     rehearse.print_comparison(rehearse.compare(before, report))
 
-`step` takes anyone's function, `config` the training step of a config. `cost` prices what the
-compiler made of it, `timeline` plays it out, `graph` says what another order could reach, `report`
-says what was found. `targets` are the machines.
+`step` takes anyone's function, `config` the training step of a config.
+
+Its rooms, in the order in which they are read: `targets` are the machines; `arguments` places what
+a function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of it
+(with `link_costs` for collectives), `timeline` plays it out, and `program_report` writes down what
+was found, in the form of `report`. `requested_collectives` lists those that a model asked for.
+`graph` says what another order could reach.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
 from jaxpar.hlo.fusions import operations
 from jaxpar.hlo.parse import parse_module
-from jaxpar.rehearse._step import Compiled, compile_for, report_of
+from jaxpar.rehearse.compiled import Compiled, compile_for
 from jaxpar.rehearse.graph.report import edges_of, fused_row
 from jaxpar.rehearse.graph.runs import unrolled
+from jaxpar.rehearse.program_report import report_of
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.report.task_graph import Fused

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.hardware import load_chip
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.of_config import rehearse
+from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import seconds_text, titled_table
 from jaxpar.train.restore import given_notes
 from jaxpar.train.runs.run_folder import read_run_config
 
-Line = tuple[str, str, str]  # the scope, source and phase of a line of the model
+Line = tuple[str, str, str]
+"""The scope, source and phase of a line of the model."""
 _KINDS = {
     "steps": list[int],
     "trace": str,
@@ -52,63 +54,72 @@ def profile_parts(
     Raises:
       UserError: there is no trace, it is damaged, or the target that was named does not serve.
     """
-    files = sorted(
-        (folder / "profile").glob("steps_*.json"),
-        key=lambda file: file.stat().st_mtime,
-    )
-    if not files:
-        raise UserError(
-            f"{folder} has no trace: train it with metrics.profile=20:25, which traces steps 20 "
-            "to 25"
-        )
-    facts = _read_facts(files[-1])
-    measured = measured_lines(facts, files[-1].parent)
-    predicted = dict[Line, float]()
+    facts_file = _latest_facts(folder)
+    facts = _read_facts(facts_file)
+    measured = measured_lines(facts, facts_file.parent)
     note = f"{facts['devices']} x {facts['device_kind']}"
     for given in given_notes(folder):
         say(given)
+    predicted = dict[Line, float]()
     try:
         report = rehearse(read_run_config(folder), target or _target_of(facts), say=say)
-        predicted = {
-            (row["scope"], row["source"], row["phase"]): row["compute"] + row["exposed"]
-            for row in report["lines"]
-        }
-        note += (
-            f", predicted for {report['target']['name']}: {seconds_text(report['time']['step'])}"
-        )
+        predicted = _predicted_lines(report)
+        step = seconds_text(report["time"]["step"])
+        note += f", predicted for {report['target']['name']}: {step}"
     except UserError as error:
         if target:
             raise
         note += f"; no prediction: {error}"
-    order = sorted(
-        {*measured, *predicted},
-        key=lambda line: (
-            -measured[line],
-            -predicted.get(line, 0.0),
-        ),
-    )
-    times = {"measured": measured} | ({"predicted": predicted} if predicted else {})
-    rows = [
-        [
-            *(seconds_text(time[line]) if time.get(line) else "" for time in times.values()),
-            line[1],
-            line[0],
-            line[2],
-        ]
-        for line in order
-    ]
+    times: dict[str, Mapping[Line, float]] = {"measured": measured}
+    if predicted:
+        times["predicted"] = predicted
     first, last = facts["steps"]
     title = (
         f"a step of steps {first} to {last} on one device: {seconds_text(measured.total())} "
         f"measured on {note}"
     )
-    return titled_table(
-        title,
-        [*times, "line", "scope", "phase"],
-        rows,
-        len(times),
-        most,
-    )
+    columns = [*times, "line", "scope", "phase"]
+    return titled_table(title, columns, _rows(times), len(times), most)
+
+
+def _latest_facts(folder: Path) -> Path:
+    """The file that was written beside a run's latest trace.
+
+    Raises:
+      UserError: there is no trace.
+    """
+    files = (folder / "profile").glob("steps_*.json")
+    latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    if latest is None:
+        raise UserError(
+            f"{folder} has no trace: train it with metrics.profile=20:25, which traces steps 20 "
+            "to 25"
+        )
+    return latest
+
+
+def _predicted_lines(report: Rehearsal) -> dict[Line, float]:
+    """The seconds of each line of the model that a rehearsal predicts: its work and its waits."""
+    return {
+        (row["scope"], row["source"], row["phase"]): row["compute"] + row["exposed"]
+        for row in report["lines"]
+    }
+
+
+def _rows(times: Mapping[str, Mapping[Line, float]]) -> list[list[str]]:
+    """A row for each line of the model, by each of the times, the longest first."""
+    lines = {line for found in times.values() for line in found}
+
+    def longest_first(line: Line) -> list[float]:
+        return [-found.get(line, 0.0) for found in times.values()]
+
+    rows = []
+    for line in sorted(lines, key=longest_first):
+        scope, source, phase = line
+        spent = [found.get(line, 0.0) for found in times.values()]
+        shown = [seconds_text(seconds) if seconds else "" for seconds in spent]
+        rows.append([*shown, source, scope, phase])
+    return rows
 
 
 def _read_facts(file: Path) -> dict[str, Any]:

@@ -31,8 +31,9 @@ _PHASES = {
     "backward": "#f2cfc4",
     "update": "#d8cfe8",
 }
-# that the lower panel has of the compute lane, about; it has a 32nd to a fourth of the step
 _TASKS = 100
+"""Tasks of the compute lane that the close-up shows, about; it has a 32nd to a fourth of the step.
+"""
 
 
 def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
@@ -60,49 +61,63 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
             "again"
         )
     longest = 1e3 * max(one["time"]["step"] for one in reports)
-    backward = [
-        event[1]
-        for event in timelines[0]["events"]
-        if timelines[0]["phases"][int(event[3])] == "backward"
-    ]
+    backward = _backward_starts(timelines[0])
     close_up = bool(backward) and not others
     drawn = timelines * 2 if close_up else timelines
-    rows = sum(len(rows_of(timeline)) for timeline in drawn)
-    figure = Figure(
-        figsize=(12, 0.8 + 0.4 * len(drawn) + 0.28 * rows), dpi=120, layout="constrained"
-    )
-    panels = figure.subplots(len(drawn), 1, squeeze=False).ravel()
+    figure, panels = _panels(drawn)
     for axes, one, timeline in zip(panels, reports, timelines, strict=False):
         draw_lanes(axes, timeline, 0, longest)
-        step = 1e3 * one["time"]["step"]
-        exposed = 1e3 * one["time"]["exposed_communication"]
-        name = f"{one['config'] or 'a step'} on {one['target']['name']}"
-        axes.set_title(
-            f"{name}: {step:.4g} ms a step, {exposed:.3g} ms of it exposed communication",
-            loc="left",
-        )
+        axes.set_title(_title(one), loc="left")
     panels[-1].set_xlabel("ms from the start of the step")
     if close_up:
-        middle = sorted(backward)[len(backward) // 2] / 1e3
-        tasks = sum(
-            timelines[0]["lanes"][int(event[0])] == "compute" for event in timelines[0]["events"]
-        )
-        half = longest * min(max(_TASKS / max(tasks, 1), 1 / 32), 1 / 4) / 2
-        draw_lanes(panels[1], timelines[0], middle - half, middle + half)
-        panels[0].axvspan(
-            *panels[1].get_xlim(),
-            color="black",
-            alpha=0.12,
-            linewidth=0,
-        )
-        panels[1].set_title("the shaded part, close up", loc="left", fontsize=10)
+        middle = backward[len(backward) // 2]
+        _draw_close_up(panels[0], panels[1], timelines[0], middle, longest)
+    _add_legend(figure, timelines, with_phases=bool(backward))
+    return figure
+
+
+def _backward_starts(timeline: TimelineColumns) -> list[float]:
+    """When the events of the backward pass begin, in milliseconds, sorted."""
+    starts = [
+        event[1] / 1e3
+        for event in timeline["events"]
+        if timeline["phases"][int(event[3])] == "backward"
+    ]
+    return sorted(starts)
+
+
+def _panels(timelines: list[TimelineColumns]) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each timeline, as high as their rows need."""
+    rows = sum(len(rows_of(timeline)) for timeline in timelines)
+    height = 0.8 + 0.4 * len(timelines) + 0.28 * rows
+    figure = Figure(figsize=(12, height), dpi=120, layout="constrained")
+    return figure, list(figure.subplots(len(timelines), 1, squeeze=False).ravel())
+
+
+def _title(report: Rehearsal) -> str:
+    step = 1e3 * report["time"]["step"]
+    exposed = 1e3 * report["time"]["exposed_communication"]
+    name = f"{report['config'] or 'a step'} on {report['target']['name']}"
+    return f"{name}: {step:.4g} ms a step, {exposed:.3g} ms of it exposed communication"
+
+
+def _draw_close_up(
+    whole: Axes, close: Axes, timeline: TimelineColumns, middle: float, longest: float
+) -> None:
+    """Draw a part of a timeline that shows about `_TASKS` tasks, and shade it in the whole one."""
+    tasks = sum(timeline["lanes"][int(event[0])] == "compute" for event in timeline["events"])
+    share = min(max(_TASKS / max(tasks, 1), 1 / 32), 1 / 4)
+    half = longest * share / 2
+    draw_lanes(close, timeline, middle - half, middle + half)
+    whole.axvspan(*close.get_xlim(), color="black", alpha=0.12, linewidth=0)
+    close.set_title("the shaded part, close up", loc="left", fontsize=10)
+
+
+def _add_legend(figure: Figure, timelines: list[TimelineColumns], with_phases: bool) -> None:
+    """Name the colors of what is drawn."""
     found = {name for timeline in timelines for name in (*timeline["kinds"], *timeline["phases"])}
-    colors = {
-        name: color
-        for name, color in (COLORS | (_PHASES if backward else {})).items()
-        if name in found
-    }
-    handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    colors = COLORS | _PHASES if with_phases else COLORS
+    handles = [Patch(color=color, label=kind) for kind, color in colors.items() if kind in found]
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -110,7 +125,6 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
         frameon=False,
         fontsize=9,
     )
-    return figure
 
 
 def rows_of(timeline: TimelineColumns) -> list[str]:
@@ -122,10 +136,9 @@ def rows_of(timeline: TimelineColumns) -> list[str]:
     Returns:
       The names, from the top down.
     """
-    return [
-        *(["phase"] if "backward" in timeline["phases"] else []),
-        *timeline["lanes"],
-    ]
+    if "backward" in timeline["phases"]:
+        return ["phase", *timeline["lanes"]]
+    return list(timeline["lanes"])
 
 
 def draw_lanes(axes: Axes, timeline: TimelineColumns, begin: float, end: float) -> None:
@@ -152,8 +165,5 @@ def draw_lanes(axes: Axes, timeline: TimelineColumns, begin: float, end: float) 
     for (row, color), spans in bars.items():
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, linewidth=0)
     axes.set_yticks(range(len(rows)), rows)
-    axes.set(
-        xlim=(begin, end),
-        ylim=(len(rows) - 0.4, -0.6),
-    )
+    axes.set(xlim=(begin, end), ylim=(len(rows) - 0.4, -0.6))
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
-from jaxpar.rehearse._step import _main_dtype
 from jaxpar.rehearse.cost import Cost, Costs, price
+from jaxpar.rehearse.program_report import _main_dtype
 from jaxpar.rehearse.targets import load_target
 from jaxpar.rehearse.timeline import TaskTime
 
