@@ -10,7 +10,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -89,10 +89,6 @@ def update(
     require_runnable(optimizer, plan)
     streamed = [name for name in params if plan.streams and _is_stacked(params[name], axes[name])]
     rest = [name for name in params if name not in streamed]
-    if optimizer.by_layer:
-        groups = [[name] for name in (*streamed, *rest)]
-    else:
-        groups = [rest]
     # On CPU `order_token_after` puts a loop over layers after all sums over devices, and what
     # follows after the loop.
     said = (sums.nll, sums.tokens, sums.routed)
@@ -106,28 +102,17 @@ def update(
     for name in (*rest, *streamed):
         squares = _squares(grads[name], squares, order_token)
     norm = jnp.sqrt(squares) / sums.tokens
-    if optimizer.clip_norm:
-        clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
-    else:
-        clip = 1.0
-    scale = Scale(
-        clip / sums.tokens,
-        jnp.isfinite(norm) & jnp.isfinite(sums.nll),
-    )
+    scale = _scale(norm, sums, optimizer)
     transformation = optimizer.make(axes)
     trees = param_trees(transformation, opt_state)
     new = dict[str, Any]()
     new_trees = [dict[str, Any](tree) for tree in trees]
     scalars = opt_state
     overflows = jnp.int32(0)
+    groups = [[name] for name in (*streamed, *rest)] if optimizer.by_layer else [rest]
     for names in groups:
-        if plan.optimizer == "host":
-            run = update_on_host
-        elif set(names) <= set(streamed):
-            run = _update_by_layer
-        else:
-            run = _update_part
         of_part = [_parts(tree, names) for tree in trees]
+        run = _way_to_update(set(names) <= set(streamed), plan)
         done = run(
             _parts(params, names),
             with_param_trees(transformation, opt_state, of_part),
@@ -138,10 +123,9 @@ def update(
             plan,
         )
         new |= done.params
-        for tree, updated in zip(
-            new_trees, param_trees(transformation, done.opt_state), strict=True
-        ):
-            tree |= updated
+        updated = param_trees(transformation, done.opt_state)
+        for tree, more in zip(new_trees, updated, strict=True):
+            tree |= more
         scalars = done.opt_state
         overflows += done.overflows
         order_token = order_token_after(
@@ -156,6 +140,25 @@ def update(
         norm,
         overflows,
     )
+
+
+def _scale(norm: Array, sums: LossSums, optimizer: Optimizer) -> Scale:
+    """What gradients are multiplied by, so that they are means and no longer than the optimizer
+    wants them, and whether there is anything to update by.
+    """
+    clip: Array | float = 1.0
+    if optimizer.clip_norm:
+        clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
+    return Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
+
+
+def _way_to_update(is_streamed: bool, plan: Plan) -> Callable[..., UpdatedPart]:
+    """The function that updates a group of parts: on the host, a layer at a time, or all at
+    once.
+    """
+    if plan.optimizer == "host":
+        return update_on_host
+    return _update_by_layer if is_streamed else _update_part
 
 
 def _is_stacked(params: PyTree, axes: PyTree) -> bool:
