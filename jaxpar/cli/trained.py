@@ -23,6 +23,7 @@ from jaxpar.base.layout.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
 from jaxpar.data.chat.answers import missing_names
+from jaxpar.train.distil import write_top_k
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.generation.prompts import (
     Prompt,
@@ -34,7 +35,6 @@ from jaxpar.train.generation.prompts import (
 from jaxpar.train.generation.sampling import Sampling
 from jaxpar.train.runs.bucket_runs import folder_here
 from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
-from jaxpar.train.write_top_k import write_top_k
 
 
 @dataclass(frozen=True)

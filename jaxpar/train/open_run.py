@@ -23,6 +23,7 @@ from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, HostBatch, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.parallel.host_memory import require_right_gradients
+from jaxpar.train.distil import Teacher, open_teacher
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
 from jaxpar.train.optimizer.learning_rate import schedule_note
@@ -44,7 +45,6 @@ from jaxpar.train.runs.steps import CHECKPOINTS
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state
-from jaxpar.train.teacher import Teacher, open_teacher
 
 Say = Callable[[str], None]
 GUARD = "guard"

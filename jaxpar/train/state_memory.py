@@ -232,7 +232,7 @@ def teacher_bytes(experiment: Experiment) -> int:
     if not experiment.config.distill.teacher:
         return 0
     # A teacher needs data to be asked, which a program without them need not be able to read.
-    from jaxpar.train.teacher import runs_beside, teacher_experiment
+    from jaxpar.train.distil.answers import runs_beside, teacher_experiment
 
     if not runs_beside(experiment.config):
         return 0

@@ -22,6 +22,7 @@ from jaxpar.data.tokens import Tokens
 from jaxpar.data.top_k_files import describe, open_answers, writing_answers
 from jaxpar.models import Params
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.distil import open_teacher, write_top_k
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
@@ -29,8 +30,6 @@ from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.run_folder import keep_config
 from jaxpar.train.state_memory import teacher_bytes
 from jaxpar.train.step import batch_shapes, empty_batch, gradients, loss_weights
-from jaxpar.train.teacher import open_teacher
-from jaxpar.train.write_top_k import write_top_k
 
 SEQ = 16
 SIZES = {

@@ -20,12 +20,12 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus
 from jaxpar.models import Model
 from jaxpar.models.hidden import normed_states
+from jaxpar.train.distil import open_teacher
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import export_run, load_params, load_run
 from jaxpar.train.runs.run_folder import keep_config
 from jaxpar.train.step import batch_shapes, empty_batch, loss_weights
-from jaxpar.train.teacher import open_teacher
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import random_params
 

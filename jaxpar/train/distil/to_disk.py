@@ -11,13 +11,13 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import machine_memory
 from jaxpar.data.top_k_files import Header, describe, windows_in_order, writing_answers
+from jaxpar.train.distil.answers import answered_shapes, compile_answers
 from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus
 from jaxpar.train.runs.run_folder import is_run
 from jaxpar.train.step import put_batch
-from jaxpar.train.teacher import answered_shapes, compile_answers
 
 
 def write_top_k(
