@@ -372,7 +372,7 @@ def _import(source: Path, target: Path, words: list[str]) -> None:
 def tokenize_command(words: list[str]) -> int:
     """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
     from jaxpar.data.corpus import unigram_entropy
-    from jaxpar.data.tokens import tokenize
+    from jaxpar.data.token_files import tokenize
 
     path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2, urls=True)
     require_local(out)

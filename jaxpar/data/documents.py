@@ -33,8 +33,9 @@ from jaxpar.data.document_order import (
 from jaxpar.data.parts import PartDefaults
 from jaxpar.data.ranged import RangedFile
 from jaxpar.data.skipped import Skipped
+from jaxpar.data.texts import NOTHING_IN_IT, files_below, left_out
 from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
-from jaxpar.data.tokens import NOTHING_IN_IT, HostBatch, files_below, left_out
+from jaxpar.data.tokens import HostBatch
 
 SAMPLE = 2**20
 _ENDLESS = 2**62

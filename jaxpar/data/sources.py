@@ -95,7 +95,7 @@ def register_source(
 @register_source("stdlib", reads={"max_bytes", "stride"}, holds_out=True)
 def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """The text of this Python's own standard library."""
-    from jaxpar.data.tokens import load_texts
+    from jaxpar.data.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
 
@@ -103,7 +103,7 @@ def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("text", reads={"path", "stride"}, holds_out=True)
 def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """A text file, or a folder of them, each of which is a document."""
-    from jaxpar.data.tokens import load_texts
+    from jaxpar.data.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
 
@@ -111,7 +111,7 @@ def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("tokens", reads={"path", "stride"}, holds_out=True, has_tokenizer=True)
 def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """A .bin file of ids, as `jaxpar tokenize`, nanoGPT and llm.c write it."""
-    from jaxpar.data.tokens import load_token_files
+    from jaxpar.data.token_files import load_token_files
 
     return load_token_files(paths, data, vocab_size)
 

@@ -10,16 +10,10 @@ from hypothesis import strategies as st
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.data.texts import stdlib_files, text_files
+from jaxpar.data.token_files import open_tokens, tokenize
 from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer
-from jaxpar.data.tokens import (
-    Tokens,
-    open_tokens,
-    read_windows,
-    stdlib_files,
-    text_files,
-    tokenize,
-    window_count,
-)
+from jaxpar.data.tokens import Tokens, read_windows, window_count
 
 VOCAB = 1000
 

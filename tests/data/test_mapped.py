@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.tokens import open_tokens, read_windows
+from jaxpar.data.token_files import open_tokens
+from jaxpar.data.tokens import read_windows
 
 pytestmark = pytest.mark.quick
 

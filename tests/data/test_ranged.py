@@ -13,7 +13,7 @@ from jaxpar.data import ranged
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.identity import difference, identify
 from jaxpar.data.ranged import RangedFile
-from jaxpar.data.tokens import open_tokens, tokenize
+from jaxpar.data.token_files import open_tokens, tokenize
 
 
 @pytest.fixture

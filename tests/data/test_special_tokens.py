@@ -24,6 +24,7 @@ from jaxpar.data.chat.end_of_turn import end_of_turn
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.documents import Documents
 from jaxpar.data.special_tokens import read_special_tokens
+from jaxpar.data.token_files import tokenize
 from jaxpar.data.tokenizer import (
     HFTokenizer,
     encode_document,
@@ -31,7 +32,7 @@ from jaxpar.data.tokenizer import (
     load_tokenizer,
     make_tokenizer,
 )
-from jaxpar.data.tokens import Tokens, read_windows, tokenize
+from jaxpar.data.tokens import Tokens, read_windows
 
 tokenizers = pytest.importorskip("tokenizers")
 DEEPSEEK_BEGIN, DEEPSEEK = (

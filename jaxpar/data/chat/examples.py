@@ -24,6 +24,7 @@ from jaxpar.data.chat.chat_template import Span
 from jaxpar.data.chat.conversations import read_conversation
 from jaxpar.data.parts import PartDefaults
 from jaxpar.data.ranged import RangedFile
+from jaxpar.data.texts import text_files
 from jaxpar.data.tokenizer import (
     CharsTokenizer,
     HFTokenizer,
@@ -32,7 +33,7 @@ from jaxpar.data.tokenizer import (
     missing_begin,
     read_text,
 )
-from jaxpar.data.tokens import HostBatch, text_files
+from jaxpar.data.tokens import HostBatch
 
 _BINS = 64  # rows that are packed at a time
 _GetWriter = Callable[[], ConversationWriter]
