@@ -153,6 +153,7 @@ READERS = (
     Reader("config.toml", "run/config.toml", _WATCH, _TOML, 16),
     Reader("config of a user", "tiny.toml", "train tiny.toml --run new --data.source text", _TOML),
     Reader("metrics.jsonl", "run/metrics.jsonl", _WATCH, _JSONL, 16),
+    Reader("goodput.jsonl", "run/goodput.jsonl", "goodput run", _JSONL, 8),
     Reader("sinks.json", "run/sinks.json", "", _JSON, 12),
     Reader("data.json", "run/data.json", "", _JSON, 20),
     Reader("token ids", "text.bin", _TOKENS, _BYTES_ONLY),
@@ -351,6 +352,9 @@ def _make_run(folder: Path) -> None:
         for step in (1, 2, 3)
     ]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    account = {"began": 0, "ended": 9, "lowest": 0, "step": 3, "saves": 1, "marks": [[2, 3.5]]}
+    lives = [account | {"seconds": {"productive": 5, "data": 4}}] * 2
+    (folder / "run" / "goodput.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lives))
     (folder / "run" / "sinks.json").write_text(json.dumps({"tensorboard": "", "wandb": "abc"}))
     pieces = [["text.txt", 940, "abc"], ["stream", None, "def"]]
     (folder / "run" / "data.json").write_text(json.dumps({"broken": "", "files": pieces}))

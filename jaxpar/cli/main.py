@@ -33,6 +33,7 @@ COMMANDS = {
     "watch": Command(
         "a run in the terminal: progress, losses, speed; its profile by line of the model"
     ),
+    "goodput": Command("what the time of a run went on, and how often to save", "goodput"),
     "verify": Command("compare a plan's loss and gradients with one device"),
     "generate": Command(
         "continue prompts with a run, a Hugging Face folder or a PEFT adapter", "trained"

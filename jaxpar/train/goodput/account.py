@@ -30,6 +30,8 @@ _MOST_MARKS = 64
 """Saves whose place in the account is kept: a run goes on from one of the last."""
 _MOST_APART = 1.0
 """By how many seconds an account may miss its wall time, which only a damaged line does."""
+_LATEST = 1e11
+"""No time of a process, in seconds since 1970: the year 5138."""
 _LEAST_SHARE = 0.0005
 """The least share of the time that a line has room for."""
 _KINDS = {
@@ -74,7 +76,8 @@ class Life:
 
     def productive_until(self, step: int) -> float:
         """The productive seconds of the steps up to one that another process went on from."""
-        return max((mark.productive for mark in self.marks if mark.step <= step), default=0.0)
+        known = [mark.productive for mark in self.marks if mark.step <= step]
+        return min(max(known, default=0.0), self.seconds["productive"])
 
     def as_json(self) -> str:
         """The line of the file."""
@@ -206,7 +209,8 @@ def _life_of(line: bytes) -> Life | None:
     except (UserError, KeyError, TypeError, ValueError):
         return None
     apart = abs(sum(seconds.values()) - (life.ended - life.began))
-    if apart > _MOST_APART or min(seconds.values()) < 0 or life.lowest < 0:
+    counts = (life.lowest, life.step, life.saves, *seconds.values(), *map(min, life.marks))
+    if apart > _MOST_APART or min(counts) < 0 or not 0 <= life.began <= life.ended <= _LATEST:
         return None
     return life
 

@@ -1,0 +1,68 @@
+"""What checkpoints and faults have cost a run until now, by its own account."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.base.errors import UserError
+from jaxpar.train.goodput.account import GOODPUT, Life, Totals, add_up, read_lives
+from jaxpar.train.goodput.intervals import Costs
+from jaxpar.train.guard.time_limit import save_seconds
+from jaxpar.train.runs.run_folder import CHECKPOINTS, finished_steps
+
+
+class Measured(NamedTuple):
+    """What a run has measured of itself.
+
+    Attributes:
+      totals: what its time went on.
+      damaged: how many accounts are left out because they are damaged.
+      costs: the mean of a save, of its writing in the background and of the time to the first step,
+        and the median of the times without a process; what was not seen is 0.
+      step_seconds: the productive seconds of a step in the mean; None = none was kept.
+    """
+
+    totals: Totals
+    damaged: int
+    costs: Costs
+    step_seconds: float | None
+
+
+def measure_run(folder: Path) -> Measured:
+    """Read what a run has measured of itself.
+
+    Args:
+      folder: the run folder.
+
+    Raises:
+      UserError: it has no account, or none that is whole.
+    """
+    lives, damaged = read_lives(folder)
+    if damaged and not lives:
+        raise UserError(
+            f"{folder / GOODPUT} has no account that is whole: the next call writes one"
+        )
+    if not lives:
+        raise UserError(f"{folder} has no {GOODPUT}: a run has one from its first step on")
+    totals = add_up(lives)
+    save = totals.seconds["saving"] / totals.saves if totals.saves else 0.0
+    written = [save_seconds(folder / CHECKPOINTS / str(step)) for step in finished_steps(folder)]
+    write = max(statistics.fmean(written) - save, 0.0) if written else 0.0
+    gaps = [later.began - life.ended for life, later in itertools.pairwise(lives)]
+    down = max(statistics.median(gaps), 0.0) if gaps else 0.0
+    recover = statistics.fmean(_until_first_step(life) for life in lives)
+    costs = Costs(save, write, recover, down)
+    return Measured(totals, damaged, costs, _step_seconds(lives))
+
+
+def _until_first_step(life: Life) -> float:
+    return sum(life.seconds[cause] for cause in ("startup", "restoring", "compiling"))
+
+
+def _step_seconds(lives: list[Life]) -> float | None:
+    steps = sum(life.step - life.lowest for life in lives)
+    productive = sum(life.seconds["productive"] for life in lives)
+    return productive / steps if steps > 0 and productive else None

@@ -1,0 +1,176 @@
+"""Thousands of steps in one process, with saves, evaluations and guards: neither memory nor open
+files nor threads nor objects nor the time of a step grow.
+
+`python tests/faults/test_soak.py --steps 3000` is the long form, and prints the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jaxpar.base.config import override
+from jaxpar.base.config.loading import load_config
+
+pytestmark = pytest.mark.slow
+
+EVERY = 10
+"""Steps between two rows, at each of which is measured."""
+CHANGES = {
+    "mesh.platform": "cpu",
+    "mesh.data": 2,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "model.layers": 1,
+    "model.embed": 32,
+    "model.mlp": 64,
+    "data.seq_len": 32,
+    "data.max_bytes": 200_000,
+    "train.batch": 8,
+    "train.warmup_steps": 1,
+    "train.eval_every": 20,
+    "train.eval_batches": 1,
+    "train.final_eval_batches": 1,
+    "train.on_nonfinite": "skip",
+    "train.on_spike": "rollback",
+    "train.spike_deviations": 1000.0,
+    "train.check_replicas": 10,
+    "checkpoint.every": 20,
+    "checkpoint.keep": 2,
+    "metrics.log_every": EVERY,
+}
+MOST_MEMORY = 8.0
+"""MiB by which the memory may differ: the allocator keeps what it was given in pages, and a save in
+the background may be under way. A leak of 8 KiB a step is found by 1,000 steps.
+"""
+MOST_OBJECTS = 1000
+"""Python objects, likewise of what is under way; in 1,000 steps, one lost at each is found."""
+MOST_TIME = 1.5
+"""The same of the time of a step, on a machine that others use too."""
+
+
+class Sample(NamedTuple):
+    """What a process holds after a step.
+
+    Attributes:
+      memory: MiB that are resident.
+      files: open descriptors.
+      threads: of Python.
+      arrays: arrays of JAX that are alive.
+      objects: objects that the garbage collector knows.
+      seconds: the mean time of the last steps.
+    """
+
+    memory: float
+    files: float
+    threads: float
+    arrays: float
+    objects: float
+    seconds: float
+
+
+def sample(seconds: float) -> Sample:
+    """Look at this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    gc.collect()
+    return Sample(
+        memory=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        files=len(os.listdir("/proc/self/fd")),
+        threads=threading.active_count(),
+        arrays=len(jax.live_arrays()),
+        objects=len(gc.get_objects()),
+        seconds=seconds,
+    )
+
+
+def soak(run_folder: Path, steps: int) -> list[Sample]:
+    """Train so many steps, and look at the process at every row."""
+    from jaxpar.base.process.runtime import start
+    from jaxpar.train import run
+
+    config = override(load_config("tiny"), {**CHANGES, "train.steps": steps})
+    start(config.mesh)
+    samples = list[Sample]()
+
+    def report(step: int, row: dict[str, float]) -> None:
+        if "step_seconds" in row:
+            samples.append(sample(row["step_seconds"]))
+
+    run(config, run_folder, report=report)
+    return samples
+
+
+def thirds(samples: Sequence[Sample]) -> list[Sample]:
+    """The median of each figure in each third of a run."""
+    size = len(samples) // 3
+    parts = [samples[size * number : size * (number + 1)] for number in range(3)]
+    return [Sample(*map(statistics.median, zip(*part, strict=True))) for part in parts]
+
+
+def growth(samples: Sequence[Sample]) -> list[str]:
+    """Say what grows from the second third of a run to the last; the first is its warm-up."""
+    _, middle, last = thirds(samples)
+    found = []
+    if last.memory > middle.memory + MOST_MEMORY:
+        found.append(f"memory from {middle.memory:.1f} to {last.memory:.1f} MiB")
+    for name in ("files", "threads", "arrays"):
+        before, after = getattr(middle, name), getattr(last, name)
+        if after > before:
+            found.append(f"{name} from {before:.0f} to {after:.0f}")
+    if last.objects > middle.objects + MOST_OBJECTS:
+        found.append(f"objects from {middle.objects:.0f} to {last.objects:.0f}")
+    if last.seconds > MOST_TIME * middle.seconds:
+        found.append(f"a step from {middle.seconds:.4f} to {last.seconds:.4f} s")
+    return found
+
+
+def test_nothing_grows_with_the_steps(tmp_path: Path) -> None:
+    samples = soak(tmp_path / "run", 240)
+    assert len(samples) == 240 // EVERY
+    assert not growth(samples)
+
+
+def test_what_grows_is_named() -> None:
+    still = [Sample(100.0, 20, 5, 30, 50_000, 0.01)] * 30
+    assert not growth(still)
+    for number, per_row in enumerate((1.0, 1, 1, 1, 200, 0.001)):
+        leaking = []
+        for row, one in enumerate(still):
+            values = list(one)
+            values[number] += row * per_row
+            leaking.append(Sample(*values))
+        (said,) = growth(leaking)
+        assert said.startswith("a step" if number == 5 else Sample._fields[number])
+
+
+def run_long() -> int:
+    """The long form; returns how many figures grew."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3000)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        samples = soak(Path(folder) / "run", args.steps)
+    for name, part in zip(("first", "second", "last"), thirds(samples), strict=True):
+        print(
+            f"{name} third: {part.memory:.1f} MiB, {part.files:.0f} descriptors, "
+            f"{part.threads:.0f} threads, {part.arrays:.0f} arrays, {part.objects:.0f} objects, "
+            f"{1000 * part.seconds:.1f} ms a step"
+        )
+    found = growth(samples)
+    print("grew: " + "; ".join(found) if found else f"nothing grew in {args.steps} steps")
+    return len(found)
+
+
+if __name__ == "__main__":
+    sys.exit(run_long() > 0)
