@@ -415,9 +415,9 @@ def test_a_missing_package_is_named(monkeypatch):
 
 WATCHED = """
 import hashlib, os, signal, sys
-import jaxpar.train.loop.steps as steps
+import jaxpar.train.loop.run_step as run_step
 from jaxpar.cli.main import main
-put, (record, last), folder = steps.put_batch, sys.argv[1:3], sys.argv[3]
+put, (record, last), folder = run_step.put_batch, sys.argv[1:3], sys.argv[3]
 def watched(rows, plan):
     ids = b"".join(rows[name].tobytes() for name in ("tokens", "labels", "segments"))
     with open(record, "a") as file:
@@ -425,7 +425,7 @@ def watched(rows, plan):
     if os.path.isdir(f"{folder}/checkpoints/{last}") and last != "none":
         os.kill(os.getpid(), signal.SIGKILL)
     return put(rows, plan)
-steps.put_batch = watched
+run_step.put_batch = watched
 sys.exit(main(sys.argv[4:]))
 """
 

@@ -28,15 +28,15 @@ FLAGS = [
 ]
 HANGING = """
 import time
-import jaxpar.train.loop.steps as steps
+import jaxpar.train.loop.run_step as run_step
 from jaxpar.cli.main import main
-real, calls = steps.put_batch, []
+real, calls = run_step.put_batch, []
 def sleep_for_ever(*args):
     calls.append(1)
     if len(calls) > 3:
         time.sleep(1e6)
     return real(*args)
-steps.put_batch = sleep_for_ever
+run_step.put_batch = sleep_for_ever
 main()
 """
 """`jaxpar` whose fourth step never begins."""

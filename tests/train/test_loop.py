@@ -17,7 +17,7 @@ import pytest
 import jaxpar.train.evaluate as evaluate_module
 import jaxpar.train.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
-import jaxpar.train.loop.steps as steps_module
+import jaxpar.train.loop.run_step as step_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
@@ -270,7 +270,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     """
     folder = tmp_path / "interrupted"
     config = override(config, {"checkpoint.every": 20})
-    real_put = steps_module.put_batch
+    real_put = step_module.put_batch
     real_eval = evaluations_module.compile_eval_step
     calls = list[int]()
     evaluations = list[int]()
@@ -285,7 +285,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
         evaluations.append(len(calls))
         return real_eval(*args)
 
-    monkeypatch.setattr(steps_module, "put_batch", put_and_interrupt)
+    monkeypatch.setattr(step_module, "put_batch", put_and_interrupt)
     monkeypatch.setattr(evaluations_module, "compile_eval_step", note_and_make)
     result = train(config, folder)
     assert result.interrupted and result.step == 3

@@ -8,6 +8,7 @@ number an array and device travels, and sums of copies are compared.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.jax_compat import once_options
 from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.parallel.host_memory import HOST
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.failures import CopiesDiffer
 
 
@@ -108,29 +110,44 @@ class ReplicaCheck:
         return jax.jit(of_devices, out_shardings=everywhere, compiler_options=once_options(mesh))
 
 
-def require_alike(
-    check: ReplicaCheck, arrays: PyTree, every: int, step: int, saved: int | None
-) -> None:
-    """Stop where devices hold other copies than their peers. All processes must call this.
-
-    Args:
-      check: the comparison.
-      arrays: what is compared, a state.
-      every: `train.check_replicas`.
-      step: the step after which it is.
-      saved: the last step that has a checkpoint; None = there is none.
-
-    Raises:
-      CopiesDiffer: they do, on all processes alike.
+class StateCopies:
+    """Compares the copies of a run's state every `train.check_replicas` steps, and whenever it is
+    asked; with 0 there, never.
     """
-    found = check.mismatches(arrays)
-    if not found:
-        return
-    said = mismatch_message(found, every, step)
-    kept = "no checkpoint was saved before"
-    if saved is not None:
-        kept = f"the checkpoint of step {saved} is kept"
-    raise CopiesDiffer(f"{said}; {kept}")
+
+    def __init__(self, experiment: Experiment, say: Callable[[str], None]):
+        """Take what is trained, and what prints how much of its state can be compared."""
+        self._every = experiment.config.train.check_replicas
+        self._check: ReplicaCheck | None = None
+        if self._every:
+            self._check = ReplicaCheck(experiment.state, experiment.plan.mesh)
+            say(replicas_note(self._check))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the copies are compared after a step because of its number."""
+        return self._every > 0 and step % self._every == 0
+
+    def require_alike(self, state: PyTree, step: int, saved: int | None) -> None:
+        """Stop where devices hold other copies than their peers. All processes must call this.
+
+        Args:
+          state: what is compared.
+          step: the step after which it is.
+          saved: the last step that has a checkpoint; None = there is none.
+
+        Raises:
+          CopiesDiffer: they do, on all processes alike.
+        """
+        if self._check is None:
+            return
+        found = self._check.mismatches(state)
+        if not found:
+            return
+        said = mismatch_message(found, self._every, step)
+        kept = "no checkpoint was saved before"
+        if saved is not None:
+            kept = f"the checkpoint of step {saved} is kept"
+        raise CopiesDiffer(f"{said}; {kept}")
 
 
 def replicas_note(check: ReplicaCheck) -> str:

@@ -28,7 +28,9 @@ from jaxpar.train.goodput import Account, Cause
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, PeerLost, Running, memory_errors
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.loop.messages import done_already, ended, stopped
-from jaxpar.train.loop.steps import Parts, Steps, Watch
+from jaxpar.train.loop.parts import Parts, Watch
+from jaxpar.train.loop.steps import run_steps
+from jaxpar.train.loop.tools import make_tools
 from jaxpar.train.metrics import MetricsLog, Profile, Report
 from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
 from jaxpar.train.runs.bucket_runs import run_here
@@ -249,20 +251,20 @@ def _train_steps(parts: Parts, missed: set[str], stop: Stop) -> _Outcome:
         program, compiled = compiling.result()
     say(compiled)
     keep_run(run)
-    steps = Steps(parts, start, program)
+    tools = make_tools(parts, start, program)
     parts.account.clock.enter("other")
     stop.listen()
     with parts.show:
-        step = steps.run(missed, stop)
-    steps.finish()
+        step = run_steps(tools, missed, stop)
+    tools.runner.finish()
     evaluations = parts.evaluations
     val_loss = evaluations.last_loss
     interrupted = step < run.last or evaluations.cut_short
     if interrupted:
         said = stopped(step, evaluations.cut_short, stop.why)
     else:
-        said = ended(step, val_loss, steps.timing.meter.trained, entropy)
-    return _Outcome(Result(step, steps.rows.loss, val_loss, entropy, interrupted), said)
+        said = ended(step, val_loss, tools.timing.meter.trained, entropy)
+    return _Outcome(Result(step, tools.rows.loss, val_loss, entropy, interrupted), said)
 
 
 def _make_up(parts: Parts, missed: set[str], stop: Stop) -> _Outcome:
