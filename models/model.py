@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import PyTree, ShardingRules, fit_rules, merge_trees
+from jaxpar.base.layout.sharding import PyTree, ShardingRules, merge_trees
 from jaxpar.models.counts import Declared, count_flops, count_parameters
 from jaxpar.models.embed import Embed
 from jaxpar.models.families import family_of

@@ -44,7 +44,7 @@ COMMANDS = {
     "checkpoints": Command(
         "the checkpoints of a run, and whether they are as they were saved", "checkpoints"
     ),
-    "convert": Command("to and from Hugging Face safetensors"),
+    "convert": Command("to and from Hugging Face safetensors", "convert"),
     "prune": Command("a trained model, pruned at once from some text, as a new run", "prune"),
     "tokenize": Command("text to a .bin file of token ids"),
     "configs": Command("list the config presets"),
@@ -64,8 +64,8 @@ COMMANDS = {
     "sweep": Command(
         "run every combination of some settings under Ray Tune, or rehearse them", "launch"
     ),
-    "bench": Command("the training step, or generation, beside PyTorch, in turns"),
-    "doctor": Command("versions, devices, known-bad combinations"),
+    "bench": Command("the training step, or generation, beside PyTorch, in turns", "bench"),
+    "doctor": Command("versions, devices, known-bad combinations", "doctor"),
 }
 _ORBAX_READING = "_read_array_index_and_device_put"
 """What reads an array of a checkpoint, seen in orbax-checkpoint 0.12.8."""

@@ -123,7 +123,8 @@ def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 )
 def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """A data set of Hugging Face: of the hub, a folder or a file."""
-    from jaxpar.data.documents import load_documents, open_hf
+    from jaxpar.data.document_sources import open_hf
+    from jaxpar.data.documents import load_documents
 
     return load_documents(open_hf, paths, data, vocab_size)
 
@@ -131,7 +132,8 @@ def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("parquet", reads={"path", "column", "shuffle_window"}, streams=lambda data: True)
 def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """Parquet files, read as a stream."""
-    from jaxpar.data.documents import load_documents, open_parquet
+    from jaxpar.data.document_sources import open_parquet
+    from jaxpar.data.documents import load_documents
 
     return load_documents(open_parquet, paths, data, vocab_size)
 
@@ -139,7 +141,8 @@ def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("arrayrecord")
 def arrayrecord(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """ArrayRecord files, each record of which is a document."""
-    from jaxpar.data.documents import load_documents, open_arrayrecord
+    from jaxpar.data.document_sources import open_arrayrecord
+    from jaxpar.data.documents import load_documents
 
     return load_documents(open_arrayrecord, paths, data, vocab_size)
 

@@ -16,15 +16,9 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.plan import Strategy
-from jaxpar.base.layout.sharding import (
-    Axes,
-    Layout,
-    fit_rules,
-    kv_copy_axes,
-    output_axis,
-    require_layout,
-)
+from jaxpar.base.layout.sharding import Axes, Layout, kv_copy_axes, output_axis, require_layout
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.libraries import stand_in_scope

@@ -19,11 +19,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.base.layout.placements import local_bytes, local_rows, placements
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.rules import LOGICAL_AXES
-from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.layout.specs import spec_for
 
 pytestmark = pytest.mark.quick

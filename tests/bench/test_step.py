@@ -141,8 +141,6 @@ def test_the_words_reach_the_measuring_and_its_table_is_printed(
 ) -> None:
     """Measuring itself takes minutes."""
     given: list[object] = []
-    # which would also turn the cache on
-    monkeypatch.setattr("jaxpar.cli.commands.start", lambda *_: jax.devices())
     monkeypatch.setattr(
         bench, "bench_step", lambda *values, **more: given.extend(values) or [{"ms": 1.5}]
     )

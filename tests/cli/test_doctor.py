@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.base.console import PACKAGES
 from jaxpar.base.machine import versions
-from jaxpar.cli.commands import OPTIONAL, doctor_command, warnings_for
+from jaxpar.cli.doctor import OPTIONAL, doctor_command, warnings_for
 
 pytestmark = pytest.mark.quick
 

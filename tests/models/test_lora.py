@@ -27,7 +27,7 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import init_state, make_train_step, put_batch
 from jaxpar.verify.of_config import checks as verify
-from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
+from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 ALL = ["q", "k", "v", "out", "up", "down"]
 SMALL: dict[str, Any] = {

@@ -33,7 +33,7 @@ from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import export_run, load_params
 from jaxpar.train.step import init_state, make_train_step, put_batch
 from jaxpar.verify.of_config import checks as verify
-from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
+from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 61,

@@ -19,9 +19,10 @@ import pytest
 from jax import Array
 from tiers import some
 
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.kernels.masks import Causal
 from jaxpar.parallel import dropout
 from jaxpar.parallel.ops import Ops

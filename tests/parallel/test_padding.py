@@ -22,7 +22,8 @@ from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.parallel.padding import count_tokens, text_tokens
 from jaxpar.train.step import gradients
-from jaxpar.verify.of_config.losses_and_gradients import random_batch, text_of
+from jaxpar.verify.of_config.losses_and_gradients import text_of
+from jaxpar.verify.of_config.random_inputs import random_batch
 
 pytestmark = pytest.mark.quick
 

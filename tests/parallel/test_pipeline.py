@@ -41,7 +41,7 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import param_shapes
-from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
+from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 SMALL = {
     "model.vocab_size": 90,

@@ -27,7 +27,7 @@ from jaxpar.train.restore import export_run, load_params, load_run
 from jaxpar.train.runs.run_folder import keep_config
 from jaxpar.train.step import batch_shapes, empty_batch, loss_weights
 from jaxpar.verify.of_config import checks as verify
-from jaxpar.verify.of_config.losses_and_gradients import random_params
+from jaxpar.verify.of_config.random_inputs import random_params
 
 SEQ = 16
 SIZES: dict[str, Any] = {

@@ -18,7 +18,7 @@ from jaxpar.models import Model, Params
 from jaxpar.train.optimizer.one_shot import Target, prune_once
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import put_batch
-from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
+from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 SMALL: dict[str, Any] = {
     "model.family": "llama",

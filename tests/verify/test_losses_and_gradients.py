@@ -17,7 +17,7 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import FAMILIES, Model
-from jaxpar.parallel.cross_entropy import LossWeights
+from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer, copies
@@ -111,7 +111,7 @@ def test_the_plan_is_run_as_in_training() -> None:
 
     def gradients(*args: object) -> object:
         seen.append((*args[3:], jax.config.jax_default_matmul_precision))  # pyright: ignore[reportAttributeAccessIssue]
-        return step.LossSums(*jnp.ones(3)), args[1]
+        return LossSums(*jnp.ones(3)), args[1]
 
     case = case_on(
         small,

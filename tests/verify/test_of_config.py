@@ -35,12 +35,8 @@ from jaxpar.train import step
 from jaxpar.verify.comparison import Answer
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config import setup as small_setup
-from jaxpar.verify.of_config.losses_and_gradients import (
-    Case,
-    parameter_order,
-    random_batch,
-    random_params,
-)
+from jaxpar.verify.of_config.losses_and_gradients import Case, parameter_order
+from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.report import GradientRow, Verdict
 

@@ -13,7 +13,8 @@ from jaxpar.base.config import override
 from jaxpar.models import Model
 from jaxpar.verify.comparison import Answer, by_name
 from jaxpar.verify.of_config import updates
-from jaxpar.verify.of_config.losses_and_gradients import Case, random_batch, random_params
+from jaxpar.verify.of_config.losses_and_gradients import Case
+from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 ZERO1 = {"rules.state_embed": ("fsdp", "data"), "data.seq_len": 16, "model.vocab_size": 64}
 

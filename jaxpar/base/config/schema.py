@@ -19,9 +19,10 @@ from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.base.durations import seconds_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import Keep, Policy
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.mesh import MeshAxis, MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
-from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range
 from jaxpar.base.registry import SINKS, SOURCES, OneOf
 from jaxpar.base.toml import TABLE

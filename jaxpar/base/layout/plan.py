@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import Action, Keep, Policy, actions
+from jaxpar.base.layout.fit_heads import drop_axes, first_axes
 from jaxpar.base.layout.mesh import MeshAxis
-from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis, drop_axes, first_axes
+from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis
 from jaxpar.base.ranges import Range
 from jaxpar.base.registry import FORMS, SCHEDULES, OneOf
 

@@ -26,9 +26,6 @@ from jaxpar.base.layout.rules import (
     split_axes,
 )
 from jaxpar.base.layout.rules import ShardingRules as ShardingRules
-from jaxpar.base.layout.rules import drop_axes as drop_axes
-from jaxpar.base.layout.rules import first_axes as first_axes
-from jaxpar.base.layout.rules import fit_rules as fit_rules
 from jaxpar.base.layout.rules import named_axes as named_axes
 from jaxpar.base.layout.specs import PyTree as PyTree
 from jaxpar.base.layout.specs import is_axes, kind_of, make_spec, require_axes

@@ -34,7 +34,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError, short
-from jaxpar.base.layout.sharding import Axes, Layout, PyTree, drop_axes, require_layout, state_axes
+from jaxpar.base.layout.fit_heads import drop_axes
+from jaxpar.base.layout.sharding import Axes, Layout, PyTree, require_layout, state_axes
 from jaxpar.kernels.grouped_matmul import (
     expert_order,
     grouped_matmul,

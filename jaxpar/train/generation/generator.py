@@ -23,8 +23,9 @@ from jaxtyping import Array
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.plan import Overlap, Plan, is_matrix
-from jaxpar.base.layout.sharding import Axes, fit_rules, replicated_sharding
+from jaxpar.base.layout.sharding import Axes, replicated_sharding
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Model, Params

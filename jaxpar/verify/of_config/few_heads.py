@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from jaxpar.base.config import Config, rules_of
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout.fit_heads import fit_rules
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.parallel.context.ulysses import devices_sharing
 from jaxpar.verify.of_config.sizes import AxisSizes, pieces
 

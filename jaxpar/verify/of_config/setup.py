@@ -16,6 +16,7 @@ from jaxpar.base.config import Config, KernelsConfig, rules_of
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout import mesh as meshes
+from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.mesh import (
     DcnSpec,
     MeshSpec,
@@ -25,7 +26,7 @@ from jaxpar.base.layout.mesh import (
     total_sizes,
 )
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import ShardingRules, fit_rules
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.process.runtime import start, widen_cpu_pool
 from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models import AnyModel, Model

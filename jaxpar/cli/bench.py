@@ -1,0 +1,78 @@
+"""The commands that measure the training step and generation beside PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxpar.base.console import console
+from jaxpar.base.machine import machine_memory
+from jaxpar.base.ranges import Range
+from jaxpar.cli.arguments import (
+    Overrides,
+    config_args,
+)
+
+
+@dataclass(frozen=True)
+class BenchArgs:
+    """The training step against that of `transformers` in PyTorch, in turns; `jaxpar bench generate
+    CONFIG` is for generation.
+    """
+
+    config: Overrides
+    rounds: Annotated[int, Range(1, 1_000_000)] = 15
+    """Alternations; the ratio's quartiles are over these."""
+    calls: Annotated[int, Range(1, 1_000_000)] = 10
+    """Steps of each in a round."""
+
+
+@dataclass(frozen=True)
+class BenchGenerateArgs:
+    """Prefill and decoding against those of `transformers` in PyTorch, in turns, with random
+    weights.
+    """
+
+    config: Overrides
+    batch: Annotated[int, Range(1, 1_000_000)] = 1
+    """Prompts at once."""
+    prompt_tokens: Annotated[int, Range(1, 1_000_000)] = 128
+    """Tokens of each."""
+    new_tokens: Annotated[int, Range(2, 1_000_000)] = 64
+    """New tokens of each; the first of them is the prefill's."""
+    rounds: Annotated[int, Range(1, 1_000_000)] = 9
+    """Alternations; the ratio's quartiles are over these."""
+
+
+def bench_command(words: list[str]) -> int:
+    """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
+    if words[:1] == ["generate"]:
+        return bench_generate_command(words[1:])
+    from jaxpar.bench.measure import bench_step, table
+    from jaxpar.train.plans import make_experiment
+    from jaxpar.train.require_memory import require_memory
+
+    _, args = config_args(bench_command.__doc__, BenchArgs, words)
+    say = console().print
+    experiment = make_experiment(args.config)
+    require_memory(experiment, machine_memory())
+    say(table(bench_step(experiment, args.rounds, args.calls, say=say)))
+    return 0
+
+
+def bench_generate_command(words: list[str]) -> int:
+    """jaxpar bench generate CONFIG [--batch N] [--prompt-tokens N] [--new-tokens N] [--rounds N]
+    [--section.key value ...]
+    """
+    from jaxpar.bench.generate import bench_generate
+    from jaxpar.bench.measure import table
+    from jaxpar.train.plans import make_experiment
+
+    _, args = config_args(bench_generate_command.__doc__, BenchGenerateArgs, words)
+    say = console().print
+    experiment = make_experiment(args.config)
+    rows = bench_generate(
+        experiment, args.batch, args.prompt_tokens, args.new_tokens, args.rounds, say
+    )
+    say(table(rows))
+    return 0

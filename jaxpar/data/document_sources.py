@@ -1,0 +1,224 @@
+"""Opens what documents lie in: data sets of Hugging Face, Parquet and ArrayRecord files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import grain.experimental
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.errors import UserError
+from jaxpar.data.texts import files_below
+
+_ENDLESS = 2**62
+"""The number of documents of a stream that does not say it: more than any has."""
+OpenedSource = grain.MapDataset | Callable[[], Any]
+"""Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging
+Face.
+"""
+Opened = tuple[OpenedSource, int | None, tuple[Path, ...]]
+"""What reads documents, how many there are, and the files, as far as these are known."""
+
+
+class Unreadable(NamedTuple):
+    """In place of a record that could not be read: why."""
+
+    reason: str
+
+
+class _Records:
+    """Records in random access, of which one that is damaged is `Unreadable`."""
+
+    def __init__(self, inner: Any, origin: str):
+        self.inner = inner
+        self.origin = origin
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, place: int) -> Any:
+        try:
+            return self.inner[place]
+        except Exception as error:  # each library raises exceptions of its own
+            said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            return Unreadable(f"{self.origin}: record {place} cannot be read: {said}")
+
+
+def open_hf(name: str, data: DataConfig) -> Opened:
+    """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file.
+
+    The split may be a slice or a sum of some, as `datasets` writes them: `train[:50%]`,
+    `train[:10]+test`.
+    """
+    path, config, split = _split_name(name)
+    place = Path(path)
+
+    def opened() -> Any:
+        # from save_to_disk
+        if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
+            found = _saved_slices(path, split)
+            if data.streaming:
+                found = found.to_iterable_dataset()
+        else:
+            folder, file = (
+                (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
+            )
+            found = _loaded_slices(
+                partial(_load_split, folder, config, file), split, data.streaming
+            )
+        if data.column in (found.column_names or ()):
+            return found.select_columns(data.column)
+        return found
+
+    if place.is_file():
+        files = (place,)
+    elif place.is_dir():
+        files = tuple(files_below(place))
+    else:
+        files = ()
+    if data.streaming:
+        return opened, None, files
+    found = opened()
+    records: Any = _Records(found, name)
+    return grain.MapDataset.source(records), len(found), files
+
+
+def _split_name(name: str) -> tuple[str, list[str], str]:
+    """Return the path, the config if there is one, and the split; a colon in a slice, or of a URL,
+    parts nothing.
+    """
+    if Path(name).exists():
+        return name, [], "train"
+    path, *others = re.split(r":(?!//)(?![^\[]*\])", name)
+    if len(others) > 2:
+        raise UserError(
+            f"{name} is not path, path:split or path:config:split: it has {len(others)} colons"
+        )
+    if others:
+        split = re.sub(r"\s*\+\s*", "+", others[-1])
+    else:
+        split = "train"
+    return path, others[:-1], split
+
+
+def _load_split(
+    folder: str, config: Sequence[str], file: str | None, split: str, streaming: bool
+) -> Any:
+    import datasets
+
+    load: Any = datasets.load_dataset
+    return load(folder, *config, data_files=file, split=split, streaming=streaming)
+
+
+def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool) -> Any:
+    """Load a split, or slices of some; `datasets` itself takes no slice of a stream."""
+    import datasets
+
+    if not streaming or not re.search(r"[\[+]", split):
+        return load(split, streaming)
+    instruction = datasets.ReadInstruction.from_spec(split)
+    names = [part.split("[")[0].strip() for part in split.split("+")]
+    streams = {name: load(name, True) for name in names}
+    known = {name: (stream.info.splits or {}).get(name) for name, stream in streams.items()}
+    sizes = {name: info.num_examples if info else 0 for name, info in known.items()}
+    if not all(sizes.values()):
+        if re.search(r"%|\[-|:-", split):
+            raise UserError(
+                f"{split} counts from the end of a stream, whose length is not known: set "
+                "data.streaming=false, or "
+                "count in documents from its beginning, as in train[1000:]"
+            )
+        sizes = dict.fromkeys(sizes, _ENDLESS)
+    slices = [
+        streams[part.splitname].skip(part.from_).take(part.to - part.from_)
+        for part in instruction.to_absolute(sizes)
+    ]
+    return datasets.concatenate_datasets(slices)
+
+
+def _saved_slices(path: str, split: str) -> Any:
+    """Open a split, or slices of some, of what `save_to_disk` wrote: several splits by name, or
+    one.
+    """
+    import datasets
+
+    found = datasets.load_from_disk(path)
+    if not isinstance(found, datasets.DatasetDict):
+        found = {str(found.split or split.split("[")[0]): found}
+    instruction = datasets.ReadInstruction.from_spec(split)
+    parts = instruction.to_absolute({name: len(part) for name, part in found.items()})
+    slices = [found[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(slices)
+
+
+def open_parquet(path: str, data: DataConfig) -> Opened:
+    import datasets
+    import pyarrow.parquet
+
+    found = _files(path, ".parquet")
+    counts = dict[str, int]()
+    for file in found:
+        about = pyarrow.parquet.read_metadata(file)
+        counts[str(file)] = about.num_rows
+        _require_text_column(about.schema.to_arrow_schema(), file, data.column)
+    files = [file for file, rows in counts.items() if rows]
+    if not files:
+        raise UserError(f"{path} is empty: its files have no rows")
+    opened = partial(
+        datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True
+    )
+    return opened, sum(counts.values()), tuple(found)
+
+
+def _require_text_column(schema: Any, file: Path, column: str) -> None:
+    """Refuse a Parquet file whose schema (of Arrow) has no such column, or one that is no text."""
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise UserError(
+            f"{file} has no column {column!r}, set data.column: it has {', '.join(schema.names)}"
+        )
+    kind = schema.field(column).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    text = (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_null(kind)
+    )
+    if not text:
+        raise UserError(
+            f"{file}: column {column!r} has a value that is no text: its type is {kind}"
+        )
+
+
+def open_arrayrecord(path: str, data: DataConfig) -> Opened:
+    files = _files(path, ".array_record", ".arrayrecord")
+    found: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
+    records: Any = _Records(found, path)
+    return grain.MapDataset.source(records), len(records), tuple(files)
+
+
+def _files(path: str, *endings: str) -> list[Path]:
+    """Return the file at `path`, or the files below that folder, or those that match it as a
+    pattern; sorted.
+    """
+    root = Path(path)
+    if root.is_dir():
+        found = [file for file in files_below(root) if file.suffix in endings]
+    else:
+        if root.is_file():
+            found = [root]
+        else:
+            found = [Path(file) for file in sorted(glob(path, recursive=True))]
+    if not found:
+        pattern = f"a pattern like 'texts/*{endings[0]}'"
+        raise UserError(f"no {endings[0]} file at {path}: give a file, a folder, or {pattern}")
+    return found
