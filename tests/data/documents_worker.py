@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.config import DataConfig
+from jaxpar.base.process.exchange import open_exchange
 from jaxpar.data import documents
 from jaxpar.data.corpus import load_corpus, skipped_records, train_batches, val_batches
 
@@ -56,7 +57,10 @@ def main() -> None:
             states.append(batches.get_state())
             found.append(next(batches))
         states.append(batches.get_state())
+    exchange = open_exchange()
+    kept = {} if exchange is None else exchange.below("jaxpar/documents/")
     told = {
+        "kept": sum(name.endswith("/head") for name in kept),
         "tokenized": tokenized[0],
         "skipped": [count.count for count in skipped_records(corpus.train)],
         "states": states,
