@@ -99,22 +99,29 @@ def config_args(
     elif load is load_config:
         args = shorten_schedule(args, keys)
         _say_what_was_given(name)
-    require_effects(name if load is load_config else "", args.config, keys)
+    require_effects(_name_here(name) if load is load_config else "", args.config, keys)
     return name, args
 
 
 def _load(load: Callable[[str], Config], name: str) -> Config:
     """Read the config of a name, which may be the URL of a run folder or of a config.toml."""
-    if load is not load_config or not is_url(name):
-        return load(name)
+    return load(name if load is not load_config else _name_here(name))
+
+
+def _name_here(name: str) -> str:
+    """The name of a config on this machine: of the URL of a run folder or of a config.toml, where
+    its copy lies.
+    """
+    if not is_url(name):
+        return name
     if name.endswith(".toml"):
-        return load(str(local_path(name)))
+        return str(local_path(name))
     from jaxpar.train.runs.bucket_runs import folder_here  # Orbax, which only a run needs
 
     folder = folder_here(name)
     if not (folder / "config.toml").exists():
         raise UserError(f"{as_url(name)} is no run folder: it has no config.toml")
-    return load(str(folder))
+    return str(folder)
 
 
 def given_keys(words: list[str]) -> set[str]:

@@ -57,13 +57,13 @@ def prune_run(
       UserError: the source or the data cannot be read, the target is a run already, or as for
         `prune_once`.
     """
-    require_new_run(target, config)
     if config.model.lora.rank > 0:
         raise UserError(
             f"{source} has LoRA, whose pairs would stay dense: `jaxpar convert` merges them into a "
             "folder that can be pruned"
         )
-    experiment = make_experiment(config)
+    experiment = make_experiment(config)  # JAX starts on the platform of its mesh
+    require_new_run(target, config)
     plan = replace(drop_stages(experiment.plan), overlap=experiment.plan.overlap.without_auto())
     model = in_parts(experiment.model, "pruning")
     params = load_params(source, experiment)
