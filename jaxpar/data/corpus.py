@@ -212,7 +212,7 @@ def train_batches(
     The order depends on `data.seed` alone, so the global batch is the same for any number of
     processes. `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one
     that would have followed, no matter what had been read ahead. `batch` is the number of rows of
-    the global batch, and `rows` are those to read (see `sharding.local_rows`). There must be at
+    the global batch, and `rows` are those to read (see `placements.local_rows`). There must be at
     least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from
     `next`. `masking` is what `make_masking` makes of the config. What `beside` reads is in the
     batch too; only `Tokens` have windows for it.

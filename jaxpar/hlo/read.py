@@ -3,7 +3,7 @@
 Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing
 (tuples, bitcasts, parameters) vanish, and dependencies go through them. Loops keep their bodies and
 get trip counts, calls are inlined, and the most expensive branch of a conditional is taken. Other
-modules know the details: `trips` counts those of loops, `work` counts FLOPs and bytes,
+modules know the details: `trips` counts those of loops, `flops` and `memory_traffic` count work,
 `collectives` reads communication, `origin` finds where a task comes from.
 """
 

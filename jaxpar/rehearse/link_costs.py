@@ -26,7 +26,7 @@ assumes:
   network, each with what is left to move there. On GPUs they overlap, since NCCL pipelines them,
   and the slowest level decides.
 - Switches and the data-centre network never block; a reduction costs as much as moving its data;
-SHARP is not used.
+  SHARP is not used.
 """
 
 from __future__ import annotations

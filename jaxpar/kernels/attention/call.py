@@ -3,8 +3,9 @@ held against.
 
 An implementation is a pair of functions on local arrays, with no gradient of their own:
 
-    forward(q_BSHh, k_BTKh, v_BTKh, mask, call) -> out_BSHh, lse_BHS backward(q_BSHh, k_BTKh,
-    v_BTKh, dout_BSHh, lse_BHS, delta_BHS, mask, call) -> dq_BSHh, dk_BTKh, dv_BTKh
+    forward(q_BSHh, k_BTKh, v_BTKh, mask, call) -> out_BSHh, lse_BHS
+    backward(q_BSHh, k_BTKh, v_BTKh, dout_BSHh, lse_BHS, delta_BHS, mask, call)
+        -> dq_BSHh, dk_BTKh, dv_BTKh
 
 `lse` is the float32 log-sum-exp of a query's scores over the keys that it sees. For a query that
 sees nothing it is at most `BLIND`, and the output is zeros. `delta` is the sum over h of the output
