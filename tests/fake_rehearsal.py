@@ -13,7 +13,7 @@ from jaxpar.rehearse.report.schema import SCHEMA, Rehearsal
 LANES = ["compute", "ici:x", "ici:y", "ici:z", "dma", "host"]
 SOURCES = {
     "block/attention/qkv": "models/llama.py:72",
-    "block/attention/kernel": "jaxpar/parallel/linear/linears.py:141",
+    "block/attention/kernel": "jaxpar/parallel/linear/column.py:141",
     "block/attention/out": "models/llama.py:84",
     "block/mlp/up": "models/llama.py:97",
     "block/mlp/down": "models/llama.py:101",
@@ -358,7 +358,7 @@ def _findings() -> list[dict[str, Any]]:
             "rule": "large-copy",
             "severity": "warning",
             "scope": "block/attention/kernel",
-            "source": "jaxpar/parallel/linear/linears.py:141",
+            "source": "jaxpar/parallel/linear/column.py:141",
             "bytes": 33_000_000,
             "seconds": 2.9e-3,
             "message": (

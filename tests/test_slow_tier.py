@@ -31,7 +31,7 @@ IMPORTS = {
     "models/masks.py": "from jaxpar.models import masks",
     "models/model.py": "from jaxpar.models import Model",
     "jaxpar/verify/_gradients.py": "from jaxpar import verify",
-    "jaxpar/parallel/linear/linears.py": "from jaxpar.parallel import Ops",
+    "jaxpar/parallel/linear/column.py": "from jaxpar.parallel import Ops",
     "jaxpar/kernels/attention/tpu.py": "import jaxpar.kernels.attention",
 }
 

@@ -145,7 +145,7 @@ def test_row_linear_adds_its_bias_once(plan: Plan) -> None:
 def test_weight_gradients_contracted_as_on_a_tpu_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jaxpar.parallel.linear.linears.platform_of", lambda plan: "tpu")
+    monkeypatch.setattr("jaxpar.parallel.linear.pieces.platform_of", lambda plan: "tpu")
     # two sequences a device
     plan = plan_on(MESHES["fsdp2.context2.tensor2"])
     heads = ("heads", "head_dim")

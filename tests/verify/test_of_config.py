@@ -29,7 +29,7 @@ from jaxpar.models import Model
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.collectives import order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
-from jaxpar.parallel.experts import layer as experts
+from jaxpar.parallel.experts import token_choice
 from jaxpar.parallel.ops import Ops
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer
@@ -567,13 +567,13 @@ def test_weights_without_a_gradient_are_caught_at_the_router(
     """Of the combination: the layers before feel it too, and what lies nearest to the loss is the
     router.
     """
-    own = experts._route
+    own = token_choice._route
 
     def constant(plan: Plan, *rest: Any) -> Any:
         weights, *others = own(plan, *rest)
         return (jax.lax.stop_gradient(weights) if plan.mesh.size > 1 else weights, *others)
 
-    monkeypatch.setattr(experts, "_route", constant)
+    monkeypatch.setattr(token_choice, "_route", constant)
     failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).first_difference
     assert failed is not None
     assert failed.loss_ok
@@ -585,7 +585,7 @@ def test_weights_without_a_gradient_are_caught_at_the_router(
 def test_answers_of_experts_from_the_wrong_device_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = experts._combine
+    own = token_choice.add_choices
 
     def next_device(rows_and_weights: Any, slots: jax.Array) -> jax.Array:
         rows, weights = rows_and_weights
@@ -598,7 +598,7 @@ def test_answers_of_experts_from_the_wrong_device_are_caught(
             slots,
         )
 
-    monkeypatch.setattr(experts, "_combine", next_device)
+    monkeypatch.setattr(token_choice, "add_choices", next_device)
     failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).first_difference
     assert failed is not None
     assert not failed.loss_ok

@@ -1,5 +1,8 @@
-"""A mixture-of-experts MLP whose experts lie on different devices (`layer`), and who chooses whom:
-the token (`routers`) or the expert (`expert_choice`).
+"""A mixture-of-experts MLP whose experts lie on different devices.
+
+In the order in which to read: `layer` sends tokens to their experts and brings the answers back;
+who chooses whom is the token (`token_choice`) or the expert (`expert_choice`), and `routers` has
+what both need; `expert_products` multiplies rows by the weights of their experts.
 """
 
 from jaxpar.parallel.experts.layer import (
