@@ -20,11 +20,10 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes, LogicalAxis, output_axis
 from jaxpar.kernels.masks import Mask, Segments, follows_documents
-from jaxpar.parallel import _attention, _lookup, linear
+from jaxpar.parallel import _attention, _lookup, cross_entropy, linear
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets
-from jaxpar.parallel.cross_entropy import in_pieces as cross_entropy
 from jaxpar.parallel.cross_entropy.top_k import TopK, linear_top_k
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.experts import layer as experts

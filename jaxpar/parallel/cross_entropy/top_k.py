@@ -19,11 +19,10 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import Axes, Layout, require_layout
 from jaxpar.kernels.attention.call import MASKED
 from jaxpar.parallel.collectives import first_row, gather, manual
-from jaxpar.parallel.cross_entropy.in_pieces import tiling
+from jaxpar.parallel.cross_entropy.choose_tiling import HEAD, tiling
 from jaxpar.parallel.cross_entropy.loss_terms import HeadWeights, make_scores
 from jaxpar.parallel.linear import GATHERED, STORED, gather_weight, require_head
 
-_HEAD: Axes = ("vocab", "embed")
 _ENTRIES: Axes = (*GATHERED[:2], None)
 
 
@@ -112,12 +111,12 @@ def linear_top_k(
         return TopK(found.ids_Tk.reshape(*rows, k), log_probs_Tk.reshape(*rows, k))
 
     outs = TopK(_ENTRIES, _ENTRIES)  # pyright: ignore[reportArgumentType]
-    return manual(local, layout, (STORED, _HEAD), outs)(x_BSD, head_VD)
+    return manual(local, layout, (STORED, HEAD), outs)(x_BSD, head_VD)
 
 
 def _by_chunks(x_TD: Array, head_VD: Array, chunks: int, layout: Layout, how: _How) -> _Found:
     """Look at some tokens at a time, and the whole vocabulary."""
-    used_VD = gather_weight(head_VD, _HEAD, layout)
+    used_VD = gather_weight(head_VD, HEAD, layout)
     first = first_row("vocab", len(used_VD), layout)
 
     def find(x_TD: Array) -> _Found:
@@ -135,7 +134,7 @@ def _by_slices(x_TD: Array, head_VD: Array, slices: int, layout: Layout, how: _H
 
     def add(found: _Found, part: tuple[Array, Array]) -> tuple[_Found, None]:
         head_VD, first = part
-        used_VD = gather_weight(head_VD, _HEAD, layout)
+        used_VD = gather_weight(head_VD, HEAD, layout)
         return _join(found, _find(x_TD, used_VD, first, how), how), None
 
     T = len(x_TD)
