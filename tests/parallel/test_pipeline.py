@@ -36,7 +36,7 @@ from jaxpar.parallel.pipeline import (
     stored_order,
 )
 from jaxpar.parallel.pipeline.program import program
-from jaxpar.parallel.pipeline.stage import choose_residuals
+from jaxpar.parallel.pipeline.residuals import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan, plan_notes

@@ -1,16 +1,41 @@
-"""Pipeline parallelism inside one jit: schedules as data, and the code that runs them."""
+"""Pipeline parallelism inside one jit: schedules as data, and the code that runs them.
 
-from jaxpar.parallel.pipeline.executor import gradients as gradients
-from jaxpar.parallel.pipeline.executor import loss as loss
-from jaxpar.parallel.pipeline.layers import Layers as Layers
-from jaxpar.parallel.pipeline.layers import check_stages as check_stages
-from jaxpar.parallel.pipeline.layers import layers_in as layers_in
-from jaxpar.parallel.pipeline.layers import layers_of as layers_of
-from jaxpar.parallel.pipeline.layers import microbatches as microbatches
-from jaxpar.parallel.pipeline.layers import pipeline_notes as pipeline_notes
-from jaxpar.parallel.pipeline.layers import reorder_layers as reorder_layers
-from jaxpar.parallel.pipeline.layers import stored_order as stored_order
-from jaxpar.parallel.pipeline.model_functions import value_and_grad as value_and_grad
-from jaxpar.parallel.pipeline.schedules import Table as Table
-from jaxpar.parallel.pipeline.schedules import register_schedule as register_schedule
-from jaxpar.parallel.pipeline.schedules import schedule as schedule
+In the order in which to read: `tables` says what a schedule is, and `schedules` makes those with
+names; `layers` lays layers out over the stages; `program` turns a table into scans over rounds,
+with a slot for everything that waits. `executor` runs a program: `stage_inputs` is what a stage is
+given, `stage` runs its layers, keeping what `residuals` chooses, `ticks` is what it does in a tick,
+and `shared_head` the head that all stages share. A model is a `pipelined_model`, or made of
+functions (`model_functions`).
+"""
+
+from jaxpar.parallel.pipeline.executor import gradients, loss
+from jaxpar.parallel.pipeline.layers import (
+    Layers,
+    check_stages,
+    layers_in,
+    layers_of,
+    microbatches,
+    pipeline_notes,
+    reorder_layers,
+    stored_order,
+)
+from jaxpar.parallel.pipeline.model_functions import value_and_grad
+from jaxpar.parallel.pipeline.schedules import register_schedule, schedule
+from jaxpar.parallel.pipeline.tables import Table
+
+__all__ = [
+    "Layers",
+    "Table",
+    "check_stages",
+    "gradients",
+    "layers_in",
+    "layers_of",
+    "loss",
+    "microbatches",
+    "pipeline_notes",
+    "register_schedule",
+    "reorder_layers",
+    "schedule",
+    "stored_order",
+    "value_and_grad",
+]

@@ -32,10 +32,11 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.pipeline.layers import layers_of
+from jaxpar.parallel.pipeline.pipelined_model import Params, PipelinedModel
 from jaxpar.parallel.pipeline.program import Rows, Segment, program
-from jaxpar.parallel.pipeline.schedules import ActionKind, Table, schedule
-from jaxpar.parallel.pipeline.stage import Params, PipelinedModel
+from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.pipeline.stage_inputs import StageArrays, Task
+from jaxpar.parallel.pipeline.tables import ActionKind, Table
 from jaxpar.parallel.pipeline.ticks import Carry, Shares, Stage, StageGradients
 from jaxpar.parallel.token_order import axes_of, in_order
 

@@ -20,7 +20,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import named_axes
-from jaxpar.parallel.pipeline.schedules import Times, check_sizes, schedule, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import check_sizes, schedule
+from jaxpar.parallel.pipeline.tables import Times, simulate_schedule
 
 _Array = TypeVar("_Array", jax.Array, np.ndarray)
 _MOST_A_STAGE = 4  # microbatches by default, which keeps the bubble of 1F1B below a fifth

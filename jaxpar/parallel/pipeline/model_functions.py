@@ -16,7 +16,7 @@ from jaxpar.base.layout.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
-from jaxpar.parallel.pipeline.schedules import Table, check_table
+from jaxpar.parallel.pipeline.tables import Table, check_table
 from jaxpar.parallel.token_order import Places
 
 Params = Mapping[str, PyTree]
@@ -121,7 +121,7 @@ def value_and_grad(
       microbatches: how many microbatches the batch's rows are cut into.
       schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, one that `register_schedule` made known,
         or a table of one's own, which also sets microbatches and virtual stages
-        (`jaxpar.parallel.pipeline.schedules.check` says which tables are valid).
+        (`jaxpar.parallel.pipeline.tables.check_table` says which tables are valid).
       virtual: how many chunks of layers a stage has.
 
     Returns:
@@ -136,24 +136,8 @@ def value_and_grad(
         or the parameters have no `blocks`. Errors that depend on the arrays are raised when the
         function is traced.
     """
-    if layout.size("stage") == 1:
-        raise UserError(
-            "a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four"
-        )
-    if isinstance(schedule, Table):
-        check_table(schedule)
-        if schedule.stages != layout.size("stage"):
-            raise UserError(
-                f"a table of {schedule.stages} stages on a layout that has {layout.size('stage')}"
-            )
-        microbatches = schedule.microbatches
-        virtual = schedule.virtual
-    # this schedule allows any number of virtual stages
-    if isinstance(schedule, str):
-        name = schedule
-    else:
-        name = "looped"
-    pipeline = Pipeline(name, microbatches, virtual)
+    pipeline = _pipeline_of(layout, schedule, microbatches, virtual)
+    table = schedule if isinstance(schedule, Table) else None
     if "blocks" not in axes:
         raise UserError(
             f"a pipeline's parameters have stacked `blocks`, and these are {', '.join(axes)}"
@@ -162,13 +146,8 @@ def value_and_grad(
 
     def run(params: Params, batch: Mapping[str, Array]) -> tuple[Array, Params]:
         layers = len(jax.tree.leaves(params["blocks"])[0])
-        check_stages(plan, layers, microbatches)
-        rows, S = batch["tokens"].shape
-        if rows % microbatches:
-            raise UserError(
-                f"{rows} rows are not cut into {microbatches} microbatches: try a divisor of {rows}"
-            )
-        layout.sharding(("batch", "residual_seq"), (rows // microbatches, S), "a microbatch")
+        check_stages(plan, layers, pipeline.microbatches)
+        _require_microbatches(batch, layout, pipeline.microbatches)
         order = stored_order(plan, layers)
 
         def moved(
@@ -178,10 +157,6 @@ def value_and_grad(
 
         model = _Functions((embed, block, score), axes, layers)
         stored = {**params, "blocks": moved(params["blocks"], None, order)}
-        if isinstance(schedule, Table):
-            table = schedule
-        else:
-            table = None
         sums, grads = gradients(model, stored, batch, plan, None, LIKELIHOOD, table)
         grads = {**grads, "blocks": moved(grads["blocks"], order, None)}
         return sums.loss / sums.tokens, jax.tree.map(
@@ -190,3 +165,35 @@ def value_and_grad(
         )
 
     return run
+
+
+def _pipeline_of(
+    layout: Layout, schedule: str | Table, microbatches: int, virtual: int
+) -> Pipeline:
+    """The pipeline of a plan; see `value_and_grad` for the arguments.
+
+    Raises:
+      UserError: there are no stages, or the table is not valid, or for other stages.
+    """
+    stages = layout.size("stage")
+    if stages == 1:
+        raise UserError(
+            "a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four"
+        )
+    if isinstance(schedule, str):
+        return Pipeline(schedule, microbatches, virtual)
+    check_table(schedule)
+    if schedule.stages != stages:
+        raise UserError(f"a table of {schedule.stages} stages on a layout that has {stages}")
+    # A table stands in place of a schedule; `looped` is one that may have any virtual stages.
+    return Pipeline("looped", schedule.microbatches, schedule.virtual)
+
+
+def _require_microbatches(batch: Mapping[str, Array], layout: Layout, microbatches: int) -> None:
+    """Refuse rows that cannot be cut into microbatches, or microbatches that cannot be laid out."""
+    rows, S = batch["tokens"].shape
+    if rows % microbatches:
+        raise UserError(
+            f"{rows} rows are not cut into {microbatches} microbatches: try a divisor of {rows}"
+        )
+    layout.sharding(("batch", "residual_seq"), (rows // microbatches, S), "a microbatch")

@@ -1,167 +1,34 @@
 """The layers of a virtual stage, forward and backward, with what passes between the two written
-out.
-
-The forward and the backward of a microbatch are in different ticks: what the one leaves for the
-other is an array in a buffer, not a tracer of autodiff. Of the arrays that a layer's `jax.vjp`
-would keep under the plan's remat policy, those that depend on the layer's input go into a stash;
-the others are computed again from what the stage has anyway: its weights, the places of the tokens,
-the keys.
+out: of what a layer's `jax.vjp` keeps, `residuals` chooses what goes into a stash.
 
 Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, merge_trees
-from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.pipeline.pipelined_model import PipelinedModel
 from jaxpar.parallel.pipeline.program import Rows
+from jaxpar.parallel.pipeline.residuals import Kept, Shape, choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import Places, halves, whole_batch
 
-Params = dict[str, PyTree]
 Buffers = list[list[Array]]
 """For each kind of layer, arrays [slots x places of that kind, ...]."""
 _Carry = TypeVar("_Carry")
-_Atom = core.Var | core.Literal
-# a ShapeDtypeStruct; of an array in host memory an abstract value, which alone says where it lies
-_Shape = Any
-
-
-class PipelinedModel(Protocol):
-    """What a pipeline needs of a `models.Model`, and of its config: `layers`, `experts`,
-    `scan_layers`, `kinds` and `query_layer`.
-    """
-
-    @property
-    def axes(self) -> PyTree: ...
-    @property
-    def config(self) -> Any: ...
-    @property
-    def numbers_layers(self) -> bool: ...
-    def trained(self, tree: PyTree) -> PyTree: ...
-    def embed(
-        self,
-        params: Params,
-        tokens_BS: Array,
-        positions_BS: Array,
-        plan: Plan,
-        key: Any = None,
-        types_BS: Array | None = None,
-    ) -> Array: ...
-    def layer(
-        self,
-        layer: PyTree,
-        xs: tuple[Array, ...],
-        places: Sequence[Places],
-        plan: Plan,
-        key: Any,
-        kind: int,
-        number: Any = None,
-    ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
-    def query(
-        self, params: Params, x_BSD: Array, places: Places, plan: Plan, key: Any
-    ) -> Array: ...
-    def score(
-        self,
-        params: Params,
-        x_BSD: Array,
-        labels_BS: Array,
-        plan: Plan,
-        weights: LossWeights,
-        soft: SoftTargets | None,
-    ) -> LossSums: ...
-
-
-class Kept(NamedTuple):
-    """Which results of a function depend on its last argument, each array once, by their places and
-    shapes; and how to get all results again from these: `restore(arrays, *other arguments)`."""
-
-    places: tuple[int, ...]
-    shapes: tuple[_Shape, ...]
-    restore: Callable[..., PyTree]
-
-
-def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
-    """Choose what to keep of a function's results so that they can all be had again without its
-    last argument.
-
-    Args:
-      function: a function that returns a tree of arrays.
-      *shapes: its arguments as trees of ShapeDtypeStructs, of which there is at least one.
-
-    Returns:
-      What is kept, and how the results are had again from it.
-    """
-    (closed, out) = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    (*_, last) = shapes
-    jaxpr = closed.jaxpr
-    tree = jax.tree.structure(out)
-    count = len(jax.tree.leaves(last))
-    others = jaxpr.invars[: len(jaxpr.invars) - count]
-    depending = set(jaxpr.invars[len(others) :])
-    for eqn in jaxpr.eqns:
-        if depending.intersection(_vars(eqn.invars)):
-            depending.update(eqn.outvars)
-    depends = [isinstance(out, core.Var) and out in depending for out in jaxpr.outvars]
-    first = {out: place for place, out in reversed([*enumerate(jaxpr.outvars)]) if depends[place]}
-    places = tuple(sorted(first.values()))
-    again = [out for out, flag in zip(jaxpr.outvars, depends, strict=True) if not flag]
-    part = jaxpr.replace(
-        invars=list(others),
-        outvars=again,
-        eqns=_reaching(jaxpr.eqns, again),
-    )
-    compute = core.jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
-
-    def restore(arrays: Sequence[jax.Array], *given: PyTree) -> PyTree:
-        stashed = dict(zip(places, arrays, strict=True))
-        computed = iter(compute(*jax.tree.leaves(given)))
-        outs = zip(jaxpr.outvars, depends, strict=True)
-        return jax.tree.unflatten(
-            tree, [stashed[first[out]] if flag else next(computed) for out, flag in outs]
-        )
-
-    return Kept(places, tuple(_shape(jaxpr.outvars[place]) for place in places), restore)
-
-
-def _reaching(
-    eqns: Sequence[core.JaxprEqn],
-    outs: Sequence[_Atom],
-) -> list[core.JaxprEqn]:
-    """Find the operations that these results need, in order."""
-    wanted = set(_vars(outs))
-    found = []
-    for eqn in reversed(eqns):
-        if wanted.intersection(eqn.outvars):
-            found.append(eqn)
-            wanted.update(_vars(eqn.invars))
-    return found[::-1]
-
-
-def _vars(atoms: Iterable[_Atom]) -> list[core.Var]:
-    return [atom for atom in atoms if isinstance(atom, core.Var)]
-
-
-def _shape(var: _Atom) -> _Shape:
-    aval: Any = var.aval
-    if aval.memory_space == jax.memory.Space.Host:
-        return aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 class LayerContext(NamedTuple):
@@ -315,7 +182,7 @@ class Stack:
           For each kind of layer its buffers, of zeros.
         """
 
-        def empty(shape: _Shape, count: int) -> Array:
+        def empty(shape: Shape, count: int) -> Array:
             zeros = jnp.zeros((count, *shape.shape), shape.dtype)
             if getattr(shape, "memory_space", None) == jax.memory.Space.Host:
                 return on_host(zeros)

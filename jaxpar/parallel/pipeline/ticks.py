@@ -24,11 +24,12 @@ from jaxpar.parallel.collectives import first_order_token, manual, order_token_a
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, teacher_targets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.pipeline.pipelined_model import Params
 from jaxpar.parallel.pipeline.program import Rows
-from jaxpar.parallel.pipeline.schedules import ActionKind
 from jaxpar.parallel.pipeline.shared_head import gather_tokens, own_labels, share_tokens
-from jaxpar.parallel.pipeline.stage import Params, Stack, read, write
+from jaxpar.parallel.pipeline.stage import Stack, read, write
 from jaxpar.parallel.pipeline.stage_inputs import StageArrays, StageInputs, Task
+from jaxpar.parallel.pipeline.tables import ActionKind
 
 _X = TypeVar("_X")
 _SLOTS = (None, *STORED)
