@@ -26,11 +26,11 @@ from jaxpar.models.parts import HeadOutput, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import Split, SplitModel
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.halves import Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.remat import named, remat
 from jaxpar.parallel.sequence_halves import ops_of_parts
-from jaxpar.parallel.token_order import Places, halves, places_of_halves, whole_batch
 
 Batch = Mapping[str, jax.Array]
 

@@ -2,12 +2,19 @@
 of.
 
 Each op takes a `jaxpar.Layout` and keyword options, is trainable, and works inside any jitted
-function. `Ops` binds them to a plan. Behind them are collectives inside `shard_map` (`collectives`,
-`ring_matmul`), attention over a split sequence (`context`, `token_order`), recomputation (`remat`),
-host memory and the pipeline.
+function. `Ops` binds them to a plan.
+
+Read `collectives` first: every op is two functions of local arrays, which it joins. Then come the
+folders, each by itself: `linear`, `cross_entropy`, `experts`, and `context`, attention over a split
+sequence, whose tokens are in the order of `token_order`. Beside them are the ops that need no
+folder (`_lookup`, `_dropout`, `_attention`, `padding`), and `cache` for generation. `ops` binds all
+of these; `halves` and `sequence_halves` let a block run on the halves of a batch in turn. What is
+kept for the backward, and where, is in `remat` and `host_memory`. `pipeline` comes last, with
+`order_tokens`, by which it keeps XLA:CPU's collectives in order.
 """
 
-from jaxpar.parallel._attention import attention, choose_attention, fit_heads
+from jaxpar.parallel._attention import attention
+from jaxpar.parallel._choose_attention import choose_attention, fit_heads
 from jaxpar.parallel._dropout import dropout
 from jaxpar.parallel._lookup import lookup
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, linear_cross_entropy

@@ -24,7 +24,6 @@ from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis, PyTree, state
 from jaxpar.base.layout.specs import is_axes
 
 Out = TypeVar("Out")
-Tree = TypeVar("Tree")
 
 
 def manual(
@@ -120,61 +119,6 @@ def manual_vjp(
     return run
 
 
-def order_token_after(
-    order_token: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout
-) -> jax.Array | None:
-    """Make what follows wait for these arrays: what takes its arrays by `ready_after` from the
-    order token runs after their ops.
-
-    Only XLA:CPU needs it. XLA:CPU starts collectives in the order of its schedule, but counts a
-    loop or a branch as started as soon as its first op is. What is inside may then run beside a
-    later collective, unless that one depends on the loop's result. All collectives of a `shard_map`
-    share one channel there, so two devices that reach two of them in different orders exchange each
-    other's data, or wait for ever. GPUs and TPUs run a loop to its end before the op that follows
-    it.
-
-    Args:
-      order_token: the one before, or None.
-      arrays: results of ops that may hold collectives.
-      axes: the logical axes of each array.
-      layout: the layout that they have.
-
-    Returns:
-      An int32 zero that is ready only after the arrays; None where `order_token` is None.
-    """
-    if order_token is None:
-        return None
-
-    def local(order_token: jax.Array, arrays: PyTree) -> jax.Array:
-        for array in jax.tree.leaves(arrays):
-            bits = jax.lax.bitcast_convert_type(
-                array[(0,) * array.ndim].astype(jnp.float32), jnp.int32
-            )
-            # it holds for every square, but XLA does not know
-            order_token = jnp.where(bits * bits & 3 < 2, order_token, 1)
-        return order_token
-
-    return manual(local, layout, ((), axes), ())(order_token, arrays)
-
-
-def ready_after(x: Tree, order_token: jax.Array | None) -> Tree:
-    """Hold arrays back until an order token is ready.
-
-    Args:
-      x: a tree of arrays.
-      order_token: of `order_token_after`; None = they need not wait.
-
-    Returns:
-      The same arrays.
-    """
-    if order_token is None:
-        return x
-    return jax.tree.map(
-        lambda x: jnp.where(order_token == 0, x, jnp.zeros_like(x)),
-        x,
-    )
-
-
 def platform_of(layout: Layout) -> str:
     """The platform of the layout's devices: `cpu`, `gpu` or `tpu`."""
     return layout.mesh.devices.flat[0].platform
@@ -185,15 +129,6 @@ def capability_of(layout: Layout) -> str:
     devices.
     """
     return str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
-
-
-def first_order_token(layout: Layout) -> jax.Array | None:
-    """The order token before anything has run; None where the layout's devices keep collectives in
-    order by themselves.
-    """
-    if platform_of(layout) == "cpu":
-        return jnp.int32(0)
-    return None
 
 
 def gather(

@@ -105,7 +105,7 @@ def _joined(first: Array, second: Array, axes: Axes, plan: Plan) -> Array:
 
 
 def ops_of_parts(ops: Any, plan: Plan) -> tuple[Any, ...]:
-    """Return the ops of each part that a block runs on in turn (`token_order.halves`).
+    """Return the ops of each part that a block runs on in turn (`halves.halves`).
 
     Args:
       ops: the ops of the whole.

@@ -22,11 +22,11 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes, merge_trees, output_axis
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.halves import Places, halves, places_of_halves
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.parallel.token_order import Places, halves, places_of_halves
 from jaxpar.train.experiment import Experiment
 
 _OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # the axes of the experts' hidden rows

@@ -17,7 +17,7 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.collective_order import find_unordered, require_order
 from jaxpar.models import Model
-from jaxpar.parallel.collectives import order_token_after, ready_after
+from jaxpar.parallel.order_tokens import order_token_after, ready_after
 from jaxpar.parallel.pipeline import ticks
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan

@@ -655,7 +655,8 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
 ) -> None:
     """Choosing and computing see the same mask: what is chosen serves."""
     monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
-    monkeypatch.setattr("jaxpar.parallel._attention.platform_of", lambda plan: "gpu")
+    for room in ("_attention", "_choose_attention"):
+        monkeypatch.setattr(f"jaxpar.parallel.{room}.platform_of", lambda plan: "gpu")
     monkeypatch.setitem(
         dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0]
     )

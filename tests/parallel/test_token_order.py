@@ -10,7 +10,8 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Context, Overlap, Plan
-from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
+from jaxpar.parallel.halves import halves, whole_batch
+from jaxpar.parallel.token_order import TOKENS, in_natural_order, in_order
 
 pytestmark = pytest.mark.quick
 

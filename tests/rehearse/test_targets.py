@@ -26,8 +26,7 @@ from jaxpar.base.layout.sharding import Layout, ShardingRules
 from jaxpar.base.process import runtime
 from jaxpar.base.toml import presets
 from jaxpar.kernels.masks import Causal
-from jaxpar.parallel import attention
-from jaxpar.parallel._attention import choose_attention
+from jaxpar.parallel import attention, choose_attention
 from jaxpar.parallel.context import Split
 from jaxpar.rehearse import targets
 from jaxpar.rehearse.targets import check_mesh, compilers, load_target, places

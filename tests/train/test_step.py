@@ -694,7 +694,7 @@ def test_what_the_plan_changes_is_said() -> None:
 def test_why_no_kernel_serves_is_said(
     changes: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxpar.parallel._attention.platform_of", lambda plan: "tpu")
+    monkeypatch.setattr("jaxpar.parallel._choose_attention.platform_of", lambda plan: "tpu")
     config = config_of("gpt2", **{"mesh.data": 8}, **changes)
     found = [
         note
@@ -705,7 +705,7 @@ def test_why_no_kernel_serves_is_said(
 
 
 def test_why_no_kernel_serves_parts_of_a_sequence_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpar.parallel._attention.platform_of", lambda plan: "tpu")
+    monkeypatch.setattr("jaxpar.parallel._choose_attention.platform_of", lambda plan: "tpu")
     config = config_of("gpt2", **{"mesh.context": 8, "model.head_dim": 320})
     plan = make_plan(config, jax.devices())
     why = "pallas_tpu: head_dim 320 is more than 256"

@@ -27,10 +27,10 @@ from jaxpar.base.layout.sharding import path_name
 from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.parallel import choose_attention
-from jaxpar.parallel.collectives import order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import token_choice
 from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.order_tokens import order_token_after, ready_after
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer
 from jaxpar.verify.of_config import checks as verify

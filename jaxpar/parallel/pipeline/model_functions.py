@@ -14,10 +14,10 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
+from jaxpar.parallel.halves import Places
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
 from jaxpar.parallel.pipeline.tables import Table, check_table
-from jaxpar.parallel.token_order import Places
 
 Params = Mapping[str, PyTree]
 

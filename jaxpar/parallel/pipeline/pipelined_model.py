@@ -13,7 +13,7 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.token_order import Places
+from jaxpar.parallel.halves import Places
 
 Params = dict[str, PyTree]
 

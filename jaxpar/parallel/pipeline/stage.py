@@ -18,13 +18,13 @@ from jaxtyping import Array
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, merge_trees
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.halves import Places, halves, whole_batch
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.pipelined_model import PipelinedModel
 from jaxpar.parallel.pipeline.program import Rows
 from jaxpar.parallel.pipeline.residuals import Kept, Shape, choose_residuals
 from jaxpar.parallel.remat import remat
-from jaxpar.parallel.token_order import Places, halves, whole_batch
 
 Buffers = list[list[Array]]
 """For each kind of layer, arrays [slots x places of that kind, ...]."""

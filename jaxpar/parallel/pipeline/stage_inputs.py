@@ -16,12 +16,12 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.halves import Places, places_of_halves
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import Layers
 from jaxpar.parallel.pipeline.pipelined_model import Params, PipelinedModel
 from jaxpar.parallel.pipeline.program import TickProgram
 from jaxpar.parallel.pipeline.stage import LayerContext, read
-from jaxpar.parallel.token_order import Places, places_of_halves
 
 
 class Task(NamedTuple):
