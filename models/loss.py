@@ -32,13 +32,14 @@ def loss_of_batch(
     """Compute the summed loss of a batch; see `Model.loss`."""
     told = with_text(batch) if model.config.experts else batch
     ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
-    after = _layers_learned(model, ordered)
+    after = layers_learned(model, ordered)
     found = run_to_head(model, params, ordered, plan, key, after)
     soft = teacher_targets(ordered, weights.temperature)
     sums = loss_of_stream(model, params, found.last, ordered["labels"], plan, weights, soft)
     if after:
         far = _distance(model, params, found.after, ordered, plan)
-        sums = sums._replace(loss=sums.loss + weights.hidden * far)
+        loss = sums.loss + weights.hidden * far
+        sums = sums._replace(loss=loss, hidden=jax.lax.stop_gradient(far))
     routed = found.routed
     if routed is None:
         return sums
@@ -49,7 +50,7 @@ def loss_of_batch(
     return sums._replace(loss=loss, routed=jax.lax.stop_gradient(routed))
 
 
-def _layers_learned(model: SplitModel, batch: Batch) -> tuple[int, ...]:
+def layers_learned(model: SplitModel, batch: Batch) -> tuple[int, ...]:
     """After how many layers the streams are that are held against a teacher's."""
     if model.projections is None or TEACHER_HIDDEN not in batch:
         return ()

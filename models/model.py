@@ -41,7 +41,7 @@ from jaxpar.models.fresh_parameters import init_parameters, init_projections
 from jaxpar.models.head import Head
 from jaxpar.models.hidden import PROJECTIONS, Projections
 from jaxpar.models.lora import trained_part
-from jaxpar.models.loss import logits_of_batch, loss_of_batch, loss_of_stream
+from jaxpar.models.loss import layers_learned, logits_of_batch, loss_of_batch, loss_of_stream
 from jaxpar.models.parts import HeadOutput, Maker, OpsMaker, Params, Parts, part_name
 from jaxpar.models.query_layer import QueryLayer
 from jaxpar.models.sparsity import require_sparse
@@ -238,6 +238,10 @@ class Model:
     def merge(params: Params, trained: Params) -> Params:
         """Return the parameters with those that are `trained` in place of their own."""
         return merge_trees(params, trained)
+
+    def learns_hidden(self, batch: Batch) -> bool:
+        """Whether the loss of a batch has a part for a teacher's hidden states."""
+        return bool(layers_learned(self._split, batch))
 
     def own_parts(self) -> dict[str, str]:
         """Return the names of the parts that are not the library's, by what they are."""

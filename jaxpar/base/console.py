@@ -185,6 +185,7 @@ def numbers_text(numbers: Mapping[str, float | None]) -> str:
     forms = {
         "loss": lambda x: f"loss {x:.4f}",
         "objective": lambda x: f"objective {x:.4f}",
+        "hidden_distance": lambda x: f"hidden {x:.4f}",
         "grad_norm": lambda x: f"grad {x:.3g}",
         "learning_rate": lambda x: f"lr {x:.2e}",
         "router_balance": lambda x: f"balance {x:.3f}",

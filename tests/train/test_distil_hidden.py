@@ -4,6 +4,7 @@ arithmetic, the projections are trained, resumed and left behind, and what canno
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus
 from jaxpar.models import Model
 from jaxpar.models.hidden import normed_states
+from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.train.distil import open_teacher
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import export_run, load_params, load_run
 from jaxpar.train.runs.run_folder import keep_config
-from jaxpar.train.step import batch_shapes, empty_batch, loss_weights
+from jaxpar.train.step import (
+    batch_shapes,
+    empty_batch,
+    loss_weights,
+    make_train_step,
+    step_shapes,
+)
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.random_inputs import random_params
 
@@ -100,14 +108,16 @@ def test_the_loss_is_the_mean_square_of_what_is_missed(text: Path) -> None:
     plan = experiment.plan
 
     @jax.jit
-    def losses(params: Any, states: Any) -> tuple[jax.Array, jax.Array]:
+    def losses(params: Any, states: Any) -> tuple[LossSums, LossSums]:
         weights = loss_weights(config)
-        without = model.loss(params, plain, plan, weights=weights)
-        return model.loss(
-            params, plain | {TEACHER_HIDDEN: states}, plan, weights=weights
-        ).loss, without.loss
+        learned = plain | {TEACHER_HIDDEN: states}
+        return (
+            model.loss(params, learned, plan, weights=weights),
+            model.loss(params, plain, plan, weights=weights),
+        )
 
     with_states, without = losses(params, states)
+    assert without.hidden is None
 
     def stream(layers: int) -> np.ndarray:
         few = jax.tree.map(lambda x: x[:layers], params["blocks"])
@@ -121,7 +131,19 @@ def test_the_loss_is_the_mean_square_of_what_is_missed(text: Path) -> None:
         projection = np.asarray(params["distill"][name], np.float64)
         gap = stream(layers) @ projection - states[:, :, place]
         total += (gap**2).mean(axis=-1)[labels >= 0].sum() / 2
-    np.testing.assert_allclose(with_states - without, 3 * total, rtol=1e-5)
+    np.testing.assert_allclose(with_states.loss - without.loss, 3 * total, rtol=1e-5)
+    np.testing.assert_allclose(with_states.hidden, total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_says_how_far_the_hidden_states_are(text: Path, accumulation: int) -> None:
+    """With two microbatches each device adds up its own, and the sums of devices come last."""
+    config = student_of(text, Path("none"), **{"train.accumulation": accumulation})
+    experiment = make_experiment(config)
+    arguments = (experiment.model, config, experiment.plan)
+    step = make_train_step(*arguments)
+    _, metrics = jax.eval_shape(step, *step_shapes(*arguments))
+    assert metrics["hidden_distance"].shape == ()
 
 
 def test_every_array_of_a_batch_has_its_place(text: Path) -> None:
@@ -227,6 +249,10 @@ def test_projections_are_trained_resumed_and_left_behind(
     cut = load_run(tmp_path / "cut", 4, experiment)[1]
     jax.tree.map(np.testing.assert_array_equal, whole, cut)
     fresh = experiment.model.init(jax.random.key(config.train.seed))
+    rows = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    distances = [json.loads(row)["hidden_distance"] for row in rows if "objective" in row]
+    assert len(distances) == config.train.steps
+    assert all(0 < distance < 10 for distance in distances)
     for name, projection in whole["distill"].items():
         assert not np.allclose(projection, fresh["distill"][name])
     # what goes on from the student has the model's parameters, and projections of its own

@@ -36,17 +36,20 @@ class LossSums(NamedTuple):
 
     Attributes:
       loss: what is differentiated, in nats: the negative log-likelihood, with label smoothing, a
-        teacher's part and the z-loss where these are asked for.
+        teacher's part, the z-loss and what follows here where these are asked for.
       nll: negative log-likelihood of the labels in nats; no gradient flows through it.
       tokens: how many labels count.
       routed: the router's means over the layers, which the loss includes, weighted; None in a model
         without experts.
+      hidden: the distance of hidden states from a teacher's, which the loss includes, weighted;
+        None where none are learned.
     """
 
     loss: Float[Array, ""]
     nll: Float[Array, ""]
     tokens: Float[Array, ""]
     routed: RouterSums | None = None
+    hidden: Float[Array, ""] | None = None
 
 
 class LossWeights(NamedTuple):

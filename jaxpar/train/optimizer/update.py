@@ -87,7 +87,7 @@ def update(
     rest = [name for name in params if name not in streamed]
     # On CPU `order_token_after` puts a loop over layers after all sums over devices, and what
     # follows after the loop.
-    said = (sums.nll, sums.tokens, sums.routed)
+    said = (sums.nll, sums.tokens, sums.routed, sums.hidden)
     order_token = order_token_after(
         first_order_token(plan) if plan.streams else None,
         said,

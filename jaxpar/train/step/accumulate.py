@@ -14,7 +14,7 @@ from jaxpar.base.layout.plan import (
     plan_without_batch_axes,
 )
 from jaxpar.base.layout.sharding import Axes, state_axes
-from jaxpar.models import AnyModel, Batch, OwnModel, Params, in_parts
+from jaxpar.models import AnyModel, Batch, Model, OwnModel, Params, in_parts
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
@@ -52,7 +52,7 @@ def gradients(
             counts = None
         return _accumulate(model, params, batch, plan, key, accumulation, weights, counts)
     one = plan_without_batch_axes(plan, over)
-    axes = (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
+    axes = (jax.tree.map(lambda _: (), _no_sums(model, batch)), gradient_axes(model))
 
     def total(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
@@ -113,15 +113,24 @@ def _accumulate(
             state_axes(axes),
         )
 
-    if model.config.experts:
-        routed = RouterSums(*jnp.zeros(2))
-    else:
-        routed = None
     no_gradient = jax.tree.map(zeros, model.trained(params), model.trained(model.axes))
-    nothing = (LossSums(*jnp.zeros(3), routed=routed), no_gradient)
+    nothing = (_no_sums(model, batch), no_gradient)
     microbatches = cut_microbatches(batch, accumulation, plan)
     total, _ = jax.lax.scan(add, nothing, (microbatches, jnp.arange(accumulation)))
     return total
+
+
+def _no_sums(model: AnyModel, batch: Batch) -> LossSums:
+    """Zeros for every sum that the loss of a microbatch has."""
+    zero = jnp.zeros(())
+    learns_hidden = isinstance(model, Model) and model.learns_hidden(batch)
+    return LossSums(
+        loss=zero,
+        nll=zero,
+        tokens=zero,
+        routed=RouterSums(zero, zero) if model.config.experts else None,
+        hidden=zero if learns_hidden else None,
+    )
 
 
 def _of_microbatch(

@@ -33,7 +33,9 @@ def make_train_step(
     `learning_rate` (unless an optimizer that was given does not say it), `tokens` (labels that
     count) and `overflows` (entries of parameters, or of the optimizer's state, that would not be
     finite, and stayed as they were). With experts there are also `router_balance` (1 = all
-    alike) and `router_z`, which are means over the tokens that are text and over the layers.
+    alike) and `router_z`, which are means over the tokens that are text and over the layers. With a
+    teacher's hidden states there is `hidden_distance`, a mean over the labels: times
+    `distill.hidden_weight` it is their part of the objective.
 
     Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was,
     its step too: the other processes learn of it by the loss, and all can save what they have.
@@ -98,6 +100,8 @@ def _metrics(sums: LossSums, new: Updated, batch: Batch, config: Config) -> dict
         text = count_tokens(batch).text
         metrics["router_balance"] = sums.routed.balance / text
         metrics["router_z"] = sums.routed.z / text
+    if sums.hidden is not None:
+        metrics["hidden_distance"] = sums.hidden / sums.tokens
     return metrics
 
 
