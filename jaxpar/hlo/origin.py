@@ -265,11 +265,12 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
     their own.
 
     A copy or slice belongs to what it feeds, else to what feeds it: the nearest such task whose
-    place is known. A matmul belongs to the neighbour in the innermost scope, and among several to
-    the latest of its operands, which in a backward is the gradient, not what was saved. What is
-    left belongs to the loop that it feeds or depends on, else to the loop `around` it. A line of
-    its own is kept. What the program places itself stays there: where that is in no scope, it
-    takes none of a neighbour's.
+    place is known. A sum over devices belongs to the latest of its summands: what it feeds may be
+    the loop's own collection of gradients, which is no part of the model. A matmul belongs to the
+    neighbour in the innermost scope, and among several to the latest of its operands, which in a
+    backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or
+    depends on, else to the loop `around` it. A line of its own is kept. What the program places
+    itself stays there: where that is in no scope, it takes none of a neighbour's.
 
     Args:
       nodes: the nodes of one list, a program or the body of a loop.
@@ -302,13 +303,13 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
     for position in reversed(open_tasks):
         task = open_tasks[position]
         near = known(users[position])
-        if task.kind != "matmul" and near:
+        if near and not _follows_makers(task):
             origins[position] = _beside(near[0], task.origin)
     found = list(nodes)
     for position, task in open_tasks.items():
         origin = origins[position]
         makers = task.depends
-        if task.kind == "matmul":
+        if _follows_makers(task):
             makers = task.depends[::-1]
         if origin is None:
             near = known(makers) + known(users[position])
@@ -321,6 +322,13 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
             origins[position] = origin if near else None
         found[position] = replace(task, origin=origin)
     return found
+
+
+def _follows_makers(task: Task) -> bool:
+    """Whether a task that the compiler made belongs to what feeds it, and not to what it feeds."""
+    collective = task.collective
+    sums = collective is not None and collective.kind in ("reduce-scatter", "all-reduce")
+    return sums or task.kind == "matmul"
 
 
 def _known_origin(node: Node) -> Origin | None:

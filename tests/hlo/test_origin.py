@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from jaxpar.hlo.module import Frame
 from jaxpar.hlo.origin import decode, default_dirs, inherit, origin_of, source_line
 from jaxpar.hlo.parse import parse_module
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Node, Origin, Task, Wait, walk
+from jaxpar.hlo.tasks import Collective, Loop, Node, Origin, Task, Wait, walk
 from jaxpar.models import linears
 from jaxpar.parallel import collectives
 
@@ -221,6 +222,18 @@ def test_a_matmul_belongs_to_the_neighbour_in_the_innermost_scope() -> None:
     assert (
         origins(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
     )
+
+
+def test_a_sum_belongs_to_its_summands() -> None:
+    """XLA:TPU makes fusions of its own of reduce-scatters. What they feed collects the gradients of
+    all layers, at the line of the scan over them.
+    """
+    collected = Origin("", "models/layers.py:49", "backward", told=True)
+    scattered = Collective("reduce-scatter", ((0, 1),), 8, "f32")
+    summed = replace(task(NOWHERE, 0, kind="collective"), collective=scattered)
+    assert origins(task(MLP), summed, task(collected, 1)) == [MLP, MLP, collected]
+    gathered = replace(summed, collective=replace(scattered, kind="all-gather"))
+    assert origins(task(MLP), gathered, task(HEAD, 1)) == [MLP, HEAD, HEAD]
 
 
 def test_waits_are_passed_over() -> None:
