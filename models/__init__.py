@@ -1,5 +1,20 @@
 """GPT-2, LLaMA (Mistral and Mixtral too), Qwen, Gemma, BERT and ModernBERT in Flax NNX:
 `jaxpar.models`.
+
+In the order in which to read:
+
+1. What a model is made of. `families` says what sets families apart, `parts` what the library calls
+   a part with, and `parameters` how one declares its own.
+2. The parts that all families share: `embed`, `transformer` (the block), `query_layer` and `head`.
+   Under a block are `norms`, `positions`, `masks` with `mask_words`, and `linears`, the door
+   through which it reads its weights; there LoRA's pairs (`lora`) and sparse forms (`sparsity`)
+   come in.
+3. The whole model. `split` takes a part apart into a graph and arrays, `layers` runs layers one
+   after another, `forward` all of a model up to its head, and `loss` the rest; `hidden` has what a
+   teacher's hidden states add. `fresh_parameters` makes the arrays and `counts` counts them.
+   `Model` (`model`) puts it all together; `own_model` is a whole model of one's own.
+4. What is made of a model: `views` (its parameters as they multiply), `top_k` (a teacher's
+   answers), and Hugging Face's folders (`hf`).
 """
 
 if __name__ != "jaxpar.models":
