@@ -64,8 +64,10 @@ def prefill(
             "generation needs one"
         )
     last_B1D = jnp.take_along_axis(x_BSD, lengths_B[:, None, None] - 1, axis=1)
-    scores_BV = _scores(model, params, plan.constrain(last_B1D, ("batch", None, None)), plan)[:, 0]
-    keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(number_B)
+    last_B1D = plan.constrain(last_B1D, ("batch", None, None))
+    scores_BV = _scores(model, params, last_B1D, plan)[:, 0]
+    fold = partial(jax.random.fold_in, jax.random.key(seed))
+    keys_B = jax.vmap(fold)(number_B)
     tokens_BN = jnp.full((len(lengths_B), N), -1, jnp.int32)
     state = DecodeState(
         ops.caches,
@@ -123,7 +125,8 @@ def score(
     """Return the log-likelihood of each row's labels (-1 = not counted), and whether they are all
     the most likely.
     """
-    tokens_BS, labels_BS = (plan.constrain(x, ("batch", None)) for x in (tokens_BS, labels_BS))
+    tokens_BS = plan.constrain(tokens_BS, ("batch", None))
+    labels_BS = plan.constrain(labels_BS, ("batch", None))
     x_BSD = _run(
         model,
         params,
@@ -137,14 +140,12 @@ def score(
         sums: tuple[Array, Array],
         first: Array,
     ) -> tuple[tuple[Array, Array], None]:
-        x_BCD, labels_BC = (
-            jax.lax.dynamic_slice_in_dim(x, first, width, axis=1) for x in (x_BSD, labels_BS)
-        )
+        x_BCD = jax.lax.dynamic_slice_in_dim(x_BSD, first, width, axis=1)
+        labels_BC = jax.lax.dynamic_slice_in_dim(labels_BS, first, width, axis=1)
         scores_BCV = _scores(model, params, x_BCD, plan)
         counted_BC = labels_BC >= 0
-        found_BC = jnp.take_along_axis(scores_BCV, jnp.maximum(labels_BC, 0)[..., None], axis=-1)[
-            ..., 0
-        ]
+        wanted_BC1 = jnp.maximum(labels_BC, 0)[..., None]
+        found_BC = jnp.take_along_axis(scores_BCV, wanted_BC1, axis=-1)[..., 0]
         found_BC -= jax.nn.logsumexp(scores_BCV, axis=-1)
         best_BC = jnp.argmax(scores_BCV, axis=-1) == labels_BC
         total_B, best_B = sums

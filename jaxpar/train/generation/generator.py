@@ -326,7 +326,12 @@ def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = Fal
             dtype = plan.dtype
         else:
             dtype = x.dtype
-        cut = lambda x: [layer.astype(dtype) for layer in x] if stacked else x.astype(dtype)  # noqa: E731
+
+        def cut(x: Array) -> Array | list[Array]:
+            if stacked:
+                return [layer.astype(dtype) for layer in x]
+            return x.astype(dtype)
+
         found = jax.jit(cut, out_shardings=plan.sharding(axes[stacked:]))(x)
         if consume:
             x.delete()

@@ -43,9 +43,8 @@ def read_prompts(file: Path) -> list[Given]:
       UserError: the file cannot be read or has no prompt, a line is not such an object, or it has
         answers alone.
     """
-    lines = [
-        (number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()
-    ]
+    all_lines = enumerate(read_text(file).split("\n"), 1)
+    lines = [(number, line) for number, line in all_lines if line.strip()]
     if not lines:
         raise UserError(f"{file} has no prompt in it: it has one a line")
     if file.suffix != ".jsonl":

@@ -35,8 +35,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse a value that is out of range, or has no effect, with a UserError."""
-        draws = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4
-        if not draws or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
+        in_range = (
+            self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
+            self.top_k >= 0,
+            0 < self.top_p <= 1,
+            0 <= self.seed < 2**32,
+        )
+        if not all(in_range):
             want = (
                 "temperature 0 or 0.0001 to 10000, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32"
             )

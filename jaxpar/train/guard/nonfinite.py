@@ -123,7 +123,10 @@ def _weights(experiment: Experiment, state: TrainState[jax.Array], batch: Batch)
         return f"the parameter {where}, {apart}"
     count_of = jax.jit(lambda x: count_nonfinite(on_device(x)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and (count := int(count_of(leaf))):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        count = int(count_of(leaf))
+        if count:
             name = path_name(path)
             return f"{name} of the optimizer is not finite itself, in {count:,} entries, {apart}"
     return ""
@@ -194,10 +197,10 @@ def _gradients(experiment: Experiment, state: TrainState[jax.Array], batch: Batc
         return sums, counts, largest
 
     options = step_options(plan.mesh, config.compiler.options)
-    lowered = jax.jit(look, compiler_options=options).lower(state.params, dict(batch), state.step)
-    program = lowered.compile()
+    arguments = (state.params, dict(batch), state.step)
+    program = jax.jit(look, compiler_options=options).lower(*arguments).compile()
     require_order(program, experiment.devices)
-    sums, counts, largest = program(state.params, dict(batch), state.step)
+    sums, counts, largest = program(*arguments)
     if places := _places(experiment, counts):
         first = places[-1]
         return (

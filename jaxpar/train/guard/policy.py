@@ -30,6 +30,14 @@ class Judgement(NamedTuple):
     why: str = ""
 
 
+class _Seen(NamedTuple):
+    """What a good step has said of itself."""
+
+    step: int
+    loss: float
+    norm: float
+
+
 class Guard:
     """Judges the numbers of steps in their order, and counts those that are bad.
 
@@ -45,9 +53,11 @@ class Guard:
         self._bad = int(known.get("bad", 0))
         self._in_a_row = int(known.get("in_a_row", 0))
         self._last_bad = int(known.get("last_bad", 0))
-        self._window: list[tuple[int, float, float]] = [
-            (int(step), float(loss), float(norm)) for step, loss, norm in known.get("window", ())
+        self._window = [
+            _Seen(int(step), float(loss), float(norm))
+            for step, loss, norm in known.get("window", ())
         ]
+        """The last good steps, the newest last."""
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, so that a resumed run judges as this one would."""
@@ -82,13 +92,13 @@ class Guard:
         if row.step > self._last_bad:
             self._in_a_row = 0
         if train.on_spike != "off":
-            self._window.append((row.step, float(row.loss), float(row.norm)))
+            self._window.append(_Seen(row.step, float(row.loss), float(row.norm)))
             del self._window[: -train.spike_window]
         return Judgement("go on")
 
     def roll_back(self, step: int) -> None:
         """Forget the numbers of the steps after one that is gone on from."""
-        self._window = [one for one in self._window if one[0] <= step]
+        self._window = [seen for seen in self._window if seen.step <= step]
 
     @property
     def bad_steps(self) -> int:
@@ -117,8 +127,9 @@ class Guard:
         train = self._train
         if len(self._window) < train.spike_window:
             return ""
-        for name, value, column in (("loss", row.loss, 1), ("gradient norm", row.norm, 2)):
-            before = [one[column] for one in self._window]
+        losses = [seen.loss for seen in self._window]
+        norms = [seen.norm for seen in self._window]
+        for name, value, before in (("loss", row.loss, losses), ("gradient norm", row.norm, norms)):
             limit = spike_limit(before, train.spike_deviations)
             if float(value) > limit:
                 return (

@@ -220,8 +220,10 @@ def _differing(name: str, sums: np.ndarray, sharding: NamedSharding, mesh: Mesh)
     rows = np.moveaxis(sums, places, last)
     devices = np.moveaxis(mesh.devices, places, last)
     copies = int(np.prod([mesh.shape[axis] for axis in copied]))
+    by_piece = rows.reshape(-1, copies)
+    holders_by_piece = devices.reshape(-1, copies)
     found = []
-    for row, holders in zip(rows.reshape(-1, copies), devices.reshape(-1, copies), strict=True):
+    for row, holders in zip(by_piece, holders_by_piece, strict=True):
         ((common, count),) = Counter(row.tolist()).most_common(1)
         if count == copies:
             continue

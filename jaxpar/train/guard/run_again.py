@@ -63,8 +63,9 @@ def _read(step: int, metrics: Mapping[str, jax.Array]) -> StepNumbers:
 
 def same_numbers(one: StepNumbers, other: StepNumbers) -> bool:
     """Whether two steps, whose numbers have been read, say the same of themselves; NaN is NaN."""
-    numbers = (one.loss, one.norm, one.overflows), (other.loss, other.norm, other.overflows)
-    return bool(np.array_equal(*np.asarray(numbers, np.float64), equal_nan=True))
+    first = np.asarray((one.loss, one.norm, one.overflows), np.float64)
+    second = np.asarray((other.loss, other.norm, other.overflows), np.float64)
+    return bool(np.array_equal(first, second, equal_nan=True))
 
 
 def verdict(

@@ -43,7 +43,8 @@ def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
     if before.steps == now.steps:
         return ""
     note = f"train.steps {before.steps} -> {now.steps}: the {now.schedule} schedule now ends there"
-    old, new = (float(np.asarray(learning_rate(train)(step))) for train in (before, now))
+    old = float(np.asarray(learning_rate(before)(step)))
+    new = float(np.asarray(learning_rate(now)(step)))
     if step == 0 or abs(old - new) < 1e-3 * new:
         return note
     return f"{note}, and the learning rate goes on at {new:.2e} where it would have been {old:.2e}"

@@ -67,7 +67,8 @@ class _NormOps(Ops):
 
     def _add(self, weight: Any, x: Array) -> None:
         if isinstance(weight, WeightView):
-            self.squares[weight.name] = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(0, 1))
+            square = jnp.square(x.astype(jnp.float32))
+            self.squares[weight.name] = jnp.sum(square, axis=(0, 1))
 
 
 def prune_once(

@@ -222,8 +222,9 @@ def _choose(
     step = count + 1
     begin = pruning.begin
     last = pruning.last(config.train.steps)
-    passed = jnp.clip((step - begin).astype(jnp.float32) / (last - begin), 0, 1)
-    regular = (step >= begin) & (step <= last) & ((step - begin) % pruning.every == 0)
+    since = step - begin
+    passed = jnp.clip(since.astype(jnp.float32) / (last - begin), 0, 1)
+    regular = (since >= 0) & (step <= last) & (since % pruning.every == 0)
     # the first and the last choice are made whatever `every` is
     due = regular | (step == max(begin, 1)) | (step == last)
 

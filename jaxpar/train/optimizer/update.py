@@ -306,10 +306,17 @@ def _squares(grads: Params, total: Array, order_token: Array | None) -> Array:
     """
     leaves = jax.tree.leaves(grads)
     if not any(in_host_memory(leaf) for leaf in leaves):
-        return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
+        return total + _sum_of_squares(leaves)
 
     def body(total: Array, i: Array) -> tuple[Array, None]:
-        layer = [on_device(_layer(leaf, i)).astype(jnp.float32) for leaf in leaves]
-        return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
+        layer = [on_device(_layer(leaf, i)) for leaf in leaves]
+        return total + _sum_of_squares(layer), None
 
-    return jax.lax.scan(body, ready_after(total, order_token), jnp.arange(len(leaves[0])))[0]
+    layers = jnp.arange(len(leaves[0]))
+    total, _ = jax.lax.scan(body, ready_after(total, order_token), layers)
+    return total
+
+
+def _sum_of_squares(arrays: Sequence[Array]) -> Array | int:
+    """The squares of all entries of some arrays, added up in float32."""
+    return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays)

@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import PyTree, state_axes
+from jaxpar.base.layout.sharding import Axes, PyTree, state_axes
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.parallel.collectives import gather, manual
@@ -113,8 +113,14 @@ def gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
       plan: the plan.
     """
     stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
-    one = lambda x, state, own: gather(x, state, own, plan)  # noqa: E731
-    return manual(lambda new: jax.tree.map(one, new, stored, axes), plan, (stored,), axes)(updated)
+
+    def gather_one(x: Array, state: Axes, own: Axes) -> Array:
+        return gather(x, state, own, plan)
+
+    def gather_all(new: Params) -> Params:
+        return jax.tree.map(gather_one, new, stored, axes)
+
+    return manual(gather_all, plan, (stored,), axes)(updated)
 
 
 def is_counted(x: Array | jax.ShapeDtypeStruct) -> bool:
