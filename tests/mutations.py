@@ -234,7 +234,7 @@ MUTATIONS = [
     Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/layout/plan.py",
              "return len(dims) > 1 and", "return len(axes) > 1 and", "tests/train/test_optimizer.py"),
     # Data, checkpoints, configs.
-    Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data/corpus.py",
+    Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data/batches.py",
              "place_B >= count", "place_B > count", "tests/data/test_corpus.py -k validation"),
     Mutation("straddling_label", "the label of a token that reaches into a completion is lost", "jaxpar/data/chat/examples.py",
              "(ends > begin) & (begins < end)", "(begins >= begin) & (begins < end)",

@@ -11,9 +11,9 @@ Its rooms, in the order in which they are read: `sources` names what may be read
 is asked of each part of a corpus, and `tokenizer` and `special_tokens` turn text into ids. `tokens`
 is one long stream, from `texts` or from `token_files`; `documents` are whole ones, in a
 `document_order`, and processes tokenize them together (`blocks`); `chat` has conversations.
-`corpus` puts them together. `urls` and `ranged` reach what lies in buckets, `identity` tells other
-data from those of a run, `masking` corrupts tokens for encoders, and `top_k_files` keep a teacher's
-answers.
+`corpus` puts them together, several of them as a `mixture`, and `batches` are made of it. `urls`
+and `ranged` reach what lies in buckets, `identity` tells other data from those of a run, `masking`
+corrupts tokens for encoders, and `top_k_files` keep a teacher's answers.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.base.errors import reading, with_urls
-from jaxpar.data.corpus import Corpus, Mixture
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.mixture import Mixture
 from jaxpar.data.parts import Part
 from jaxpar.data.ranged import RangedFile
 

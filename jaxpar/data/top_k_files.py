@@ -24,10 +24,11 @@ from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json, reading
 from jaxpar.base.whole_files import replacing, write_whole
-from jaxpar.data.corpus import Corpus, HostBatch, Mixture
+from jaxpar.data.corpus import Corpus
 from jaxpar.data.identity import Piece, difference, identify
+from jaxpar.data.mixture import Mixture
 from jaxpar.data.tokenizer import Tokenizer, token_dtype
-from jaxpar.data.tokens import Tokens, read_windows, window_count
+from jaxpar.data.tokens import HostBatch, Tokens, read_windows, window_count
 
 HEADER = "top_k.json"
 _IDS = "ids.bin"

@@ -19,8 +19,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import Batches, run_together
-from jaxpar.data.corpus import Part, val_batches
+from jaxpar.data.corpus import val_batches
 from jaxpar.data.masking import Masking, make_masking
+from jaxpar.data.parts import Part
 from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params

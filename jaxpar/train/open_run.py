@@ -20,8 +20,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import run_together, told_by_first
-from jaxpar.data.corpus import Corpus, HostBatch, train_batches
+from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
+from jaxpar.data.tokens import HostBatch
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.distil import Teacher, open_teacher
 from jaxpar.train.experiment import Experiment

@@ -17,7 +17,8 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.process.exchange import open_exchange
 from jaxpar.data import documents
-from jaxpar.data.corpus import load_corpus, skipped_records, train_batches, val_batches
+from jaxpar.data.corpus import load_corpus, train_batches, val_batches
+from jaxpar.data.mixture import skipped_records
 
 BATCH = 8
 VOCABULARY = 256

@@ -19,13 +19,8 @@ from tiers import some
 from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.data.corpus import (
-    load_corpus,
-    skipped_records,
-    train_batches,
-    unigram_entropy,
-    val_batches,
-)
+from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.data.mixture import skipped_records
 from jaxpar.data.tokens import Tokens, read_windows
 
 datasets = pytest.importorskip("datasets")

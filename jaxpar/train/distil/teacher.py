@@ -19,7 +19,8 @@ from jaxpar.base.batch_arrays import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_LOG_PR
 from jaxpar.base.config.hidden_pairs import read_pairs
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
-from jaxpar.data.corpus import Corpus, ReadBeside
+from jaxpar.data.batches import ReadBeside
+from jaxpar.data.corpus import Corpus
 from jaxpar.data.top_k_files import describe, is_top_k_folder, open_answers, tokenizer_hash
 from jaxpar.models import Batch, Params
 from jaxpar.parallel.token_order import TOKENS

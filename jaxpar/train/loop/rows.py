@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jaxpar.base.console import ProgressLine
-from jaxpar.data.corpus import Corpus, skipped_records
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.mixture import skipped_records
 from jaxpar.train.goodput import Account
 from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.open_run import OpenRun

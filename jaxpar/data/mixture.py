@@ -1,0 +1,64 @@
+"""Several parts of a corpus of one kind, read as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpar.data.parts import Part
+from jaxpar.data.skipped import Skipped
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Parts of one kind, mixed in each batch so that each has its share of the sequences."""
+
+    parts: tuple[Part, ...]
+    weights: tuple[float, ...]
+    """Their shares, which add up to 1."""
+
+    @property
+    def origin(self) -> str:
+        return " + ".join(
+            f"{part.origin} {weight:.3g}"
+            for part, weight in zip(self.parts, self.weights, strict=True)
+        )
+
+    @property
+    def size(self) -> int | None:
+        sizes = [part.size for part in self.parts if part.size is not None]
+        if len(sizes) == len(self.parts):
+            return sum(sizes)
+        return None
+
+    @property
+    def sample(self) -> np.ndarray:
+        samples = [part.sample for part in self.parts]
+        fit = min(
+            len(sample) / weight for sample, weight in zip(samples, self.weights, strict=True)
+        )
+        return np.concatenate(
+            [s[: max(int(fit * w), 1)] for s, w in zip(samples, self.weights, strict=True)]
+        )
+
+    @property
+    def amount(self) -> str:
+        return " + ".join(part.amount for part in self.parts)
+
+
+def skipped_records(stream: Part | Mixture) -> list[Skipped]:
+    """Return the counts of records that are no text, of those parts that read theirs while a run
+    goes on.
+    """
+    if isinstance(stream, Mixture):
+        parts = stream.parts
+    else:
+        parts = (stream,)
+    counts = [part.skipped for part in parts]
+    return [count for count in counts if count is not None]
+
+
+Stream = Part | Mixture
+"""What a run reads. Each has an `origin` and an `amount` for messages, a `size` that a resumed run
+must find again (None = not known), and a `sample` of ids for their frequencies."""
