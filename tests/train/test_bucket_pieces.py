@@ -31,7 +31,7 @@ SMALL = [
     "--data.seq-len",
     "32",
 ]
-ONE = ["--mesh.data", "1", "--mesh.fsdp", "2", "--mesh.tensor", "1", "--train.eval-every", "0"]
+ONE = ["--mesh.data", "1", "--mesh.fsdp", "2", "--mesh.tensor", "1"]
 RUNS = f"s3://{BUCKET}/runs"
 
 
