@@ -144,6 +144,7 @@ def kill(runs: Runs, wanted: str, trials: int, processes: int = 1, seed: int = 0
             process.communicate()
         if alive:
             killed += 1
+            print(f"{killed} kills, in run {ended + 1}", flush=True)
             # a step that is there is whole
             for step in runs.steps(f"{name}_{ended}"):
                 require_whole(runs.server, f"{name}_{ended}/checkpoints/{step}")
