@@ -71,17 +71,6 @@ class Server:
 
         return answer
 
-    @contextmanager
-    def busy_for(self, seconds: float) -> Iterator[None]:
-        """Answer with 503 from now on, for so many seconds."""
-        self.busy = True
-        timer = threading.Timer(seconds, lambda: setattr(self, "busy", False))
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.join()
-
 
 @contextmanager
 def s3_server() -> Iterator[Server]:
