@@ -120,16 +120,18 @@ def sweep(
         settings: job_of(config, folder / _name(settings)) for settings, config in configs.items()
     }
     on_cpu = all(config.mesh.platform == "cpu" for config in configs.values())
-    with ray_started(address) as (ray, records, lines):
+    with ray_started(address) as cluster:
         from ray import tune  # pyright: ignore[reportMissingImports]
+
+        lines = cluster.lines  # all of the cluster that a trial's process is sent
 
         def run(chosen: dict[str, str]) -> None:
             tune.report(_run(chosen["settings"], jobs[chosen["settings"]], lines)._asdict())
 
         tuner = tune.Tuner(
-            tune.with_resources(run, _resources(ray, on_cpu, per_trial)),
+            tune.with_resources(run, _resources(cluster.ray, on_cpu, per_trial)),
             param_space={"settings": tune.grid_search(list(jobs))},
-            run_config=tune.RunConfig(storage_path=records, verbose=0),
+            run_config=tune.RunConfig(storage_path=cluster.records, verbose=0),
         )
         ended: Any = tuner.fit() if jobs else ()
         for result in ended:

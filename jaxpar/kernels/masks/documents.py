@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,7 @@ def _ids_of_rows(documents: list[Segments]) -> Int[Array, "B T"]:
     return ids_BT
 
 
-def _is_of_documents(part: Mask) -> bool:
+def _is_of_documents(part: Mask) -> TypeGuard[Segments]:
     """Whether the ids are those of documents, and not what they were made into."""
     return type(part) is Segments
 
