@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from jaxpar.base.config import CompilerConfig, Config, KernelsConfig
+from jaxpar.base.config import CompilerConfig, Config, KernelsConfig, incompatible_changes
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, axis_sizes, describe, devices_needed, resolve
 from jaxpar.base.process.runtime import start
@@ -100,12 +100,17 @@ def elastic_sizes(
 
     Raises:
       UserError: the target is of TPUs or has another number of hosts, `at_size` names a number that
-        is outside, or no number can serve.
+        is outside or makes another experiment, or no number can serve.
     """
     given = at_size or {}
-    for size in given:
+    for size, own in given.items():
         if not fewest <= size <= most:
             raise UserError(f"--at-size {size} is not among the processes of {fewest}:{most}")
+        if changes := incompatible_changes(config, own):
+            raise UserError(
+                f"--at-size {size} makes another experiment ({changes[0]}): only the layout may "
+                "change, as mesh and train.accumulation"
+            )
     _require_nodes(target, most)
     counts = dict[int, int]()
     configs = dict[int, Config]()

@@ -25,10 +25,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.train.metrics import read_metrics
+
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--mesh.data=2",
     "--mesh.fsdp=1",
     "--mesh.tensor=1",
     "--model.layers=1",
@@ -43,6 +44,7 @@ FLAGS = [
     "--checkpoint.every=10",
     "--metrics.log-every=1",
 ]
+TWO = ["--workers=2", "--mesh.data=2"]
 STOPPED = 130
 """The exit code of a run that was told to stop, and saved."""
 
@@ -59,14 +61,14 @@ class Launched:
     starts.
     """
 
-    def __init__(self, folder: Path, *flags: str, workers: int = 2):
+    def __init__(self, folder: Path, *flags: str):
         self.mark = f"{folder}:{time.monotonic()}"
         command = [sys.executable, "-m", "jaxpar.cli.main", "launch", "ray", "tiny"]
         self.said: list[str] = []
         # Ctrl-C reaches it also where the tests were started in the background, deaf to it
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
-            [*command, f"--workers={workers}", f"--run={folder}", *FLAGS, *flags],
+            [*command, f"--run={folder}", *FLAGS, *flags],
             env=os.environ | {"JAXPAR_TEST": self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -117,8 +119,6 @@ def final(folder: Path, step: int) -> list[np.ndarray]:
 
 def require_equal(folder: Path, wanted: Path, steps: int) -> None:
     """Every bit of the parameters, and the loss of every step."""
-    from jaxpar.train.metrics import read_metrics
-
     for one, other in zip(final(folder, steps), final(wanted, steps), strict=True):
         np.testing.assert_array_equal(one, other)
     losses = [
@@ -175,7 +175,7 @@ def disturb(
     since = 0.0
     while True:
         restarts = f"--max-failures={faults.count(kill)}"
-        run = Launched(folder, f"--train.steps={steps}", restarts)
+        run = Launched(folder, *TWO, f"--train.steps={steps}", restarts)
         for step in run.steps():
             if what:
                 done.append(Recovery(what, time.monotonic() - since))
@@ -220,7 +220,7 @@ sys.meta_path.insert(0, Finder())
 def outcome(folder: Path, *flags: str, number: int = 0) -> tuple[int, int, str]:
     """Launch a run, and send a signal to one process at its first steps; return its exit code, how
     often the processes began, and what it said."""
-    run = Launched(folder, "--train.steps=40", *flags)
+    run = Launched(folder, *TWO, "--train.steps=40", *flags)
     for step in run.steps():
         if number and step >= 3:
             os.kill(run.workers()[-1], number)
@@ -273,11 +273,51 @@ def test_a_device_that_computes_wrongly_counts_as_a_failure(
     assert (code, starts) == (77, 2) and "embed.tokens" in said, said
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray forks to start its own
+def test_a_run_goes_on_with_what_is_left_and_grows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    memory = {"object_store_memory": 80_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+    try:
+        nodes = [cluster.add_node(num_cpus=1, **memory) for _ in range(2)]
+        flags = ["--elastic=1:2", "--max-failures=9", f"--address={cluster.address}"]
+        run = Launched(tmp_path / "run", *flags, "--mesh.data=-1", "--train.steps=200")
+        for step in run.steps():
+            said = "".join(run.said)
+            if step >= 15 and len(nodes) == 2:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            elif "1 process in place of 2" in said and len(nodes) == 1:
+                nodes += [cluster.add_node(num_cpus=1, **memory), None]
+            elif step % 20 == 15 and len(nodes) == 3 and "2 processes in place of 1" not in said:
+                os.kill(run.workers()[0], signal.SIGKILL)
+        assert run.process.wait() == 0, "".join(run.said[-20:])
+    finally:
+        cluster.shutdown()
+    said = "".join(run.said)
+    assert "1 process in place of 2: mesh of 1 device, train.accumulation=2" in said
+    assert "2 processes in place of 1: mesh data=2, train.accumulation=1" in said
+    assert "mesh.data 2 -> 1" in said and "mesh.data 1 -> 2" in said
+    disturb(tmp_path / "whole", 200, [], random.Random(0))
+    rows = [read_metrics(tmp_path / name) for name in ("run", "whole")]
+    losses = [{row["step"]: row["loss"] for row in log if "loss" in row} for log in rows]
+    assert losses[0].keys() == losses[1].keys() and len(losses[0]) == 200
+    # sums over one device are taken in another order than over two, and differ by rounding
+    assert max(abs(losses[0][step] - losses[1][step]) for step in losses[0]) <= 1e-4
+    counts = [row["devices"] for row in rows[0] if "devices" in row]
+    assert counts[0] == counts[-1] == 2 and 1 in counts
+
+
 def run_long() -> None:
     """The long form."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=10, help="kills, and stops")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     draw = random.Random(given.seed)

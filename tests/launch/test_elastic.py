@@ -33,6 +33,8 @@ def test_fewer_devices_take_as_many_sequences_at_a_time_in_more_microbatches() -
     assert "3 data-parallel shards do not divide" in sizes.refused[3]
     assert [sizes.largest(places) for places in (0, 1, 2, 3, 4, 9)] == [0, 1, 2, 2, 4, 4]
     assert {config.train.batch for config in sizes.configs.values()} == {8}
+    dropped = elastic_sizes(small(model__dropout=0.1), 1, 4)
+    assert layouts(dropped)[1] == "mesh of 1 device, train.accumulation=1"
 
 
 def test_a_mesh_without_a_free_axis_keeps_its_devices() -> None:
@@ -74,6 +76,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         elastic_sizes(small(), 1, 4, load_target("h100x64"))
     with pytest.raises(UserError, match="--at-size 1 is not among"):
         elastic_sizes(small(), 2, 4, at_size={1: small()})
+    with pytest.raises(UserError, match="another experiment"):
+        elastic_sizes(small(), 2, 4, at_size={2: small(train__batch=4)})
     for text in ("4", "4:1", "0:2", "a:b"):
         with pytest.raises(UserError, match="such as --elastic 1:4"):
             read_range(text)
