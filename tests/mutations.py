@@ -35,8 +35,10 @@ IGNORED = (
     "*.egg-info",
     "build",
     "dist",
-    "runs",
 )
+RUNS = (
+    ROOT / "runs"
+)  # where trainings go that somebody began here; jaxpar has a folder of this name
 QUICK = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
 # pytest, and then which file the tests had the module from.
 RUN = """import sys, pytest
@@ -300,7 +302,12 @@ class Outcome(NamedTuple):
 
 def copy_of(mutation: Mutation | None, folder: Path) -> Path:
     """The repository in a new folder, the fault planted, laid out so that it is imported before any installation."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED), symlinks=True)
+    patterns = shutil.ignore_patterns(*IGNORED)
+
+    def ignore(place: str, names: list[str]) -> set[str]:
+        return patterns(place, names) | {name for name in names if Path(place, name) == RUNS}
+
+    shutil.copytree(ROOT, folder, ignore=ignore, symlinks=True)
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "setuptools"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+import time
 
 import pytest
 
@@ -39,15 +39,17 @@ def test_a_stop_goes_to_the_processes_of_this_start_and_of_the_next(monkeypatch)
     monkeypatch.setattr(module, "_terminate", lambda ray, place: told.append(place))
     stops = Stops()
     stops.place = HERE
-    asked = threading.Event()
+
+    def wait_until_told(places: list[Place]) -> None:
+        until = time.monotonic() + 20
+        while told != places and time.monotonic() < until:
+            time.sleep(0.01)
 
     def train() -> str:
         os.kill(os.getpid(), signal.SIGTERM)
-        while told != [HERE]:
-            asked.wait(0.01)
+        wait_until_told([HERE])
         stops.place = Place("another", 8)
-        while len(told) < 2:
-            asked.wait(0.01)
+        wait_until_told([HERE, Place("another", 8)])
         return "saved"
 
     before = signal.getsignal(signal.SIGTERM)
