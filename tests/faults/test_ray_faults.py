@@ -88,6 +88,8 @@ class Launched:
         """Read the rest of what it says, and wait for it; return its exit code."""
         for _ in self.steps():
             pass
+        assert self.process.stdout
+        self.process.stdout.close()
         return self.process.wait()
 
     def workers(self) -> list[int]:
@@ -186,9 +188,10 @@ def disturb(
                 del due[0]
                 since = time.monotonic()
                 fault(run, draw)
-        if run.process.wait() == STOPPED:
+        code = run.end()
+        if code == STOPPED:
             continue
-        assert run.process.returncode == 0, "".join(run.said[-20:])
+        assert code == 0, "".join(run.said[-20:])
         return done
 
 
@@ -225,8 +228,9 @@ def outcome(folder: Path, *flags: str, number: int = 0) -> tuple[int, int, str]:
         if number and step >= 3:
             os.kill(run.workers()[-1], number)
             number = 0
+    code = run.end()
     said = "".join(run.said)
-    return run.process.wait(), said.count("versions  "), said
+    return code, said.count("versions  "), said
 
 
 @pytest.mark.long
@@ -298,7 +302,7 @@ def test_a_run_goes_on_with_what_is_left_and_grows_again(
                 nodes += [cluster.add_node(num_cpus=1, **memory), None]
             elif step % 20 == 15 and len(nodes) == 3 and "2 processes in place of 1" not in said:
                 os.kill(run.workers()[0], signal.SIGKILL)
-        assert run.process.wait() == 0, "".join(run.said[-20:])
+        assert run.end() == 0, "".join(run.said[-20:])
     finally:
         cluster.shutdown()
     said = "".join(run.said)
