@@ -73,8 +73,15 @@ def test_the_command_of_a_rayjob_succeeds_as_a_job(
     try:
         cluster.add_node(num_cpus=1, **memory)
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
-        job = client.submit_job(entrypoint=shlex.join([*here, f"--run={tmp_path / 'run'}", *SMALL]))
         until = time.monotonic() + 240
+        entrypoint = shlex.join([*here, f"--run={tmp_path / 'run'}", *SMALL])
+        job = None
+        while job is None:
+            try:
+                job = client.submit_job(entrypoint=entrypoint)
+            except RuntimeError as error:  # what takes jobs has not started yet
+                assert "try again later" in str(error) and time.monotonic() < until, error
+                time.sleep(0.5)
         while not client.get_job_status(job).is_terminal() and time.monotonic() < until:
             time.sleep(0.5)
         said = client.get_job_logs(job)
