@@ -13,7 +13,7 @@ import jax
 from grain import DatasetIterator
 
 from jaxpar.base.compiler import options_text, step_options
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError
@@ -24,24 +24,35 @@ from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.data.tokens import HostBatch
 from jaxpar.parallel.host_memory import require_right_gradients
+from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.distil import Teacher, open_teacher
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
 from jaxpar.train.optimizer.learning_rate import schedule_note
 from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
-from jaxpar.train.restore import OPTIMIZER_FINGERPRINT, TEACHER, load_params, restore_state
+from jaxpar.train.restore import (
+    OPTIMIZER_FINGERPRINT,
+    TEACHER,
+    load_params,
+    restore_state,
+    saved_part,
+)
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.local_tier import LocalTier
+from jaxpar.train.runs.manifest import Manifest
 from jaxpar.train.runs.own_tokenizer import keep_tokenizer
 from jaxpar.train.runs.run_folder import (
     compare_run,
     keep_config,
+    moved_data,
     replaced_values,
     resized_note,
 )
 from jaxpar.train.runs.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.run_lock import SharedLock
+from jaxpar.train.runs.starts import note_start
 from jaxpar.train.runs.steps import CHECKPOINTS
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL
@@ -64,6 +75,8 @@ class OpenRun(NamedTuple):
       first: the step to go on after; 0 = none was trained.
       is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
       lock: that of the folder.
+      source: what has the step to go on after: `checkpoints`, or those of the local tier.
+      local: what `checkpoint.local` has; None = it is not set.
       teacher: its teacher; None = it has none.
     """
 
@@ -75,13 +88,42 @@ class OpenRun(NamedTuple):
     first: int
     is_new: bool
     lock: SharedLock
+    source: TrainingCheckpoints
+    local: LocalTier | None = None
     teacher: Teacher | None = None
 
     @property
     def last(self) -> int:
         """The step to stop after."""
-        train = self.experiment.config.train
-        return min(train.stop_at or train.steps, train.steps)
+        return _last_step(self.experiment.config)
+
+    @property
+    def tiers(self) -> list[TrainingCheckpoints]:
+        """All checkpoints of the run: those of the folder, and the local ones."""
+        local = [] if self.local is None else [self.local.checkpoints]
+        return [self.checkpoints, *local]
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is saved, in either tier; None = there is none."""
+        return max((step for tier in self.tiers for step in tier.steps()), default=None)
+
+    def back_to(self, step: int | None) -> OpenRun:
+        """Return the run as it goes on after a step.
+
+        Args:
+          step: one that is saved; None = it begins anew.
+        """
+        if step is None:
+            return self._replace(first=0, is_new=True)
+        source = next(tier for tier in self.tiers if step in tier.steps())
+        return self._replace(first=step, is_new=False, source=source)
+
+    def release(self) -> None:
+        """Give the folders back."""
+        if self.local is not None:
+            self.local.release()
+        self.lock.close()
 
     def require_lock(self) -> None:
         """Require that the run folder is still this training's, as far as the heartbeat has seen.
@@ -91,6 +133,11 @@ class OpenRun(NamedTuple):
         """
         if self.lock.lost:
             raise UserError(self.lock.lost)
+
+
+def _last_step(config: Config) -> int:
+    train = config.train
+    return min(train.stop_at or train.steps, train.steps)
 
 
 class FirstStep(NamedTuple):
@@ -166,9 +213,20 @@ def _open_locked(
     checkpoints = TrainingCheckpoints(
         folder / CHECKPOINTS, config.checkpoint, identity, say, lock.require
     )
-    latest, manifest = checkpoints.newest_whole()
-    run_together(lambda: require_tokenizer_files(folder, manifest, say))
-    first = latest or 0
+    local = _find_local(experiment, folder)
+    try:
+        begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
+        run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
+        first = begin.step or 0
+        source = checkpoints
+        if local is not None:
+            local.open(first, config.checkpoint, identity)
+            if begin.is_local:
+                source = local.checkpoints
+    except BaseException:
+        if local is not None:
+            local.release()
+        raise
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
@@ -185,10 +243,75 @@ def _open_locked(
         checkpoints,
         compared,
         first,
-        is_new=latest is None,
+        is_new=begin.step is None,
         lock=lock,
+        source=source,
+        local=local,
         teacher=teacher,
     )
+
+
+class _Begin(NamedTuple):
+    """The step to go on after: None = there is none; its manifest, which the first process knows;
+    and whether the local tier has it.
+    """
+
+    step: int | None
+    manifest: Manifest | None
+    is_local: bool = False
+
+
+def _find_local(experiment: Experiment, folder: Path) -> LocalTier | None:
+    """What `checkpoint.local` has; None = it is not set."""
+    local = experiment.config.checkpoint.local
+    if not local:
+        return None
+    state = saved_part(experiment.state, experiment.model)
+    order = stored_order(experiment.plan, experiment.model.config.layers)
+    return LocalTier(local, folder, state, order)
+
+
+def _choose_tier(
+    checkpoints: TrainingCheckpoints,
+    local: LocalTier | None,
+    folder: Path,
+    config: Config,
+    compared: Compared,
+    before: Config | None,
+    say: Say,
+) -> _Begin:
+    """Take the newest step that is whole, of the run folder or of the local tier, and say which."""
+    whole = checkpoints.newest_whole(may_lack=local is not None and bool(local.steps))
+    if local is None:
+        return _Begin(*whole)
+    name = f"checkpoint.local={config.checkpoint.local}"
+    there = whole.step or 0
+    # the last step is to be in the run folder, and is trained again where it is not
+    last = _last_step(config)
+    newest = max((step for step in local.steps if step < last), default=0)
+    if newest <= there:
+        if whole.step is not None:
+            say(f"goes on after step {there} of {folder}: {name} {local.why_not(there)}")
+        return _Begin(*whole)
+    if not there:  # the folder cannot refuse another config for its checkpoints' sake
+        run_together(lambda: _require_unchanged(folder, before, config, compared.known))
+    than = f"step {there}" if there else "all that is whole"
+    say(f"goes on after step {newest} of {name}, which is newer than {than} in {folder}")
+    return _Begin(newest, local.manifest(newest), is_local=True)
+
+
+def _require_unchanged(
+    folder: Path, before: Config | None, config: Config, data_compared: bool
+) -> None:
+    """Refuse to go on from a local checkpoint as another experiment."""
+    changed = [] if before is None else incompatible_changes(before, config)
+    if data_compared:
+        changed = moved_data(changed)
+    if changed:
+        raise UserError(
+            f"{folder} holds a run of another config ({changed[0]}), of which checkpoint.local has "
+            "checkpoints: give the old values, or use another --run folder"
+        )
 
 
 def _checked(experiment: Config | Experiment) -> Experiment:
@@ -211,7 +334,12 @@ def keep_run(run: OpenRun) -> None:
     """
     main = jax.process_index() == 0
     keep_config(run.folder, run.experiment.config)
-    run_together(lambda: keep_data(run.folder, run.compared.pieces) if main else None)
+    run_together(lambda: _keep_beside(run) if main else None)
+
+
+def _keep_beside(run: OpenRun) -> None:
+    keep_data(run.folder, run.compared.pieces)
+    note_start(run.folder, run.first)
 
 
 def first_step(run: OpenRun, say: Say) -> FirstStep:
@@ -230,7 +358,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
         model = experiment.model
         state = init_state(model, config, experiment.plan, params, experiment.optimizer)
         return FirstStep(state, data)
-    state, beside = restore_state(run.checkpoints, run.first, experiment)
+    state, beside = restore_state(run.source, run.first, experiment)
     trained_with = beside.get(OPTIMIZER_FINGERPRINT)
     _require_teacher(run, beside.get(TEACHER))
     note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.first)

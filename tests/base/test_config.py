@@ -233,6 +233,10 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
             {"precision.gradients": "bfloat16", "train.accumulation": 512, "train.batch": 512},
             "adds up 512 microbatches: past 256 of them the next is rounded away",
         ),
+        (
+            {"checkpoint.local": "s3://bucket/fast"},
+            "checkpoint.local=s3://bucket/fast is a URL: it is for a folder",
+        ),
         ({"train.stop_at": 1001}, "train.stop_at=1001 is not in 0..1000"),
         ({"metrics.log_every": 0}, "metrics.log_every=0 is below 1"),
         ({"checkpoint.keep": 0}, "checkpoint.keep=0 is below 1"),

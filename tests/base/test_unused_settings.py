@@ -35,6 +35,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train.spike_deviations": (9.0, {}, {"train.on_spike": "stop"}),
     "train.max_bad_in_a_row": (9, {"train.on_spike": "stop"}, {"train.on_nonfinite": "skip"}),
     "train.max_bad_steps": (9, {}, {"train.on_spike": "rollback"}),
+    "checkpoint.local_every": (10, {}, {"checkpoint.local": "fast"}),
+    "checkpoint.local": ("fast", {"checkpoint.every": 50}, {"checkpoint.every": 0}),
     "mesh.join_seconds": (10, {}, {"mesh.distributed": True}),
     "train.check_replicas": (10, {}, {"mesh.data": 2}),
     "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),

@@ -405,6 +405,12 @@ class CheckpointConfig:
     """How many of the newest are kept, besides the best."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
+    local: str = ""
+    """A folder on a disk of each machine, in which newer checkpoints are kept than in the run
+    folder; empty = none. See docs/checkpoints.md.
+    """
+    local_every: Annotated[int, Range(1, MOST_STEPS)] = 100
+    """Steps between two of them."""
 
 
 @dataclass(frozen=True)

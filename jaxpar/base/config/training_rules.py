@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxpar.base.config.schema import Config
+from jaxpar.base.errors import is_url
 from jaxpar.base.ranges import Range
 
 _TABLES = ("train.", "distill.", "optimizer.", "checkpoint.", "metrics.")
@@ -70,6 +71,7 @@ def training_rules(config: Config) -> list[Rule]:
         *_of_teacher(config),
         *_of_hidden_states(config),
         *_of_metrics(config),
+        *_of_checkpoints(config),
     ]
 
 
@@ -96,6 +98,19 @@ def _of_schedule(config: Config) -> list[Rule]:
             ("train.stop_at",),
             train.stop_at > train.steps,
             f"train.stop_at={train.stop_at} is not in 0..{train.steps}",
+        ),
+    ]
+
+
+def _of_checkpoints(config: Config) -> list[Rule]:
+    """What the places of checkpoints contradict."""
+    local = config.checkpoint.local
+    return [
+        Rule(
+            ("checkpoint.local",),
+            is_url(local),
+            f"checkpoint.local={local} is a URL: it is for a folder on a disk of each machine, and "
+            "--run may be a URL",
         ),
     ]
 

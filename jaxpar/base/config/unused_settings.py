@@ -323,6 +323,17 @@ _OF_MODELS = (
 )
 _OF_LAYOUTS = (
     Effect(
+        ("checkpoint.local_every",),
+        lambda c: bool(c.checkpoint.local),
+        "there is no local tier: add --checkpoint.local FOLDER, on a disk of each machine",
+    ),
+    Effect(
+        ("checkpoint.local",),
+        lambda c: not c.checkpoint.every or c.checkpoint.local_every % c.checkpoint.every != 0,
+        "the run folder has a checkpoint at each of checkpoint.local_every's steps: let "
+        "checkpoint.every be more of them",
+    ),
+    Effect(
         ("mesh.join_seconds",),
         lambda c: c.mesh.distributed,
         "one process has no others to wait for: add --mesh.distributed True",

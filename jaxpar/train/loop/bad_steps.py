@@ -35,7 +35,7 @@ def go_back(tools: Tools, bad: BadStep) -> int:
     if bad.judged.decision == "rollback":
         return _roll_back(tools, bad.numbers.step, said)
     trained = run.experiment.model.trained(tools.runner.state.params)
-    saved = run.checkpoints.latest()
+    saved = run.newest
     raise Diverged(divergence_message(bad.numbers, trained, saved, run.folder, said))
 
 
@@ -71,8 +71,9 @@ def _roll_back(tools: Tools, bad_step: int, said: str) -> int:
     guard = tools.judge.guard
     most = run.experiment.config.train.max_bad_steps
     with tools.timing.apart("guard"):
-        run.checkpoints.wait()
-        saved = run.checkpoints.latest()
+        for tier in run.tiers:
+            tier.wait()
+        saved = run.newest
         step = saved or 0
         where = "the beginning" if saved is None else f"the checkpoint of step {step}"
         say(f"warning: step {bad_step} was bad: {said or 'its update was not finite'}")
@@ -82,7 +83,7 @@ def _roll_back(tools: Tools, bad_step: int, said: str) -> int:
         )
         tools.judge.forget()
         tools.batches.forget_all()
-        start = first_step(run._replace(first=step, is_new=saved is None), say)
+        start = first_step(run.back_to(saved), say)
         tools.runner.go_on_with(start.state)
         tools.saves.give_back(start.stateful)
     tools.batches.go_on_after(step)

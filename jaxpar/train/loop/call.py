@@ -122,7 +122,7 @@ def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
     if not isinstance(error, DamagedCheckpoint) or isinstance(error, UnreadCheckpoint):
         return False
     # weights to begin from may be another run's checkpoint
-    place = with_urls(str(opened.checkpoints.folder / str(opened.first)))
+    place = with_urls(str(opened.source.folder / str(opened.first)))
     return jax.process_count() == 1 and not opened.is_new and place in str(error)
 
 
@@ -133,7 +133,7 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
     limit = _time_limit(opened, call.began)
     stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process
-    with closing(opened.lock), closing(stop), closing(MachineNotice(stop.ask)):
+    with _released(opened), closing(stop), closing(MachineNotice(stop.ask)):
         try:
             result = _train(opened, call, stop, limit)
         except PeerLost:
@@ -141,20 +141,31 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
         except BaseException as error:
             aside = _is_of_first_step(opened, error)
             if aside:  # while the folder is still this training's
-                opened.checkpoints.set_aside(opened.first, str(error))
-            try:
-                opened.checkpoints.close(_leave_together(error))
-            except Exception as later:  # the first error is the one to tell
-                call.say(f"warning: {later}")
+                opened.source.set_aside(opened.first, str(error))
+            for tier in opened.tiers:
+                try:
+                    tier.close(_leave_together(error))
+                except Exception as later:  # the first error is the one to tell
+                    call.say(f"warning: {later}")
             if aside:
                 return None
             raise
         with call.account.clock.during("saving"):
             opened.checkpoints.remove_old()
-            opened.checkpoints.close()
+            for tier in opened.tiers:
+                tier.close()
         if said := call.account.summary():
             call.say(said)
     return result
+
+
+@contextmanager
+def _released(opened: OpenRun) -> Iterator[None]:
+    """Give the folders back at the end."""
+    try:
+        yield
+    finally:
+        opened.release()
 
 
 def _leave_together(error: BaseException) -> bool:
@@ -169,7 +180,7 @@ def _time_limit(opened: OpenRun, began: float) -> TimeLimit:
     train = opened.experiment.config.train
     limit = TimeLimit(train.most_seconds, began, f"train.max_time={train.max_time}")
     if opened.first:
-        limit.note_save(save_seconds(opened.checkpoints.folder / str(opened.first)))
+        limit.note_save(save_seconds(opened.source.folder / str(opened.first)))
     return limit
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.process.together import run_together
+from jaxpar.base.process.together import run_together, told_by_first
+from jaxpar.train.evaluations import is_due
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.open_run import GUARD, FirstStep, OpenRun
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
 from jaxpar.train.step import TrainState
 
@@ -48,8 +50,22 @@ class Saves:
         self._limit = limit
         self._account = account
         self._say = say
+        self._local_every = run.experiment.config.checkpoint.local_every
+        self._folder_has_one = False
+        """Whether the run folder is known to have a checkpoint to its end."""
 
-    def save(self, step: int, state: TrainState[jax.Array], place: Any, guard: Guard) -> None:
+    def is_local(self, step: int) -> bool:
+        """Whether a step is due for the local tier because of its number."""
+        return self._run.local is not None and is_due(step, self._local_every)
+
+    def save(
+        self,
+        step: int,
+        state: TrainState[jax.Array],
+        place: Any,
+        guard: Guard,
+        local: bool = False,
+    ) -> None:
         """Save a step; it is written while the next ones run. All processes must call this.
 
         Args:
@@ -57,6 +73,8 @@ class Saves:
           state: the state after it.
           place: that of the data after its batch.
           guard: what has judged the steps.
+          local: whether it goes to the local tier; but until the run folder has a checkpoint, which
+            alone makes it the run of one experiment, it goes there.
 
         Raises:
           UserError: this save, or the one before it, cannot be written.
@@ -69,11 +87,25 @@ class Saves:
             beside[GUARD] = seen
         if states := run_together(lambda: states_of(self._stateful)):
             beside[STATEFUL] = states
-        before = run.checkpoints.latest()
+        checkpoints = self._tier(local)
+        before = checkpoints.latest()
         self._account.saving(step)
-        run.checkpoints.save(step, saved_part(state, run.experiment.model), beside)
-        if before is not None:  # which is written to its end by now
-            self._limit.note_save(save_seconds(run.checkpoints.folder / str(before)))
+        checkpoints.save(step, saved_part(state, run.experiment.model), beside)
+        # which is written to its end by now
+        if before is not None and checkpoints is run.checkpoints:
+            self._limit.note_save(save_seconds(checkpoints.folder / str(before)))
+
+    def _tier(self, local: bool) -> TrainingCheckpoints:
+        """Where a save goes. All processes must call this."""
+        run = self._run
+        if not local or run.local is None:
+            return run.checkpoints
+        if not self._folder_has_one:
+            if told_by_first(not run.checkpoints.latest()):  # step 0 is that of an import
+                return run.checkpoints
+            run.checkpoints.wait()
+            self._folder_has_one = True
+        return run.local.checkpoints
 
     def give_back(self, saved: Mapping[str, Any] | None) -> None:
         """Give the caller's objects the states of a step that the run goes back to.

@@ -82,11 +82,12 @@ def _steps(tools: Tools, first: int, asked: Stop) -> int:
             with tools.timing.apart("guard", after=metrics):
                 _require_alike(tools, step)
         saving = stop or is_due(step, every)
+        saving_here = not saving and tools.saves.is_local(step)
         evaluating = evaluations.is_due(step)
-        if saving or evaluating:
+        if saving or saving_here or evaluating:
             _require_all_good(tools, step, metrics, logging=stop)
-        if saving:
-            _save(tools, step)
+        if saving or saving_here:
+            _save(tools, step, local=saving_here)
         if evaluating:
             _evaluate(tools, step)
         if evaluations.cut_short and not saving:
@@ -144,15 +145,15 @@ def _require_good(tools: Tools, last: int) -> None:
 def _require_alike(tools: Tools, step: int) -> None:
     """Stop if devices hold other copies of the state than their peers, which is then not saved."""
     with tools.parts.account.clock.during("guard"):
-        tools.copies.require_alike(tools.runner.state, step, tools.parts.run.checkpoints.latest())
+        tools.copies.require_alike(tools.runner.state, step, tools.parts.run.newest)
 
 
-def _save(tools: Tools, step: int) -> None:
+def _save(tools: Tools, step: int, local: bool = False) -> None:
     """Save a step, unless devices hold other copies of it."""
     with tools.timing.apart("saving"):
         _require_alike(tools, step)
         place = tools.batches.place_after(step)
-        tools.saves.save(step, tools.runner.state, place, tools.judge.guard)
+        tools.saves.save(step, tools.runner.state, place, tools.judge.guard, local)
 
 
 def _save_good(tools: Tools, ended_by: Exception) -> None:

@@ -38,12 +38,13 @@ class Checkpoints:
       folder: the folder that has them, each in a folder of its step.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = warn):
+    def __init__(self, folder: Path, say: Callable[[str], None] = warn, own_disk: bool = False):
         """Open the checkpoints of a run.
 
         Args:
           folder: the folder that has them, which may be absent.
           say: gets a line about each checkpoint that is damaged or has no manifest.
+          own_disk: whether each process has its part of them on a disk of its own.
 
         Raises:
           UserError: the folder is a URL.
@@ -52,6 +53,9 @@ class Checkpoints:
         self.folder = folder.absolute()
         self._say = say
         self._copy = copy_of(self.folder.parent)
+        self._disk: Disk = "shared" if self._copy is None else "copy"
+        if own_disk:
+            self._disk = "own"
         # Orbax takes a metric with its checkpoint only, and here a step is saved before it is
         # evaluated.
         self._losses = Losses(self.folder, say)
@@ -60,11 +64,6 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(**item_handlers(self._disk)),
             multiprocessing_options=writing_processes(self._disk),
         )
-
-    @property
-    def _disk(self) -> Disk:
-        """Whose disk they are on."""
-        return "shared" if self._copy is None else "copy"
 
     def latest(self) -> int | None:
         """Return the newest finished step, or None."""

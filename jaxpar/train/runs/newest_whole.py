@@ -25,13 +25,16 @@ class Whole(NamedTuple):
     manifest: Manifest | None = None
 
 
-def find_newest_whole(checkpoints: Checkpoints, say: Callable[[str], None]) -> Whole:
+def find_newest_whole(
+    checkpoints: Checkpoints, say: Callable[[str], None], may_lack: bool = False
+) -> Whole:
     """Find the newest step that is whole, and move those aside that are newer. For one process
     alone.
 
     Args:
       checkpoints: those of the run.
       say: gets a line about each step that was moved.
+      may_lack: whether there may be none although there were some, as others are at hand.
 
     Returns:
       The step; none where the run has no checkpoint yet.
@@ -52,7 +55,7 @@ def find_newest_whole(checkpoints: Checkpoints, say: Callable[[str], None]) -> W
                     "earlier one"
                 ) from error
             say(set_aside(folder / str(step), str(error.__cause__)))
-    if steps:
+    if steps and not may_lack:
         raise UserError(
             f"no checkpoint of {folder.parent} is whole, and they were moved to its folder "
             f"{DAMAGED}: bring one back, or start again, which begins the run anew"

@@ -110,9 +110,12 @@ def item_handlers(disk: Disk) -> dict[str, Any]:
         }
     # of a part that several hold, the first sends its copy; on a disk of its own each needs one
     replica = 0 if disk == "copy" else None
-    arrays = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.ArrayHandler(primary_host=None, replica_id=replica))
+    handler = ocp.type_handlers.ArrayHandler(
+        primary_host=None,
+        replica_id=replica,
+        use_replica_parallel=None if disk == "copy" else False,
     )
+    arrays = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     return {
         "state": ocp.PyTreeCheckpointHandler(
             use_ocdbt=False, multiprocessing_options=processes, type_handler_registry=arrays

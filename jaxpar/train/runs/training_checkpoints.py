@@ -50,6 +50,7 @@ class TrainingCheckpoints(Checkpoints):
         identity: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = warn,
         require_lock: Callable[[], None] = lambda: None,
+        own_disk: bool = False,
     ):
         """Open the checkpoints of a run, and clear away what is none.
 
@@ -58,13 +59,14 @@ class TrainingCheckpoints(Checkpoints):
           config: which are kept.
           identity: what tells the data and the tokenizer of the run from others.
           say: gets a line about each checkpoint that is damaged or has no manifest.
-          require_lock: is called on the first process before each save, and raises where another
-            training has the run, or its folder is gone.
+          require_lock: is called before each save, on the first process or on each that has them on
+            a disk of its own, and raises where another training has the run, or its folder is gone.
+          own_disk: whether each process has its part of them on a disk of its own.
 
         Raises:
           UserError: Orbax cannot open them, or one that is damaged cannot be moved aside.
         """
-        super().__init__(folder, say)
+        super().__init__(folder, say, own_disk)
         self._config = config
         self._identity = identity or {}
         self._require_lock = require_lock
@@ -79,7 +81,7 @@ class TrainingCheckpoints(Checkpoints):
 
     def _clear_up(self) -> None:
         """Take away what Orbax would stumble over, and say what."""
-        if jax.process_index() == 0:
+        if self._writes:
             lines = run_together(lambda: clear_up(self.folder, self._config.keep, self._kept()))
         else:
             lines = run_together(list[str])
@@ -119,6 +121,13 @@ class TrainingCheckpoints(Checkpoints):
         """Whether this process writes what all have: the first one, or each on its own disk."""
         return self._disk != "shared" or jax.process_index() == 0
 
+    @property
+    def _hashes(self) -> bool:
+        """Whether this process writes manifests: the first one, as that of a run in a bucket is its
+        own; or each on its own disk.
+        """
+        return self._disk == "own" or jax.process_index() == 0
+
     def _make_folder(self) -> None:
         if self._writes:
             with writing(self.folder):
@@ -136,10 +145,13 @@ class TrainingCheckpoints(Checkpoints):
         """
         return lowest(self._losses.known, [step for step in self.steps() if step not in without])
 
-    def newest_whole(self) -> Whole:
+    def newest_whole(self, may_lack: bool = False) -> Whole:
         """Find the step to go on after, and move those aside that are newer and damaged.
 
         All processes must call this.
+
+        Args:
+          may_lack: whether there may be none although there were some, as others are at hand.
 
         Returns:
           The step; its manifest is known to the first process.
@@ -148,7 +160,11 @@ class TrainingCheckpoints(Checkpoints):
           UserError: all are damaged, or one cannot be read, which may be whole.
         """
         main = jax.process_index() == 0
-        found = run_together(lambda: find_newest_whole(self, self._say) if main else Whole())
+
+        def find() -> Whole:
+            return find_newest_whole(self, self._say, may_lack) if main else Whole()
+
+        found = run_together(find)
         step = number_from_first(-1 if found.step is None else found.step)
         self._leave_out_after(step)
         self._manager.reload()
@@ -220,13 +236,15 @@ class TrainingCheckpoints(Checkpoints):
         on its disk, or on that of each process where each has a copy of its own. What keeps one
         from writing is found here, where all leave together, and not inside of Orbax.
         """
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 or self._disk == "own":
             self._require_lock()
         if not self._writes:
             return
-        if self._copy is None:
+        if self._disk == "shared":
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             require_space(self.folder, size)
+        elif self._disk == "own":
+            require_space(self.folder, _held_bytes(state))
         else:
             disk = f"the disk of {cache_folder()}, which has the copy of {self.folder.parent},"
             require_space(self.folder, _own_bytes(state), disk)
@@ -236,7 +254,7 @@ class TrainingCheckpoints(Checkpoints):
         """Write the manifest of the step that is being saved; Orbax calls this in its thread, once
         all files are there and before the step has its name.
         """
-        if jax.process_index() == 0 and self._saving is not None:
+        if self._hashes and self._saving is not None:
             step = self._saving
             for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
                 write_manifest(folder, step, self._identity)
@@ -255,7 +273,7 @@ class TrainingCheckpoints(Checkpoints):
             raise
         step = self._saving
         self._saving = None
-        if jax.process_index() == 0 and step is not None:
+        if self._hashes and step is not None:
             place = self.folder / str(step)
             # where Orbax called too late, when the step had its name
             if not (place / MANIFEST).exists():
@@ -356,6 +374,14 @@ class TrainingCheckpoints(Checkpoints):
 def _is_of_a_peer(error: Exception) -> bool:
     """Whether an error of Orbax is that of waiting in vain for another process."""
     return isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error)
+
+
+def _held_bytes(state: PyTree) -> int:
+    """The bytes of a state that this process holds, each part of an array once."""
+    return sum(
+        sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
+        for leaf in jax.tree.leaves(state)
+    )
 
 
 def _own_bytes(state: PyTree) -> int:

@@ -1,0 +1,236 @@
+"""Checkpoints in two tiers: beside those of the run folder, which may be in a bucket or on a disk
+that all share, each process has newer ones in a folder of its own machine (`checkpoint.local`).
+
+A local step is one only if every process has its part of it whole, so all agree on which they have.
+With several processes each has the parts of the arrays that its devices hold, which are good for
+the same layout alone; a single process has all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from jax.experimental import multihost_utils
+
+from jaxpar.base.config import CheckpointConfig
+from jaxpar.base.errors import UserError, read_json, require_local, with_urls
+from jaxpar.base.layout.sharding import path_name
+from jaxpar.base.process.together import run_together
+from jaxpar.base.whole_files import write_whole
+from jaxpar.train.runs.checkpoints import PyTree, warn
+from jaxpar.train.runs.manifest import DamagedCheckpoint, Manifest, require_whole
+from jaxpar.train.runs.run_lock import RunLock
+from jaxpar.train.runs.starts import Starts, begin_starts
+from jaxpar.train.runs.steps import CHECKPOINTS, steps_in
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
+
+_OWNER = "run.json"
+"""Says which run the checkpoints of a folder are of."""
+_KEPT = 2
+_MOST = 8
+"""Of how many steps, the newest, processes tell each other."""
+_LOCAL = "local"
+"""What a manifest has of a local step, in its identity."""
+_NONE = -1
+
+
+class LocalTier:
+    """The local checkpoints of a run, as this process has them.
+
+    Attributes:
+      steps: those that every process had whole when the run was opened, sorted.
+      checkpoints: what reads and writes them, once `open` was called.
+    """
+
+    checkpoints: TrainingCheckpoints
+
+    def __init__(self, local: str, run: Path, state: PyTree, order: Any):
+        """Look at what there is. All processes must call this, and then `release`.
+
+        Args:
+          local: `checkpoint.local`.
+          run: the run folder, whose lock is held.
+          state: the arrays that are saved, as ShapeDtypeStructs with their shardings.
+          order: the order in which layers are saved.
+
+        Raises:
+          UserError: the folder cannot be used, or has checkpoints of another run.
+        """
+        self._local = local
+        self._run = run
+        self._place = Path(local).absolute() / str(jax.process_index())
+        main = jax.process_index() == 0
+        starts = run_together(lambda: begin_starts(run) if main else Starts("", ()))
+        self._starts = _starts_from_first(starts)
+        self._parts = _parts_of(state, order)
+        self._lock = run_together(self._take)
+        try:
+            self._whole = run_together(self._find_whole)
+            self._rows = _steps_of_all(sorted(self._whole))
+        except BaseException:
+            self.release()
+            raise
+        self.steps = sorted(set.intersection(*self._rows))
+
+    def _take(self) -> RunLock:
+        """Take the folder of this process for this run."""
+        require_local(Path(self._local))
+        owner = self._place / _OWNER
+        own = {"run": self._starts.run, "folder": with_urls(str(self._run))}
+        if owner.exists():
+            found = read_json(owner, {"run": str, "folder": str})
+            if found.get("run") != self._starts.run:
+                raise UserError(
+                    f"checkpoint.local={self._local} has checkpoints of another run, "
+                    f"{found.get('folder')}: name another folder, or remove {self._place}"
+                )
+        lock = RunLock(self._place, warn)
+        try:
+            write_whole(owner, json.dumps(own) + "\n")
+        except BaseException:
+            lock.close()
+            raise
+        return lock
+
+    def _find_whole(self) -> dict[int, Manifest]:
+        """The steps of this process that can be used; of the others it says what is wrong, on
+        standard error, as no other process knows of them.
+        """
+        found = {}
+        for step in steps_in(self._place / CHECKPOINTS):
+            place = self._place / CHECKPOINTS / str(step)
+            try:
+                manifest = require_whole(place, step)
+                problem = self._problem(step, manifest)
+            except DamagedCheckpoint as error:
+                manifest = None
+                problem = f"is damaged ({error})"
+            if manifest is None or problem:
+                warn(f"warning: the local checkpoint {place} {problem}: it is left out")
+            else:
+                found[step] = manifest
+        return found
+
+    def _problem(self, step: int, manifest: Manifest | None) -> str:
+        """Why a step that is as it was saved cannot be used; empty = it can."""
+        noted = {} if manifest is None else manifest.identity.get(_LOCAL, {})
+        start = noted.get("start")
+        if start is None:
+            return "has no manifest"
+        if not self._starts.went_through(start, step):
+            return "is of a training that the run did not go on from"
+        if noted.get("parts") != self._parts:
+            return "was saved by another number of processes, or in another layout"
+        return ""
+
+    def manifest(self, step: int) -> Manifest:
+        """Return what this process's part of a step was when it was saved.
+
+        Args:
+          step: one of `steps`.
+        """
+        return self._whole[step]
+
+    def why_not(self, step: int) -> str:
+        """Say why the run folder's step is taken, and none of these.
+
+        Args:
+          step: that of the run folder.
+        """
+        lacking = [str(index) for index, row in enumerate(self._rows) if not row]
+        if self.steps:
+            return f"has none between step {step} and the last one"
+        if len(lacking) == len(self._rows):
+            return "has none that can be used"
+        if lacking:
+            return f"has none that can be used of process {', '.join(lacking)}"
+        return "has none that every process has whole"
+
+    def open(self, first: int, config: CheckpointConfig, identity: Mapping[str, Any]) -> None:
+        """Begin to write. Steps that the run does not go on from are removed. All processes must
+        call this.
+
+        Args:
+          first: the step that the run goes on after.
+          config: that of the run folder's checkpoints.
+          identity: what tells the data and the tokenizer of the run from others.
+
+        Raises:
+          UserError: they cannot be opened.
+        """
+        run_together(lambda: self._remove_others([s for s in self.steps if s <= first]))
+        noted = {"start": len(self._starts.first), "parts": self._parts}
+        self.checkpoints = TrainingCheckpoints(
+            self._place / CHECKPOINTS,
+            replace(config, keep=_KEPT, keep_best=False),
+            {**identity, _LOCAL: noted},
+            warn,
+            self._lock.require,
+            own_disk=True,
+        )
+
+    def _remove_others(self, kept: list[int]) -> None:
+        """Remove everything but some steps."""
+        folder = self._place / CHECKPOINTS
+        names = {str(step) for step in kept}
+        for path in folder.glob("*"):
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._lock.close()
+
+
+def _parts_of(state: PyTree, order: Any) -> str:
+    """A hash of what a process has of a state; of a single process, which has all, there is none.
+
+    Args:
+      state: ShapeDtypeStructs with their shardings.
+      order: the order of the layers in it.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return "all"
+    rows = [f"{count} processes", f"order {order}"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        held = sorted({str(place) for place in places})
+        rows.append(f"{path_name(path)} {leaf.dtype} {leaf.shape} {held}")
+    return xxhash.xxh3_128("\n".join(rows).encode()).hexdigest()
+
+
+def _steps_of_all(steps: list[int]) -> list[set[int]]:
+    """Return the steps that each process has; all must call this."""
+    newest = steps[-_MOST:]
+    row = np.full(_MOST, _NONE, np.int32)
+    row[: len(newest)] = newest
+    if jax.process_count() == 1:
+        rows = row[None]
+    else:
+        rows = multihost_utils.process_allgather(row)
+    return [{int(step) for step in one if step != _NONE} for one in rows]
+
+
+def _starts_from_first(starts: Starts) -> Starts:
+    """Return on every process the starts that the first one has read; all must call this."""
+    if jax.process_count() == 1:
+        return starts
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(starts.first))))
+    first = np.zeros(count, np.int32)
+    name = np.zeros(32, np.uint8)
+    if jax.process_index() == 0:
+        first[:] = starts.first
+        name[:] = np.frombuffer(starts.run.encode(), np.uint8)
+    name = np.asarray(multihost_utils.broadcast_one_to_all(name), np.uint8)
+    if count:
+        first = np.asarray(multihost_utils.broadcast_one_to_all(first))
+    return Starts(bytes(name).decode(), tuple(int(step) for step in first))
