@@ -275,6 +275,6 @@ def test_each_process_with_a_copy_of_its_own_asks_its_disk_for_room(
     state = state_on(plan_of(fsdp=8))
     checkpoints._require_room(state)
     assert not asked, "the first process asks the disk that all write to"
-    checkpoints._copy = object()
+    checkpoints._disk = "copy"
     checkpoints._require_room(state)
     assert asked == [4 + 8 * 16 * 4]
