@@ -181,7 +181,8 @@ class Documents(PartDefaults):
         packed = Packed(documents, length_struct={"tokens": data.seq_len + 1})
         if blocks is None:
             return packed.map(row)
-        return packed.map(lambda found: {UNREAD: UnreadRow(blocks, found, row)})
+        unread: Any = packed.map(lambda found: {UNREAD: UnreadRow(blocks, found, row)})
+        return unread
 
 
 def load_documents(
