@@ -21,6 +21,7 @@ from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput import read_lives
 from jaxpar.train.guard.failures import Diverged, StepNumbers
 from jaxpar.train.guard.nonfinite import first_nonfinite
 from jaxpar.train.guard.run_again import verdict
@@ -225,6 +226,12 @@ def same_state(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+def guard_seconds(folder: Path) -> float:
+    """The time that bad steps have cost a run of one process."""
+    (life,) = read_lives(folder).lives
+    return life.seconds["guard"]
+
+
 @slow
 def test_a_skipped_step_changes_nothing_and_too_many_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -236,6 +243,7 @@ def test_a_skipped_step_changes_nothing_and_too_many_stop(
     assert "warning: step 3 is skipped: loss nan" in capsys.readouterr().out
     found = losses(tmp_path / "whole")
     assert np.isnan(found[3]) and all(np.isfinite(found[step]) for step in (1, 2, 4, 8))
+    assert guard_seconds(tmp_path / "whole") > 0
     run(override(skipping, {"train.stop_at": 5}), tmp_path / "stopped")
     run(skipping, tmp_path / "stopped")
     same_state(
@@ -261,6 +269,7 @@ def test_a_run_that_rolls_back_goes_on_past_the_bad_batch(
     assert "the run goes on from the checkpoint of step 4, with the batches after" in said
     assert sorted(losses(tmp_path / "whole")) == list(range(1, 9))
     assert all(np.isfinite(loss) for loss in losses(tmp_path / "whole").values())
+    assert guard_seconds(tmp_path / "whole") > 0
     # one that is stopped behind it and resumed ends as this one does
     run(override(rolling, {"train.stop_at": 6}), tmp_path / "stopped")
     run(rolling, tmp_path / "stopped")

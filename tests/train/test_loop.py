@@ -26,6 +26,7 @@ from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput import read_lives
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment
@@ -193,6 +194,22 @@ def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path
         logged(whole, "final_val_loss")
     ) == [20]
     assert 0 < abs(logged(whole, "val_loss")[20] - logged(whole, "final_val_loss")[20]) < 0.1
+
+
+def test_each_second_of_a_run_has_one_cause(whole: Path) -> None:
+    (life,) = read_lives(whole).lives
+    took = {cause for cause, seconds in life.seconds.items() if seconds > 0}
+    assert took >= {"productive", "startup", "compiling", "evaluation", "saving", "other"}
+    assert not took & {"wasted", "guard", "down", "restoring"}
+    assert (life.lowest, life.step, life.saves) == (0, 20, 4)
+    rows = [row for row in read_metrics(whole) if "goodput" in row]
+    assert len(rows) == 20
+    for row in rows:
+        causes = {key for key in row if key.startswith(("productive_", "badput_"))}
+        assert sum(row[key] for key in causes) == pytest.approx(row["wall_seconds"])
+        assert row["goodput"] == pytest.approx(row["productive_seconds"] / row["wall_seconds"])
+    # the rest is the last save, and a picture
+    assert rows[-1]["wall_seconds"] <= life.ended - life.began
 
 
 def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(

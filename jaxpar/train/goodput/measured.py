@@ -48,11 +48,11 @@ def measure_run(folder: Path) -> Measured:
     if not lives:
         raise UserError(f"{folder} has no {GOODPUT}: a run has one from its first step on")
     totals = add_up(lives)
-    save = totals.seconds["saving"] / totals.saves if totals.saves else 0.0
+    save = totals.seconds["saving"] / max(totals.saves, 1)
     written = [save_seconds(folder / CHECKPOINTS / str(step)) for step in finished_steps(folder)]
-    write = max(statistics.fmean(written) - save, 0.0) if written else 0.0
+    write = max(statistics.fmean(written or [0.0]) - save, 0.0)
     gaps = [later.began - life.ended for life, later in itertools.pairwise(lives)]
-    down = max(statistics.median(gaps), 0.0) if gaps else 0.0
+    down = max(statistics.median(gaps or [0.0]), 0.0)
     recover = statistics.fmean(_until_first_step(life) for life in lives)
     costs = Costs(save, write, recover, down)
     return Measured(totals, damaged, costs, _step_seconds(lives))
@@ -65,4 +65,6 @@ def _until_first_step(life: Life) -> float:
 def _step_seconds(lives: list[Life]) -> float | None:
     steps = sum(life.step - life.lowest for life in lives)
     productive = sum(life.seconds["productive"] for life in lives)
-    return productive / steps if steps > 0 and productive else None
+    if steps <= 0 or not productive:
+        return None
+    return productive / steps

@@ -73,7 +73,7 @@ def run(
       watch: a function that the first process calls in a thread beside the loop.
       report: a function that every process calls with the step and the numbers of each row of
         metrics.jsonl. The calls are the same in number and order on all of them; speed and
-        data_wait are those of the process.
+        data_wait are those of the process, and the first alone is told what the time went on.
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
       stateful: objects by name whose state is saved with each checkpoint, on the first process, and
         given back to them, on every process, when the run goes on.
