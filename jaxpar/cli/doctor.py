@@ -79,9 +79,4 @@ def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
             "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible "
             "(see `nvidia-smi`); all is well if it is there to rehearse"
         )
-    if versions.get("orbax-checkpoint") == "0.12.8":
-        found.append(
-            "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on "
-            "storage that checksums"
-        )
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, override
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.ranges import Range
@@ -40,7 +40,11 @@ def prune_command(words: list[str]) -> int:
     names = positional(prune_command.__doc__, PruneArgs(Config()), words, 2, urls=True)
     source = folder_here(names[0])
     target = run_here(names[1])
-    base = read_run_config(source) if is_run(source) else restore.config_of(source, target)
+    if is_run(source):
+        # where a call of the source ended is nothing to a new run
+        base = override(read_run_config(source), {"train.stop_at": 0})
+    else:
+        base = restore.config_of(source, target)
     args = parse_words(prune_command.__doc__, PruneArgs(base), words[2:])
     form = args.config.model.sparsity.form
     idle = [name for name in ("sparsity", "matrices") if name in given_keys(words[2:])]

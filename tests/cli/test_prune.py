@@ -37,7 +37,7 @@ SMALL = {
 
 def test_a_run_is_pruned_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = override(Config(), SMALL)
-    train(config, tmp_path / "dense")
+    train(override(config, {"train.stop_at": 4}), tmp_path / "dense")
     pruned = tmp_path / "pruned"
     words = ["prune", str(tmp_path / "dense"), str(pruned), "--batches", "2"]
     assert main([*words, "--model.sparsity.form", "2:4"]) == 0
