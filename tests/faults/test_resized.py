@@ -21,6 +21,7 @@ import pytest
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.train import loop
+from jaxpar.train.loop import run_step
 from jaxpar.train.plans import make_experiment
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def train(plan: Plan, devices: int, folder: Path, until: int) -> Part:
     losses = dict[int, float]()
     digests = list[str]()
     first = list[float]()
-    put = loop.put_batch
+    put = run_step.put_batch
 
     def put_and_note(rows: Any, plan: Any) -> Any:
         digests.append(digest(rows))
@@ -114,11 +115,11 @@ def train(plan: Plan, devices: int, folder: Path, until: int) -> Part:
             losses[step] = row["loss"]
             first.append(time.monotonic() - began)
 
-    loop.put_batch = put_and_note
+    run_step.put_batch = put_and_note
     try:
         loop.run(make_experiment(config, jax.devices()[:devices]), folder, report=note)
     finally:
-        loop.put_batch = put
+        run_step.put_batch = put
     steps = sorted(losses)
     return Part(losses, dict(zip(steps, digests, strict=True)), first[0])
 
