@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,10 +21,17 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where the first process of a start trains: Ray's name of its node, and its id there."""
+    """Where the first process of a start trains.
+
+    Attributes:
+      node: Ray's name of its node.
+      pid: its id there; 0 = there is none.
+      host: the node's own name.
+    """
 
     node: str
     pid: int
+    host: str = ""
 
 
 NOWHERE = Place("", 0)
@@ -131,7 +139,14 @@ def fit(ray: Any, train: Callable[[], Any], stops: Stops) -> Any:
 
 
 def _terminate(ray: Any, place: Place) -> None:
-    """Send SIGTERM to a process of the cluster, from a task on its node."""
+    """Send SIGTERM to a process of the cluster: from here if it is on this machine, as a task on
+    its node takes seconds to begin.
+    """
+    # both names: Ray's client is told the name of the node that it talks to
+    if (place.node, place.host) == (_node(ray), socket.gethostname()):
+        with suppress(PermissionError):  # Ray was started by another user
+            _kill(place.pid)
+            return
     from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
         NodeAffinitySchedulingStrategy,
     )
@@ -139,6 +154,11 @@ def _terminate(ray: Any, place: Place) -> None:
     on_its_node = NodeAffinitySchedulingStrategy(place.node, soft=False)
     task = ray.remote(_kill).options(num_cpus=0, scheduling_strategy=on_its_node)
     task.remote(place.pid)
+
+
+def _node(ray: Any) -> str:
+    """Ray's name of the node that this process is on."""
+    return ray.get_runtime_context().get_node_id()
 
 
 def _kill(pid: int) -> None:
@@ -154,4 +174,4 @@ def say_where(lines: Queue) -> None:
     """
     import ray  # pyright: ignore[reportMissingImports]
 
-    lines.put(Place(ray.get_runtime_context().get_node_id(), os.getpid()))
+    lines.put(Place(_node(ray), os.getpid(), socket.gethostname()))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +18,9 @@ from jaxpar.launch.stops import Place, Stops, fit
 from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
 
 HERE = Place("a node", 7)
+THIS = "0" * 56
+OTHER = "1" * 56
+"""Two names of nodes, as Ray gives them."""
 
 
 def test_with_nothing_to_save_it_ends_at_once() -> None:
@@ -56,6 +63,25 @@ def test_a_stop_goes_to_the_processes_of_this_start_and_of_the_next(monkeypatch)
     assert fit(None, train, stops) == "saved"
     assert told == [HERE, Place("another", 8)]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def ray_here() -> SimpleNamespace:
+    """As much of Ray as names the node of this process; it can start no task."""
+    context = SimpleNamespace(get_node_id=lambda: THIS)
+    return SimpleNamespace(get_runtime_context=lambda: context)
+
+
+def test_a_process_of_this_machine_is_told_without_a_task() -> None:
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    module._terminate(ray_here(), Place(THIS, sleeping.pid, socket.gethostname()))
+    assert sleeping.wait(20) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("node", "host"), [(OTHER, socket.gethostname()), (THIS, "another")])
+def test_a_process_of_another_machine_is_told_by_a_task(node: str, host: str) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(AttributeError, match="remote"):
+        module._terminate(ray_here(), Place(node, os.getpid(), host))
 
 
 def test_what_training_raises_is_raised_here() -> None:
