@@ -140,6 +140,26 @@ def keeps_what_is_there(
     return call
 
 
+def ends_content_with_two_bytes(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Have an upload of several parts end its content by CR and LF, both of which the parser takes
+    away. gcsfs ends it by LF alone, and the parser, which is one of mail, takes a CR that is the
+    content's own last byte along with that. Google's own service keeps it.
+
+    Args:
+      decode: returns what a request holds, from what was sent.
+    """
+
+    def call(sent: bytes | None, handler: Any) -> Any:
+        content = decode(sent, handler)
+        if handler.headers.get_content_type() != "multipart/related":
+            return content
+        last_line = f"--{handler.headers.get_boundary()}--".encode()
+        assert content.endswith(b"\n" + last_line), "gcsfs ends an upload otherwise now"
+        return content.removesuffix(b"\n" + last_line) + b"\r\n" + last_line
+
+    return call
+
+
 @contextmanager
 def gcs_server() -> Iterator[Server]:
     """Run a stand-in for Google Cloud Storage, with an empty bucket `my-bucket`.
@@ -157,6 +177,8 @@ def gcs_server() -> Iterator[Server]:
         patch.setattr(emulator.Router, "handle", one_at_a_time(emulator.Router.handle))
         upload = keeps_what_is_there(uploads._multipart_upload, uploads.NotFound)
         patch.setattr(uploads, "_multipart_upload", upload)
+        decode = ends_content_with_two_bytes(emulator._decode_raw_data)
+        patch.setattr(emulator, "_decode_raw_data", decode)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

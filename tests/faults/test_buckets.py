@@ -328,6 +328,22 @@ def test_of_two_that_create_an_object_of_google_as_a_lock_is_taken_one_has_it(mo
         GCSFileSystem.clear_instance_cache()
 
 
+@pytest.mark.parametrize("last", [b"\r", b"\n", b"\r\n"])
+def test_the_stand_in_for_google_keeps_the_last_byte_of_an_object(monkeypatch, last):
+    from gcsfs import GCSFileSystem
+
+    # longer than what the parser takes at once
+    content = 100 * bytes(range(256)) + last
+    with gcs_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        GCSFileSystem.clear_instance_cache()
+        bucket = Bucket(f"gs://{BUCKET}/run")
+        bucket.write("object", content)
+        assert bucket.read("object") == content
+        GCSFileSystem.clear_instance_cache()
+
+
 def test_two_processes_send_their_own_files_and_go_on_after_a_kill(runs):
     folder = str(runs.folder / "local_2")
     runs.train(folder, processes=2)
