@@ -41,14 +41,14 @@ class Reader(NamedTuple):
 
 def seal(manifest: Path) -> None:
     """Write the manifest of a step anew, for the files that are there now."""
-    from jaxpar.train.runs.manifest import write_manifest
+    from jaxpar.train.runs.folder.manifest import write_manifest
 
     write_manifest(manifest.parent, 0, {})
 
 
 def damage_and_seal(content: bytes, draw: random.Random) -> bytes:
     """Damage what a manifest says, and give it the check of that, as if it had been written so."""
-    from jaxpar.train.runs.manifest import _check
+    from jaxpar.train.runs.folder.manifest import _check
 
     said = json.loads(content)
     del said["check"]
@@ -343,7 +343,7 @@ def _make_run(folder: Path) -> None:
     import jax.numpy as jnp
 
     from jaxpar.base.process.processes import machine
-    from jaxpar.train.runs import val_losses
+    from jaxpar.train.runs.folder import val_losses
 
     _make("convert model run --mesh.data 1 --mesh.platform cpu")
     _make("convert model file://HERE/bucket/run --mesh.data 1 --mesh.platform cpu")
@@ -416,9 +416,9 @@ def run_command(words: str) -> tuple[int, str]:
     current folder.
     """
     from jaxpar.cli.main import main
-    from jaxpar.train.runs import bucket_runs
+    from jaxpar.train.runs.bucket import doors
 
-    bucket_runs._COPIES.clear()  # another process has none
+    doors._COPIES.clear()  # another process has none
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         code = main(words.replace("HERE", str(Path.cwd())).split())

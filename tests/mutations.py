@@ -258,7 +258,7 @@ MUTATIONS = [
              'q_norm.scale"),\n    _LAYER + "self_attn.k_norm.weight": ("h", "blocks.k_norm.scale")',
              'k_norm.scale"),\n    _LAYER + "self_attn.k_norm.weight": ("h", "blocks.q_norm.scale")',
              "tests/models/test_hf.py -k stored"),
-    Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/runs/val_losses.py",
+    Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/runs/folder/val_losses.py",
              "return min(", "return max(", "tests/train/test_checkpoint.py"),
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config/resuming.py",
              '"data.prefetch",', '"data",', "tests/base/test_config.py -k resumes"),

@@ -116,7 +116,7 @@ def _name_here(name: str) -> str:
         return name
     if name.endswith(".toml"):
         return str(local_path(name))
-    from jaxpar.train.runs.bucket_runs import folder_here  # Orbax, which only a run needs
+    from jaxpar.train.runs.bucket import folder_here  # Orbax, which only a run needs
 
     folder = folder_here(name)
     if not (folder / "config.toml").exists():
@@ -145,7 +145,7 @@ def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
       UserError: `train.steps` leaves no room for the schedule of the run.
     """
     # Orbax, which only training needs
-    from jaxpar.train.runs.run_folder import finished_steps, is_run, read_run_config
+    from jaxpar.train.runs.folder.run_folder import finished_steps, is_run, read_run_config
 
     folder = run_folder(name, args.run)
     if not is_run(folder) or not any(finished_steps(folder)):
@@ -402,11 +402,11 @@ def run_folder(name: str, given: str = "") -> Path:
       The folder, which need not be there; `given` where it is not empty.
     """
     if is_url(given):
-        from jaxpar.train.runs.bucket_runs import run_here  # Orbax, which only a run needs
+        from jaxpar.train.runs.bucket import run_here  # Orbax, which only a run needs
 
         return run_here(given)
     if is_url(name):
-        from jaxpar.train.runs.bucket_runs import run_here
+        from jaxpar.train.runs.bucket import run_here
 
         url = as_url(name)
         is_run = not url.endswith(".toml") or url.endswith("/config.toml")

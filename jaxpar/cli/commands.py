@@ -112,7 +112,7 @@ def train_command(words: list[str]) -> int:
 
 def watch_command(words: list[str]) -> int:
     """jaxpar watch RUN|FOLDER [--once] [--profile [--target T]]"""
-    from jaxpar.train.runs.bucket_runs import copy_of, folder_here
+    from jaxpar.train.runs.bucket import copy_of, folder_here
 
     (name,) = positional(watch_command.__doc__, WatchArgs(), words, 1, urls=True)
     args = parse_words(watch_command.__doc__, WatchArgs(), words[1:])

@@ -54,7 +54,7 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D]
     [--adapter | --compressed]
     """
-    from jaxpar.train.runs.bucket_runs import folder_here, run_here, send, writing_folder
+    from jaxpar.train.runs.bucket import folder_here, run_here, send, writing_folder
 
     names = positional(convert_command.__doc__, ConvertArgs(Config()), words, 2, urls=True)
     source = folder_here(names[0])
@@ -75,7 +75,7 @@ def _export(source: Path, target: Path, words: list[str]) -> None:
       UserError: a flag has no effect on an export, or the run cannot be exported.
     """
     from jaxpar.train import restore
-    from jaxpar.train.runs.run_folder import read_run_config
+    from jaxpar.train.runs.folder.run_folder import read_run_config
 
     base = read_run_config(source)
     args = parse_words(convert_command.__doc__, ConvertArgs(base), words)

@@ -46,7 +46,7 @@ def goodput_command(words: list[str]) -> int:
     from jaxpar.show.goodput import DAY, causes_table, interval_table
     from jaxpar.train.goodput import Costs
     from jaxpar.train.goodput.measured import measure_run
-    from jaxpar.train.runs.bucket_runs import folder_here
+    from jaxpar.train.runs.bucket import folder_here
 
     (name,) = positional(goodput_command.__doc__, GoodputArgs(), words, 1, urls=True)
     args = parse_words(goodput_command.__doc__, GoodputArgs(), words[1:])

@@ -34,8 +34,8 @@ def prune_command(words: list[str]) -> int:
     """
     from jaxpar.train import restore
     from jaxpar.train.pruned_run import prune_run
-    from jaxpar.train.runs.bucket_runs import folder_here, run_here, send
-    from jaxpar.train.runs.run_folder import is_run, read_run_config
+    from jaxpar.train.runs.bucket import folder_here, run_here, send
+    from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
     names = positional(prune_command.__doc__, PruneArgs(Config()), words, 2, urls=True)
     source = folder_here(names[0])

@@ -33,7 +33,7 @@ from jaxpar.train.generation.prompts import (
     stop_ids,
 )
 from jaxpar.train.generation.sampling import Sampling
-from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
 
 

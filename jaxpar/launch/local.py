@@ -28,7 +28,7 @@ from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import with_run_data
-from jaxpar.train.runs.bucket_runs import run_here, send
+from jaxpar.train.runs.bucket import run_here, send
 from jaxpar.verify.of_config import require
 
 _EVERY = 60.0  # seconds between two drawings of loss.png

@@ -20,7 +20,7 @@ from jaxpar.rehearse.of_config import rehearse
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import seconds_text, titled_table
 from jaxpar.train.restore import given_notes
-from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config
 
 Line = tuple[str, str, str]
 """The scope, source and phase of a line of the model."""

@@ -24,7 +24,7 @@ from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.goodput import add_up, read_lives
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.runs.run_folder import is_run, read_run_config
+from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
 _MOST = 1e15
 """What no number of a run comes to, unless its line is damaged: such a one is not shown."""

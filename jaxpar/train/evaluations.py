@@ -23,7 +23,7 @@ from jaxpar.train.goodput import Clock
 from jaxpar.train.guard.failures import EVALUATION, STEP, Running
 from jaxpar.train.metrics import MetricsLog, read_metrics
 from jaxpar.train.open_run import OpenRun
-from jaxpar.train.runs.val_losses import METRIC
+from jaxpar.train.runs.folder.val_losses import METRIC
 from jaxpar.train.step import compile_eval_step
 
 FINAL = "final_"

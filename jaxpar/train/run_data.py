@@ -24,15 +24,15 @@ from jaxpar.base.whole_files import write_whole
 from jaxpar.data.corpus import Corpus, load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.runs.own_tokenizer import with_own_tokenizer
-from jaxpar.train.runs.run_folder import (
+from jaxpar.train.runs.folder.own_tokenizer import with_own_tokenizer
+from jaxpar.train.runs.folder.run_folder import (
     finished_steps,
     is_run,
     moved_data,
     read_run_config,
     refused_changes,
 )
-from jaxpar.train.runs.template_date import with_template_date
+from jaxpar.train.runs.folder.template_date import with_template_date
 
 DATA = "data.json"
 

@@ -24,8 +24,8 @@ from jaxpar.models.views import base_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import folder_config, load_params
-from jaxpar.train.runs.bucket_runs import folder_here
-from jaxpar.train.runs.run_folder import is_run, read_run_config
+from jaxpar.train.runs.bucket import folder_here
+from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 

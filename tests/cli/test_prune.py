@@ -12,7 +12,7 @@ from jaxpar.cli.main import main
 from jaxpar.launch.local import train_config as train
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import load_params
-from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config
 
 pytestmark = pytest.mark.slow
 

@@ -92,13 +92,13 @@ class Runs:
         """What a run came to, as another machine finds it."""
         from fsspec import get_filesystem_class
 
-        from jaxpar.train.runs import bucket_runs
+        from jaxpar.train.runs.bucket import doors
 
         with pytest.MonkeyPatch.context() as patch:
             cache = str(self.folder / "another_machine")
             for name, value in environment_with(self.server, cache).items():
                 patch.setenv(name, value)
-            patch.setattr(bucket_runs, "_COPIES", {})
+            patch.setattr(doors, "_COPIES", {})
             scheme, in_bucket, _ = run.rpartition("://")
             if in_bucket:
                 # one that an earlier server was asked by

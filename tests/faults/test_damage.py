@@ -28,7 +28,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import load_run
-from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config
 
 pytestmark = pytest.mark.slow
 

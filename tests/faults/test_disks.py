@@ -78,7 +78,7 @@ def end(process: subprocess.Popen[str]) -> Ended:
 
 def wait_for_step(run: Path, process: subprocess.Popen[str]) -> None:
     """Wait until a training has a checkpoint."""
-    from jaxpar.train.runs.steps import steps_in
+    from jaxpar.train.runs.folder.steps import steps_in
 
     until = time.monotonic() + PATIENCE
     while not steps_in(run / "checkpoints"):

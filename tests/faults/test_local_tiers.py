@@ -107,7 +107,7 @@ def final(run: Path) -> list[np.ndarray]:
 
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.restore import load_run
-    from jaxpar.train.runs.run_folder import read_run_config
+    from jaxpar.train.runs.folder.run_folder import read_run_config
 
     config = read_run_config(run)
     experiment = make_experiment(_on_one_device(config), jax.devices()[:1])

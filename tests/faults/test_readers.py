@@ -21,7 +21,7 @@ from trainings import SMALL, TEXT, start
 
 from jaxpar.cli.main import main
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.runs.steps import steps_in
+from jaxpar.train.runs.folder.steps import steps_in
 
 pytestmark = pytest.mark.slow
 

@@ -128,9 +128,9 @@ def end_of(run: str | Path) -> End:
     from jaxpar.train.metrics import read_metrics
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.restore import restore_state
-    from jaxpar.train.runs.bucket_runs import folder_here
+    from jaxpar.train.runs.bucket import folder_here
     from jaxpar.train.runs.checkpoints import Checkpoints
-    from jaxpar.train.runs.run_folder import finished_steps, read_run_config
+    from jaxpar.train.runs.folder.run_folder import finished_steps, read_run_config
 
     folder = folder_here(str(run))
     alone = {"mesh.data": 1, "mesh.distributed": False}

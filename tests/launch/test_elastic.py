@@ -9,7 +9,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
 from jaxpar.launch.elastic import Sizes, elastic_sizes, read_range
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.runs.run_folder import resized_note
+from jaxpar.train.runs.folder.run_folder import resized_note
 
 
 def small(**changes: object) -> Config:

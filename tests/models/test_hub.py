@@ -18,7 +18,7 @@ from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
 from jaxpar.models.hf.hub import hub_folder
-from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")

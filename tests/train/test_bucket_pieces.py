@@ -15,7 +15,7 @@ from buckets import BUCKET, Server, s3_server
 
 from jaxpar.base.storage import Bucket
 from jaxpar.cli.main import main
-from jaxpar.train.runs.bucket_layout import UPLOADED
+from jaxpar.train.runs.bucket.layout import UPLOADED
 
 pytestmark = pytest.mark.slow
 

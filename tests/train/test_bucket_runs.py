@@ -17,18 +17,11 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
-from jaxpar.train.runs import (
-    bucket_copy,
-    bucket_runs,
-    bucket_sender,
-    disk_space,
-    run_lock,
-    training_checkpoints,
-)
-from jaxpar.train.runs.bucket_layout import UPLOADED
-from jaxpar.train.runs.bucket_runs import copy_of, folder_here, run_here, send
+from jaxpar.train.runs import disk_space, run_lock, training_checkpoints
+from jaxpar.train.runs.bucket import copy, copy_of, doors, folder_here, run_here, send, sender
+from jaxpar.train.runs.bucket.layout import UPLOADED
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.run_folder import is_run, keep_config
+from jaxpar.train.runs.folder.run_folder import is_run, keep_config
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
@@ -37,13 +30,13 @@ STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
 @pytest.fixture
 def bucket(tmp_path, monkeypatch) -> Bucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bucket_runs, "_COPIES", {})
+    monkeypatch.setattr(doors, "_COPIES", {})
     return Bucket(f"memory://{uuid.uuid4().hex}/run")
 
 
 def another_process(bucket: Bucket) -> Path:
     """The copy that another process makes of the run."""
-    bucket_runs._COPIES.clear()
+    doors._COPIES.clear()
     return run_here(bucket.url)
 
 
@@ -96,7 +89,7 @@ def test_a_process_trains_again_after_what_it_could_not_send(bucket, monkeypatch
     folder = run_here(bucket.url)
     train(folder, 1)
     with monkeypatch.context() as broken, pytest.raises(UserError, match="could not be written"):
-        broken.setattr(bucket_sender, "size_and_hash", lambda file: 1 / 0)
+        broken.setattr(sender, "size_and_hash", lambda file: 1 / 0)
         train(folder, 2)
     assert bucket.find(f"checkpoints/2/{UPLOADED}") is None
     train(folder, 3)
@@ -231,7 +224,7 @@ def test_a_bucket_has_one_training_at_a_time(bucket, quick_beats):
         before = bucket.read(run_lock.LOCK)
         with pytest.raises(UserError, match=f"{bucket.url} is being trained by process"):
             run_lock.SharedLock(another_process(bucket), said.append)
-        bucket_runs._COPIES.clear()
+        doors._COPIES.clear()
         time.sleep(0.2)
         assert bucket.read(run_lock.LOCK) != before  # it beats
         lock.require()
@@ -310,7 +303,7 @@ def test_a_process_that_is_not_the_first_forgets_the_steps_that_the_first_moved_
 
 
 def test_a_second_run_of_a_process_sees_what_others_have_written_meanwhile(bucket, monkeypatch):
-    monkeypatch.setattr(bucket_copy, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(copy, "_FRESH_SECONDS", 0.0)
     folder = run_here(bucket.url)
     train(folder, 1)
     bucket.write("metrics.jsonl", b"of another machine")

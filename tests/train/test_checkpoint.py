@@ -25,7 +25,7 @@ from jaxpar.train.restore import load_run
 from jaxpar.train.restore.beside import read_beside
 from jaxpar.train.runs import orbax_options, training_checkpoints
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.manifest import DamagedCheckpoint
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 pytestmark = pytest.mark.quick

@@ -26,7 +26,7 @@ from jaxpar.train.distil import open_teacher
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import export_run, load_params, load_run
-from jaxpar.train.runs.run_folder import keep_config
+from jaxpar.train.runs.folder.run_folder import keep_config
 from jaxpar.train.step import (
     batch_shapes,
     empty_batch,

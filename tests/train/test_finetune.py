@@ -39,7 +39,7 @@ from jaxpar.train.restore import (
     restore_state,
     saved_part,
 )
-from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 

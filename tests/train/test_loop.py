@@ -32,7 +32,7 @@ from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.run_folder import read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 

@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxpar.train.runs.manifest as manifest
+import jaxpar.train.runs.folder.manifest as manifest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.in_use import in_use, steps_in_use
-from jaxpar.train.runs.manifest import (
+from jaxpar.train.runs.folder.manifest import (
     MANIFEST,
     METADATA,
     DamagedCheckpoint,
     require_whole,
     write_manifest,
 )
+from jaxpar.train.runs.folder.steps import clear_up, steps_in
+from jaxpar.train.runs.in_use import in_use, steps_in_use
 from jaxpar.train.runs.newest_whole import find_newest_whole
-from jaxpar.train.runs.steps import clear_up, steps_in
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 pytestmark = pytest.mark.quick
@@ -287,7 +287,7 @@ def test_a_step_that_the_file_system_does_not_give_is_no_damaged_one(
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "x").write_bytes(b"abc")
     write_manifest(folder, 3, {})
-    monkeypatch.setattr("jaxpar.train.runs.manifest._SETTLE", 0.0)
+    monkeypatch.setattr("jaxpar.train.runs.folder.manifest._SETTLE", 0.0)
     read = Path.read_bytes
     failing = iter(range(times))
 

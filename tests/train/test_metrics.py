@@ -24,8 +24,8 @@ from jaxpar.train.guard.failures import OutOfMemory, Running, memory_errors
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.runs.own_tokenizer import carry_tokenizer
-from jaxpar.train.runs.run_folder import keep_config, read_run_config
+from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer
+from jaxpar.train.runs.folder.run_folder import keep_config, read_run_config
 
 pytestmark = pytest.mark.quick
 

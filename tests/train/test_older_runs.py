@@ -22,7 +22,12 @@ from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import beside_state, saved_part
-from jaxpar.train.runs.run_folder import compare_run, keep_config, refused_changes, replaced_values
+from jaxpar.train.runs.folder.run_folder import (
+    compare_run,
+    keep_config,
+    refused_changes,
+    replaced_values,
+)
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 

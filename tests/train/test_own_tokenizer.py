@@ -21,7 +21,7 @@ from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train import evaluate, loop, run_data
 from jaxpar.train.restore import config_of, export_run, import_run
-from jaxpar.train.runs.own_tokenizer import (
+from jaxpar.train.runs.folder.own_tokenizer import (
     export_tokenizer,
     exported_ids,
     keep_tokenizer,

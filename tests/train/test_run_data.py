@@ -21,7 +21,7 @@ from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import compare_data, keep_data, with_run_data
-from jaxpar.train.runs.run_folder import compare_run, keep_config, read_run_config
+from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
 

@@ -17,7 +17,7 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
-from jaxpar.train.runs.run_folder import compare_run, keep_config, read_run_config
+from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,9 @@ import pytest
 
 from jaxpar.base.config import Config, override
 from jaxpar.data.corpus import load_corpus
-from jaxpar.train.runs import template_date
-from jaxpar.train.runs.run_folder import compare_run, keep_config
-from jaxpar.train.runs.template_date import with_template_date
+from jaxpar.train.runs.folder import template_date
+from jaxpar.train.runs.folder.run_folder import compare_run, keep_config
+from jaxpar.train.runs.folder.template_date import with_template_date
 
 pytest.importorskip("jinja2")
 TEMPLATE = (

@@ -27,7 +27,7 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.distil.answers import answered_shapes, compile_answers, teacher_experiment
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.restore import load_params, sum_of_bits
-from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.trained import folder_tokenizer
 
 

@@ -16,7 +16,7 @@ from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus
-from jaxpar.train.runs.run_folder import is_run
+from jaxpar.train.runs.folder.run_folder import is_run
 from jaxpar.train.step import put_batch
 
 

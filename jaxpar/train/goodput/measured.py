@@ -11,7 +11,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.train.goodput.account import GOODPUT, Life, Totals, add_up, read_lives
 from jaxpar.train.goodput.intervals import Costs
 from jaxpar.train.guard.time_limit import save_seconds
-from jaxpar.train.runs.run_folder import CHECKPOINTS, finished_steps
+from jaxpar.train.runs.folder.run_folder import CHECKPOINTS, finished_steps
 
 
 class Measured(NamedTuple):

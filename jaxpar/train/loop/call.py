@@ -33,8 +33,8 @@ from jaxpar.train.loop.steps import run_steps
 from jaxpar.train.loop.tools import make_tools
 from jaxpar.train.metrics import MetricsLog, Profile, Report
 from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
-from jaxpar.train.runs.bucket_runs import run_here
-from jaxpar.train.runs.manifest import DamagedCheckpoint, UnreadCheckpoint
+from jaxpar.train.runs.bucket import run_here
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, UnreadCheckpoint
 from jaxpar.train.sinks import Sink
 from jaxpar.train.stateful import Stateful, load_states
 from jaxpar.train.step import evaluation_params, make_train_step

@@ -17,7 +17,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.manifest import DamagedCheckpoint
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.step import TrainState
 
 STEP = "step"

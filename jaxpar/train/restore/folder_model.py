@@ -13,8 +13,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 from jaxpar.models.hf import model_config_from_hf, peft
 from jaxpar.models.views import base_config
-from jaxpar.train.runs.bucket_runs import folder_here
-from jaxpar.train.runs.run_folder import is_run, read_run_config
+from jaxpar.train.runs.bucket import folder_here
+from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.

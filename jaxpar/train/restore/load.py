@@ -39,9 +39,9 @@ from jaxpar.train.restore.trained_state import (
     restore_trained,
 )
 from jaxpar.train.restore.which_step import read_whole_step
-from jaxpar.train.runs.bucket_runs import folder_here
+from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.run_folder import is_run, read_run_config
+from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 from jaxpar.train.step import (
     TrainState,
     evaluation_params,

@@ -16,12 +16,18 @@ import orbax.checkpoint as ocp
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.layout.sharding import path_name
-from jaxpar.train.runs.bucket_copy import NotAsSent
-from jaxpar.train.runs.bucket_runs import copy_of
-from jaxpar.train.runs.manifest import MANIFEST, DamagedCheckpoint, Depth, Manifest, require_whole
+from jaxpar.train.runs.bucket import copy_of
+from jaxpar.train.runs.bucket.copy import NotAsSent
+from jaxpar.train.runs.folder.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Depth,
+    Manifest,
+    require_whole,
+)
+from jaxpar.train.runs.folder.steps import steps_in
+from jaxpar.train.runs.folder.val_losses import Losses, lowest
 from jaxpar.train.runs.orbax_options import Disk, item_handlers, writing_processes
-from jaxpar.train.runs.steps import steps_in
-from jaxpar.train.runs.val_losses import Losses, lowest
 
 PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
 

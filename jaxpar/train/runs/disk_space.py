@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
-from jaxpar.train.runs.manifest import read_manifest
-from jaxpar.train.runs.steps import steps_in
+from jaxpar.train.runs.folder.manifest import read_manifest
+from jaxpar.train.runs.folder.steps import steps_in
 
 _BESIDE = 2**20
 """Bytes for what is written beside the arrays: the form of the state, the manifest, metrics."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.train.runs.manifest import DamagedCheckpoint, Depth, bytes_of, require_whole
-from jaxpar.train.runs.run_folder import read_run_config
-from jaxpar.train.runs.steps import CHECKPOINTS, DAMAGED, steps_in
-from jaxpar.train.runs.val_losses import Losses
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Depth, bytes_of, require_whole
+from jaxpar.train.runs.folder.run_folder import read_run_config
+from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED, steps_in
+from jaxpar.train.runs.folder.val_losses import Losses
 
 
 class CheckpointRow(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.manifest import DamagedCheckpoint, Manifest, UnreadCheckpoint
-from jaxpar.train.runs.steps import DAMAGED, set_aside, steps_in
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, UnreadCheckpoint
+from jaxpar.train.runs.folder.steps import DAMAGED, set_aside, steps_in
 
 
 class Whole(NamedTuple):

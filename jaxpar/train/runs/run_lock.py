@@ -26,8 +26,8 @@ from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.process.together import run_together
 from jaxpar.base.storage import Bucket
 from jaxpar.base.whole_files import writing
-from jaxpar.train.runs.bucket_layout import LOCK
-from jaxpar.train.runs.bucket_runs import copy_of
+from jaxpar.train.runs.bucket import copy_of
+from jaxpar.train.runs.bucket.layout import LOCK
 
 BEAT = 10.0
 """Seconds between two beats."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.whole_files import write_whole
-from jaxpar.train.runs.bucket_runs import send
+from jaxpar.train.runs.bucket import send
 
 STARTS = "starts.json"
 """The file of a run folder that has them, once `checkpoint.local` was used."""

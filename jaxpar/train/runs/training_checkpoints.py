@@ -20,11 +20,13 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.process.together import number_from_first, run_together, told_by_first
 from jaxpar.base.whole_files import writing
-from jaxpar.train.runs.bucket_sender import Sender
+from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
 from jaxpar.train.runs.disk_space import require_space, require_writable
+from jaxpar.train.runs.folder.manifest import MANIFEST, write_manifest
+from jaxpar.train.runs.folder.steps import clear_up, set_aside, steps_in
+from jaxpar.train.runs.folder.val_losses import lowest
 from jaxpar.train.runs.in_use import steps_in_use
-from jaxpar.train.runs.manifest import MANIFEST, write_manifest
 from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
 from jaxpar.train.runs.orbax_options import (
     KeepBest,
@@ -33,8 +35,6 @@ from jaxpar.train.runs.orbax_options import (
     steps_from_first,
     writing_processes,
 )
-from jaxpar.train.runs.steps import clear_up, set_aside, steps_in
-from jaxpar.train.runs.val_losses import lowest
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """What the name of a step ends in while it is written."""

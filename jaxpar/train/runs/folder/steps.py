@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.train.runs.manifest import METADATA, UnreadCheckpoint, require_whole
+from jaxpar.train.runs.folder.manifest import METADATA, UnreadCheckpoint, require_whole
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run that has its checkpoints, each in a folder of its step."""

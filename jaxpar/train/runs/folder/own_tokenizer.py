@@ -31,7 +31,7 @@ from jaxpar.data.special_tokens import (
 )
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 from jaxpar.data.urls import tokenizer_here
-from jaxpar.train.runs.run_folder import finished_steps, is_run, read_run_config
+from jaxpar.train.runs.folder.run_folder import finished_steps, is_run, read_run_config
 
 _FORMS = ("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
 """Files that have a tokenizer in other forms, for other programs."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpar.base.errors import UserError, is_kind, parse_json, reading
 from jaxpar.base.storage import Found
-from jaxpar.train.runs.steps import CHECKPOINTS
+from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 UPLOADED = "uploaded.json"
 """The last object of a step: the size and the hash of each file of it."""
@@ -83,7 +83,7 @@ def names_below(folder: Path) -> list[str]:
 
 
 def states_below(folder: Path) -> Iterator[tuple[str, State]]:
-    """The size and the time of each file below a folder but the arrays of its checkpoints."""
+    """The size and the time of each file below a folder, the arrays of its checkpoints too."""
     for name in names_below(folder):
         with suppress(FileNotFoundError):  # Orbax has renamed its folder meanwhile
             stat = (folder / name).stat()

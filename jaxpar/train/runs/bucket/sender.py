@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, reading
 from jaxpar.base.storage import Bucket, Found
-from jaxpar.train.runs.bucket_layout import (
+from jaxpar.train.runs.bucket.layout import (
     CHUNK,
     PARTS,
     UPLOADED,
@@ -33,7 +33,7 @@ from jaxpar.train.runs.bucket_layout import (
     whole_steps,
     write_sizes,
 )
-from jaxpar.train.runs.steps import CHECKPOINTS
+from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _EVERY_SECONDS = 30.0
 _PEERS_SECONDS = 1800.0
@@ -110,7 +110,7 @@ class Sender:
 
     def _send_now_and_then(self) -> None:
         while not self._stopped.wait(_EVERY_SECONDS):
-            # what fails is said by `_try`, and raised by the next step
+            # what fails is said by `Bucket`, and raised by the next step
             with suppress(UserError, RuntimeError):
                 self._thread.submit(self._send_small).result()
 

@@ -16,7 +16,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.process.together import run_together
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.chat.chat_template import writes_date
-from jaxpar.train.runs.run_folder import finished_steps, is_run, read_run_config
+from jaxpar.train.runs.folder.run_folder import finished_steps, is_run, read_run_config
 
 
 def with_template_date(config: Config, folder: Path) -> Config:

@@ -20,7 +20,7 @@ from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import flatten, to_toml
 from jaxpar.base.whole_files import write_whole
 from jaxpar.models import FAMILIES
-from jaxpar.train.runs.steps import CHECKPOINTS, steps_in
+from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
 
 
 def is_run(folder: Path) -> bool:

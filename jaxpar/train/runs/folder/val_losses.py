@@ -16,8 +16,8 @@ import xxhash
 from jaxpar.base.errors import UserError, is_kind, read_json
 from jaxpar.base.whole_files import write_whole
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.runs.manifest import LOSS
-from jaxpar.train.runs.steps import steps_in
+from jaxpar.train.runs.folder.manifest import LOSS
+from jaxpar.train.runs.folder.steps import steps_in
 
 METRIC = "val_loss"
 _CHECK = "check"

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from jaxpar.base.errors import UserError, name_by_url
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage import Bucket, Found, say
-from jaxpar.train.runs.bucket_layout import (
+from jaxpar.train.runs.bucket.layout import (
     ARRAYS,
     LOCK,
     PARTS,
@@ -29,8 +29,8 @@ from jaxpar.train.runs.bucket_layout import (
     steps_below,
     whole_steps,
 )
-from jaxpar.train.runs.bucket_sender import Sender
-from jaxpar.train.runs.steps import CHECKPOINTS
+from jaxpar.train.runs.bucket.sender import Sender
+from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _FRESH_SECONDS = 5.0
 
