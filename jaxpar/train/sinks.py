@@ -135,7 +135,8 @@ def tensorboard_sink(config: Config, folder: Path, first_step: int, run_id: str 
     """Event files of TensorBoard in the run folder."""
     from tensorboardX import SummaryWriter
 
-    board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+    # events from the purged step on are hidden, and those of the step to go on after are not late
+    board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
     lines = [f"| {key} | {value} |" for key, value in flatten(config).items()]
     board.add_text("config", "\n".join(["| setting | value |", "|---|---|", *lines]), first_step)
     return (

@@ -3,7 +3,9 @@ when it fails.
 """
 
 import json
+import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,29 @@ def test_event_files_for_tensorboard(tmp_path):
     assert b"| train.batch | 32 |" in content and b"| mesh.tensor | 1 |" in content, (
         "the config, as the docs promise"
     )
+
+
+def events_of(folder: Path):
+    """The events of TensorBoard's files, in the order in which it reads them."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="needs the extra")
+    for file in sorted((folder / "tensorboard").iterdir()):
+        content = file.read_bytes()
+        while content:
+            (size,) = struct.unpack("<Q", content[:8])
+            yield event_pb2.Event.FromString(content[12 : 12 + size])
+            content = content[16 + size :]
+
+
+def test_tensorboard_shows_the_step_that_a_run_goes_on_after(tmp_path):
+    run(tmp_path, "tensorboard", Config(), 0, 6)
+    time.sleep(1.01)  # the name of a file has the second
+    run(tmp_path, "tensorboard", Config(), 4, 5)
+    shown: list[int] = []
+    for event in events_of(tmp_path):
+        if event.HasField("session_log"):  # a start hides all events from its step on
+            shown = [step for step in shown if step < event.step]
+        shown += [event.step for value in event.summary.value if value.tag == "loss"]
+    assert shown == [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
