@@ -16,7 +16,7 @@ from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import AnyModel
 from jaxpar.train.optimizer import Optimizer
-from jaxpar.train.optimizer.given_optimizer import GIVEN, AnyOptimizer, as_optimizer, fingerprint_of
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer, fingerprint_of
 from jaxpar.train.step import TrainState, batch_shapes, in_host, state_shapes
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have
@@ -51,7 +51,7 @@ class Experiment:
         """The fingerprint of an optimizer that was given; None for the config's, whose settings
         a run's config has.
         """
-        if self.optimizer.name != GIVEN:
+        if self.own_optimizer is None:
             return None
         model = self.model
         params = model.trained(model.shapes())

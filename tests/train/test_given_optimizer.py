@@ -12,10 +12,15 @@ import pytest
 from traced_steps import config_of
 
 from jaxpar.base.config import Config, override
+from jaxpar.base.errors import UserError
 from jaxpar.train import run
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
+from jaxpar.train.optimizer import Optimizer
+from jaxpar.train.optimizer.given_optimizer import as_optimizer, other_optimizer_note
+from jaxpar.train.optimizer.pruning import PruningState
 from jaxpar.train.plans import make_experiment
+from jaxpar.train.restore.beside import beside_state
+from jaxpar.train.restore.trained_state import require_optimizer
 
 
 def experiment_of(optimizer: Any, **mesh: int) -> Experiment:
@@ -83,6 +88,27 @@ def test_what_is_not_known_is_not_said() -> None:
     assert other_optimizer_note(older, here, 7) == ""
     assert other_optimizer_note(None, here, 7) == ""  # a checkpoint of an earlier version
     assert experiment_of(None).optimizer_fingerprint is None
+
+
+@pytest.mark.quick
+def test_an_optimizer_of_ones_own_class_prunes_and_is_not_the_configs(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"pruning.method": "magnitude", "pruning.end": 100}
+    config = override(config_of("llama"), changes)
+    lion = optax.lion(1e-3)
+    mine = Optimizer("mine", lambda _: lion, by_layer=True, clip_norm=0.0)
+    devices = jax.devices()[:1]
+    experiment = make_experiment(config, devices, optimizer=mine)
+    assert isinstance(experiment.state.opt_state, PruningState)
+    assert as_optimizer(experiment.optimizer, config) is experiment.optimizer  # pruned once
+    assert experiment.optimizer_fingerprint is not None
+    saved = beside_state(experiment, None, None, None)["optimizer"]
+    require_optimizer(experiment.optimizer, saved, tmp_path)
+    configs_own = make_experiment(config, devices)
+    with pytest.raises(UserError, match="was trained with an optimizer that a program gave"):
+        require_optimizer(configs_own.optimizer, saved, tmp_path)
+    with pytest.raises(UserError, match=r"optimizer\.name=adamw, and here an optimizer is given"):
+        saved = beside_state(configs_own, None, None, None)["optimizer"]
+        require_optimizer(experiment.optimizer, saved, tmp_path)
 
 
 def test_a_run_says_that_it_goes_on_with_another_optimizer(

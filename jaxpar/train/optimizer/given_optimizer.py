@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -26,7 +27,7 @@ from jaxpar.train.optimizer.pruning import with_pruning
 from jaxpar.train.optimizer.sparse_decay import with_sparse_decay
 
 GIVEN = "given"
-"""The name of an optimizer that a program gave."""
+"""What a checkpoint calls an optimizer that a program gave."""
 PROGRAM = "program"
 VERSIONS = "versions"
 AnyOptimizer = Optimizer | optax.GradientTransformation | None
@@ -38,6 +39,7 @@ def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) 
 
     A transformation takes the place of all that `[optimizer]` says, and of the learning rate.
     `train.clip_norm` applies before it, as before any other: 0 leaves the gradients as they are.
+    An `Optimizer` brings its own.
 
     Args:
       given: the optimizer; None = the config's.
@@ -49,17 +51,28 @@ def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) 
         parameters in host memory, which takes one of the config's.
     """
     if given is None:
-        return _with_sparsity(config_optimizer(config), config, plan)
+        own = replace(config_optimizer(config), origin="config")
+        return _with_sparsity(own, config, plan)
     if isinstance(given, Optimizer):
-        return given
+        if given.origin:
+            return given
+        return _with_sparsity(replace(given, origin="program"), config, plan)
     if not (callable(getattr(given, "init", None)) and callable(getattr(given, "update", None))):
         raise UserError(
             f"an optimizer is an optax.GradientTransformation, found {short(given)}: write "
             "optax.lion(1e-4), for example"
         )
     transformation = cast(optax.GradientTransformation, given)
-    own = Optimizer(GIVEN, lambda _: transformation, False, config.train.clip_norm)
+    clip_norm = config.train.clip_norm
+    own = Optimizer(GIVEN, lambda _: transformation, False, clip_norm, origin="program")
     return _with_sparsity(own, config, plan)
+
+
+def saved_name(optimizer: Optimizer) -> str:
+    """Return what a checkpoint calls an optimizer: the name of `optimizer.name`, or `GIVEN`."""
+    if optimizer.origin == "program":
+        return GIVEN
+    return optimizer.name
 
 
 def _with_sparsity(optimizer: Optimizer, config: Config, plan: Plan | None) -> Optimizer:

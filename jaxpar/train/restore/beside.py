@@ -16,6 +16,7 @@ from jaxpar.models import AnyModel, Params
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer.given_optimizer import saved_name
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.step import TrainState
@@ -61,7 +62,7 @@ def beside_state(
         ORDER: order,
         FROZEN: frozen,
         PARTS: model.own_parts(),
-        OPTIMIZER: experiment.optimizer.name,
+        OPTIMIZER: saved_name(experiment.optimizer),
         OPTIMIZER_FINGERPRINT: experiment.optimizer_fingerprint,
         TEACHER: teacher,
         STEP: step,

@@ -18,7 +18,7 @@ from jaxpar.models.lora import has_old_names, with_new_names, with_old_names
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import Optimizer
-from jaxpar.train.optimizer.given_optimizer import GIVEN
+from jaxpar.train.optimizer.given_optimizer import GIVEN, saved_name
 from jaxpar.train.restore.beside import saved_part
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.step import (
@@ -124,7 +124,7 @@ def require_optimizer(optimizer: Optimizer, saved: str | None, place: Path) -> N
     Raises:
       UserError: one of the two was given, and not the other.
     """
-    if saved is None or (saved == GIVEN) == (optimizer.name == GIVEN):
+    if saved is None or (saved == GIVEN) == (saved_name(optimizer) == GIVEN):
         return
     if saved == GIVEN:
         raise UserError(
