@@ -1,9 +1,9 @@
 """The loss of a config after a few steps on real text: of its small form, on one simulated device.
 
-What a config computes is kept: its family, the words of its masks, its optimizer, the dtypes that
-it stores. Matmuls are in float32, because a CPU multiplies bfloat16 slowly. Its sizes are not kept,
-and its layout is not needed, because a layout never changes the answer. So configs that differ in
-the layout alone have one loss, which is trained once.
+What a config computes is kept: its family, the words of its masks, its objective, its optimizer and
+schedule, the dtypes that it stores. Matmuls are in float32, because a CPU multiplies bfloat16
+slowly. Its sizes are not kept, and its layout is not needed, because a layout never changes the
+answer. So configs that differ in the layout alone have one loss, which is trained once.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ HEAD_DIM = 32
 MOST_LAYERS = 2
 BATCH = 8
 RATE = 3e-3
+_BYTES = 256
 _TEXT_BYTES = 2_000_000
 _EVALUATED = 20
 
@@ -92,8 +93,9 @@ def small_form(config: Config, steps: int) -> Config:
     """Make the small form of a config, which a CPU trains.
 
     At most 2 layers of 128, heads of 32 in groups as large as the config's, an MLP in the same
-    proportion; 8 sequences of 256 bytes of the text of this Python's standard library; a cosine
-    from 3e-3. Masks are shrunk as `verify` does. A batch of several microbatches has two.
+    proportion; at least twice as many experts as a token has; 8 sequences of 256 bytes of the text
+    of this Python's standard library; the config's schedule from 3e-3. Masks are shrunk as `verify`
+    does. A batch of several microbatches has two.
 
     Args:
       config: every setting.
@@ -106,11 +108,27 @@ def small_form(config: Config, steps: int) -> Config:
       UserError: it cannot be, such as for a mask that has no small form.
     """
     train = config.train
-    kept = ("seed", "clip_norm", "z_loss", "balance_loss", "router_z_loss")
+    kept = (
+        "seed",
+        "schedule",
+        "clip_norm",
+        "z_loss",
+        "label_smoothing",
+        "balance_loss",
+        "router_z_loss",
+    )
+    data = config.data
     small = replace(
         config,
         model=_small_model(config),
-        data=DataConfig(seq_len=SEQ_LEN, max_bytes=_TEXT_BYTES, pack=config.data.pack),
+        data=DataConfig(
+            seq_len=SEQ_LEN,
+            max_bytes=_TEXT_BYTES,
+            pack=data.pack,
+            objective=data.objective,
+            mask_rate=data.mask_rate,
+            mask_whole_words=data.mask_whole_words,
+        ),
         train=TrainConfig(
             **{name: getattr(train, name) for name in kept},
             steps=steps,
@@ -150,14 +168,14 @@ def _small_model(config: Config) -> ModelConfig:
     masks = tuple(shrink_mask(word, config.data.seq_len, SEQ_LEN) for word in model.masks)
     return replace(
         model,
-        vocab_size=256,
+        vocab_size=_BYTES + int(config.data.objective == "masked"),  # the mask is one more id
         layers=layers,
         embed=EMBED,
         heads=heads,
         kv_heads=heads // group if model.kv_heads else 0,
         head_dim=HEAD_DIM if model.head_dim else 0,
         mlp=mlp,
-        experts=min(model.experts, 4),
+        experts=min(model.experts, max(4, 2 * model.experts_per_token)),
         max_seq_len=SEQ_LEN,
         masks=masks,
         scan_layers=False,

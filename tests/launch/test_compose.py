@@ -14,6 +14,8 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli import compose as cli
 from jaxpar.cli.main import main
+from jaxpar.data.masking import make_masking
+from jaxpar.data.tokenizer import BytesTokenizer
 from jaxpar.launch import compose, small_loss
 from jaxpar.launch.small_loss import small_form
 from jaxpar.plan import points
@@ -120,6 +122,19 @@ def test_the_small_form_keeps_what_is_computed() -> None:
     assert small.precision.moments == "bfloat16" and small.model.sparsity.form == "2:4"
     assert small.model.heads == 4 * small.model.kv_heads
     assert small.model.layers == 2 and small.train.steps == 30 and small.data.source == "stdlib"
+
+
+def test_the_small_form_of_a_config_that_needs_its_own_schedule_experts_or_objective() -> None:
+    averaged = {"optimizer.name": "schedule_free", "train.schedule": "constant"}
+    assert small_form(override(Config(), averaged), 30).train.schedule == "constant"
+    experts = {"model.experts": 64, "model.experts_per_token": 6, "train.label_smoothing": 0.1}
+    small = small_form(override(Config(), experts), 30)
+    assert (small.model.experts, small.model.experts_per_token) == (12, 6)
+    assert small.train.label_smoothing == 0.1
+    masked = {"data.objective": "masked", "data.mask_rate": 0.3, "model.vocab_size": 30_522}
+    small = small_form(override(load_config("bert_base"), masked), 30)
+    assert make_masking(small.data, small.model.vocab_size, BytesTokenizer()) is not None
+    assert small.data.mask_rate == 0.3
 
 
 def test_the_layout_does_not_change_the_small_form() -> None:

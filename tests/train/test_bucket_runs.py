@@ -22,6 +22,7 @@ from jaxpar.train.runs.bucket import copy, copy_of, doors, folder_here, run_here
 from jaxpar.train.runs.bucket.layout import UPLOADED
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, keep_config
+from jaxpar.train.runs.folder.steps import set_aside
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
@@ -158,6 +159,19 @@ def test_an_array_that_is_not_as_it_was_sent_is_refused(bucket):
     bucket.write(name, bytes(content))
     with pytest.raises(UserError, match=f"{re.escape(name)} is not as it was sent"):
         restored(another_process(bucket), 1)
+
+
+def test_the_arrays_of_a_damaged_step_stay_in_the_bucket_and_are_not_fetched(bucket):
+    folder = run_here(bucket.url)
+    train(folder, 1, 2)
+    set_aside(folder / "checkpoints" / "2", "too odd")
+    send(folder)
+    assert any(name.startswith("damaged/2/state/") for name in bucket.files())
+    folder = another_process(bucket)
+    assert (folder / "damaged/2/manifest.json").exists()
+    assert not (folder / "damaged/2/state").exists()
+    send(folder)
+    assert any(name.startswith("damaged/2/state/") for name in bucket.files())
 
 
 def test_a_step_whose_last_object_is_damaged_is_left_out_and_said(bucket, capsys):

@@ -30,7 +30,7 @@ from jaxpar.train.runs.bucket.layout import (
     whole_steps,
 )
 from jaxpar.train.runs.bucket.sender import Sender
-from jaxpar.train.runs.folder.steps import CHECKPOINTS
+from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED
 
 _FRESH_SECONDS = 5.0
 
@@ -83,6 +83,7 @@ class RunCopy:
         found = self._bucket.files()
         left_out = (CHECKPOINTS, LOCK)
         small = {name: one for name, one in found.items() if not name.startswith(left_out)}
+        small = {name: one for name, one in small.items() if not _is_array_aside(name)}
         steps = self._read_steps(whole_steps(found))
         for step in self._steps.keys() - steps.keys():
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
@@ -203,6 +204,12 @@ class RunCopy:
         for name in new:
             _set_time(self.folder / name, wanted[name])
             self._known[name] = wanted[name]
+
+
+def _is_array_aside(name: str) -> bool:
+    """Whether an object is an array of a damaged step, which nobody reads here."""
+    top, _, rest = name.partition("/")
+    return top == DAMAGED and rest.partition("/")[2].startswith(ARRAYS)
 
 
 def new_folder(url: str) -> Path:
