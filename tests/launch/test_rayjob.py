@@ -67,13 +67,14 @@ def test_the_command_of_a_rayjob_succeeds_as_a_job(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    memory = {"object_store_memory": 80_000_000}
-    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": port, **memory}
+    # Ray's own port for what takes jobs may be that of another cluster of this machine
+    node = {"object_store_memory": 80_000_000, "dashboard_agent_listen_port": 0}
+    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": port, **node}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        cluster.add_node(num_cpus=1, **memory)
+        cluster.add_node(num_cpus=1, **node)
         client = JobSubmissionClient(f"http://127.0.0.1:{port}")
-        until = time.monotonic() + 240
+        until = time.monotonic() + 900  # a busy machine takes minutes to start it all
         entrypoint = shlex.join([*here, f"--run={tmp_path / 'run'}", *SMALL])
         job = None
         while job is None:
