@@ -197,7 +197,7 @@ def show_command(words: list[str]) -> int:
 def tokenize_command(words: list[str]) -> int:
     """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
     from jaxpar.data.corpus import unigram_entropy
-    from jaxpar.data.token_files import tokenize
+    from jaxpar.data.streams.token_files import tokenize
 
     path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2, urls=True)
     require_local(out)

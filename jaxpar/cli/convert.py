@@ -112,7 +112,7 @@ def _import(source: Path, target: Path, words: list[str]) -> None:
     Raises:
       UserError: a flag has no effect on an import, or the folder cannot be imported.
     """
-    from jaxpar.data.special_tokens import TOKENIZER
+    from jaxpar.data.vocabulary.special_tokens import TOKENIZER
     from jaxpar.train import restore
 
     base = restore.config_of(source, target)

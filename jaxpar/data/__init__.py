@@ -7,13 +7,12 @@ of processes.
 The iterator's state is a small dict, from which a resumed run reads on exactly where it was. A
 source of one's own is registered by `register_source`.
 
-Its rooms, in the order in which they are read: `sources` names what may be read, `parts` says what
-is asked of each part of a corpus, and `tokenizer` and `special_tokens` turn text into ids. `tokens`
-is one long stream, from `texts` or from `token_files`; `documents` are whole ones, in a
-`document_order`, and processes tokenize them together (`blocks`); `chat` has conversations.
-`corpus` puts them together, several of them as a `mixture`, and `batches` are made of it. `urls`
-and `ranged` reach what lies in buckets, `identity` tells other data from those of a run, `masking`
-corrupts tokens for encoders, and `top_k_files` keep a teacher's answers.
+Its rooms, in the order in which they are read: `sources` names what may be read, and `parts` says
+what is asked of each part of a corpus. Then the folders: `vocabulary` turns text into ids,
+`streams` has one long stream of them, `documents` whole ones, and `chat` conversations. `mixture`
+reads several parts as one, `masking` corrupts tokens for encoders, `batches` are made of all that,
+and `corpus` puts it together. `identity` tells other data from those of a run, and `top_k_files`
+keep a teacher's answers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jaxpar.data.sources import register_source
 
 if TYPE_CHECKING:
     from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
-    from jaxpar.data.tokenizer import load_tokenizer
+    from jaxpar.data.vocabulary.tokenizer import load_tokenizer
 
 __all__ = [
     "Corpus",
@@ -44,7 +43,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "load_tokenizer":
-        room = "tokenizer"
+        room = "vocabulary.tokenizer"
     else:
         room = "corpus"
     return getattr(importlib.import_module(f"jaxpar.data.{room}"), name)

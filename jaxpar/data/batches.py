@@ -16,11 +16,11 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.blocks import UNREAD
+from jaxpar.data.documents.blocks import UNREAD
 from jaxpar.data.masking import Masking, corrupt
 from jaxpar.data.mixture import Mixture, Stream
 from jaxpar.data.parts import Part
-from jaxpar.data.tokens import (
+from jaxpar.data.streams.tokens import (
     HostBatch,
     Tokens,
     read_windows,

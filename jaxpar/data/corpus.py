@@ -18,8 +18,8 @@ from jaxpar.data.masking import make_masking
 from jaxpar.data.mixture import Mixture, Stream
 from jaxpar.data.parts import Part
 from jaxpar.data.sources import Source
-from jaxpar.data.tokenizer import Tokenizer
-from jaxpar.data.urls import data_here
+from jaxpar.data.streams.urls import data_here
+from jaxpar.data.vocabulary.tokenizer import Tokenizer
 
 
 class Corpus(NamedTuple):

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer, HFTokenizer, Tokenizer
-from jaxpar.data.tokens import HostBatch
+from jaxpar.data.streams.tokens import HostBatch
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer, HFTokenizer, Tokenizer
 
 _HIDDEN = 0.8
 _ALTERED = 0.1

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.data.documents.skipped import Skipped
 from jaxpar.data.parts import Part
-from jaxpar.data.skipped import Skipped
 
 
 @dataclass(frozen=True)

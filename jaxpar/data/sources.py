@@ -22,7 +22,7 @@ from jaxpar.base.registry import SOURCES, registering
 
 if TYPE_CHECKING:
     from jaxpar.data.parts import Part
-    from jaxpar.data.tokenizer import Tokenizer
+    from jaxpar.data.vocabulary.tokenizer import Tokenizer
 
 SOME_READ = (
     "path",
@@ -95,7 +95,7 @@ def register_source(
 @register_source("stdlib", reads={"max_bytes", "stride"}, holds_out=True)
 def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """The text of this Python's own standard library."""
-    from jaxpar.data.texts import load_texts
+    from jaxpar.data.streams.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
 
@@ -103,7 +103,7 @@ def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("text", reads={"path", "stride"}, holds_out=True)
 def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """A text file, or a folder of them, each of which is a document."""
-    from jaxpar.data.texts import load_texts
+    from jaxpar.data.streams.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
 
@@ -111,7 +111,7 @@ def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("tokens", reads={"path", "stride"}, holds_out=True, has_tokenizer=True)
 def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """A .bin file of ids, as `jaxpar tokenize`, nanoGPT and llm.c write it."""
-    from jaxpar.data.token_files import load_token_files
+    from jaxpar.data.streams.token_files import load_token_files
 
     return load_token_files(paths, data, vocab_size)
 
@@ -123,8 +123,8 @@ def tokens(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 )
 def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """A data set of Hugging Face: of the hub, a folder or a file."""
-    from jaxpar.data.document_sources import open_hf
-    from jaxpar.data.documents import load_documents
+    from jaxpar.data.documents.document_sources import open_hf
+    from jaxpar.data.documents.tokenized import load_documents
 
     return load_documents(open_hf, paths, data, vocab_size)
 
@@ -132,8 +132,8 @@ def hf(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("parquet", reads={"path", "column", "shuffle_window"}, streams=lambda data: True)
 def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """Parquet files, read as a stream."""
-    from jaxpar.data.document_sources import open_parquet
-    from jaxpar.data.documents import load_documents
+    from jaxpar.data.documents.document_sources import open_parquet
+    from jaxpar.data.documents.tokenized import load_documents
 
     return load_documents(open_parquet, paths, data, vocab_size)
 
@@ -141,8 +141,8 @@ def parquet(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 @register_source("arrayrecord")
 def arrayrecord(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
     """ArrayRecord files, each record of which is a document."""
-    from jaxpar.data.document_sources import open_arrayrecord
-    from jaxpar.data.documents import load_documents
+    from jaxpar.data.documents.document_sources import open_arrayrecord
+    from jaxpar.data.documents.tokenized import load_documents
 
     return load_documents(open_arrayrecord, paths, data, vocab_size)
 

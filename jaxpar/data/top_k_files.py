@@ -27,8 +27,8 @@ from jaxpar.base.whole_files import replacing, write_whole
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.data.mixture import Mixture
-from jaxpar.data.tokenizer import Tokenizer, token_dtype
-from jaxpar.data.tokens import HostBatch, Tokens, read_windows, window_count
+from jaxpar.data.streams.tokens import HostBatch, Tokens, read_windows, window_count
+from jaxpar.data.vocabulary.tokenizer import Tokenizer, token_dtype
 
 HEADER = "top_k.json"
 _IDS = "ids.bin"

@@ -22,8 +22,8 @@ from jaxpar.base.process.together import Batches, run_together
 from jaxpar.data.corpus import val_batches
 from jaxpar.data.masking import Masking, make_masking
 from jaxpar.data.parts import Part
-from jaxpar.data.text_bytes import count_bytes, unknown_id
-from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.data.vocabulary.text_bytes import count_bytes, unknown_id
+from jaxpar.data.vocabulary.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
 from jaxpar.train.plans import kernel_notes, make_experiment, mask_notes
 from jaxpar.train.require_memory import require_memory

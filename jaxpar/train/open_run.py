@@ -22,7 +22,7 @@ from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
-from jaxpar.data.tokens import HostBatch
+from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.distil import Teacher, open_teacher

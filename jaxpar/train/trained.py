@@ -16,8 +16,8 @@ from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.process.runtime import start
-from jaxpar.data.special_tokens import TOKENIZER
-from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+from jaxpar.data.vocabulary.special_tokens import TOKENIZER
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model
 from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config

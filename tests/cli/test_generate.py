@@ -17,7 +17,7 @@ from jaxpar.base.config import Config, Lora, ModelConfig
 from jaxpar.base.errors import visible
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.cli.main import main
-from jaxpar.data.tokenizer import BytesTokenizer
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 from jaxpar.models import Model, Params
 from jaxpar.models.hf import peft
 from jaxpar.models.hf.export import export_hf

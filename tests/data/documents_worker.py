@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.process.exchange import open_exchange
-from jaxpar.data import documents
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
+from jaxpar.data.documents import tokenized
 from jaxpar.data.mixture import skipped_records
 
 BATCH = 8
@@ -36,14 +36,14 @@ def main() -> None:
     )
     corpus = load_corpus(data, VOCABULARY)
     tokenized = [0]
-    encode = documents.encode_document
+    encode = tokenized.encode_document
 
     def counted(text: str, tokenizer: object) -> np.ndarray:
         ids = encode(text, tokenizer)
         tokenized[0] += len(ids)
         return ids
 
-    documents.encode_document = counted
+    tokenized.encode_document = counted
     rows = list(np.array_split(np.arange(BATCH), count)[index])
     found = list[dict[str, np.ndarray]]()
     states = []

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
-from jaxpar.data.texts import stdlib_files, text_files
-from jaxpar.data.token_files import open_tokens, tokenize
-from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer
-from jaxpar.data.tokens import Tokens, read_windows, window_count
+from jaxpar.data.streams.texts import stdlib_files, text_files
+from jaxpar.data.streams.token_files import open_tokens, tokenize
+from jaxpar.data.streams.tokens import Tokens, read_windows, window_count
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer
 
 VOCAB = 1000
 
@@ -602,7 +602,7 @@ def test_a_file_of_another_kind_is_refused_before_it_is_trained_on(tmp_path, con
 
 def test_every_id_is_looked_at_before_a_training_begins(tmp_path, monkeypatch):
     """Those after the last window too, and those of the validation data."""
-    monkeypatch.setattr("jaxpar.data.id_files._CHUNK", 100)
+    monkeypatch.setattr("jaxpar.data.streams.id_files._CHUNK", 100)
     for name, bad in (("train.bin", 948), ("val.bin", 3)):
         ids = np.resize(np.arange(48), 949).astype("<u2")
         ids.tofile(tmp_path / ("val.bin" if name == "train.bin" else "train.bin"))

@@ -21,7 +21,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.data.mixture import skipped_records
-from jaxpar.data.tokens import Tokens, read_windows
+from jaxpar.data.streams.tokens import Tokens, read_windows
 
 datasets = pytest.importorskip("datasets")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.token_files import open_tokens
-from jaxpar.data.tokens import read_windows
+from jaxpar.data.streams.token_files import open_tokens
+from jaxpar.data.streams.tokens import read_windows
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
 from jaxpar.data.masking import Masking, corrupt, make_masking
-from jaxpar.data.tokenizer import BytesTokenizer
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -91,7 +91,7 @@ def test_words_are_corrupted_whole() -> None:
 
 def test_pieces_of_a_word_are_those_with_a_mark(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the hf extra is not installed")
-    from jaxpar.data.tokenizer import load_tokenizer
+    from jaxpar.data.vocabulary.tokenizer import load_tokenizer
 
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "run", "##ning", "a"]
     vocab = {name: id for id, name in enumerate(names)}

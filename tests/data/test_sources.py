@@ -24,7 +24,7 @@ from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.identity import identify
 from jaxpar.data.parts import PartDefaults
 from jaxpar.data.sources import register_source
-from jaxpar.data.tokens import Tokens
+from jaxpar.data.streams.tokens import Tokens
 
 pytestmark = pytest.mark.quick
 

@@ -22,17 +22,17 @@ from jaxpar.data.chat.answers import ConversationWriter
 from jaxpar.data.chat.chat_template import ChatTemplate, load_template
 from jaxpar.data.chat.end_of_turn import end_of_turn
 from jaxpar.data.corpus import load_corpus
-from jaxpar.data.documents import Documents
-from jaxpar.data.special_tokens import read_special_tokens
-from jaxpar.data.token_files import tokenize
-from jaxpar.data.tokenizer import (
+from jaxpar.data.documents.tokenized import Documents
+from jaxpar.data.streams.token_files import tokenize
+from jaxpar.data.streams.tokens import Tokens, read_windows
+from jaxpar.data.vocabulary.special_tokens import read_special_tokens
+from jaxpar.data.vocabulary.tokenizer import (
     HFTokenizer,
     encode_document,
     encode_prompt,
     load_tokenizer,
     make_tokenizer,
 )
-from jaxpar.data.tokens import Tokens, read_windows
 
 tokenizers = pytest.importorskip("tokenizers")
 DEEPSEEK_BEGIN, DEEPSEEK = (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxpar.base.config import Config, override
-from jaxpar.data.text_bytes import count_bytes, unknown_id
-from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer, load_tokenizer
-from jaxpar.data.tokens import Tokens
+from jaxpar.data.streams.tokens import Tokens
+from jaxpar.data.vocabulary.text_bytes import count_bytes, unknown_id
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer, load_tokenizer
 from jaxpar.train.evaluate import bits_per_byte
 
 TEXT = "Käse für 3 €, bitte! 🙂🙂 Ja, gern. naïve"

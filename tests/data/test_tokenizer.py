@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.tokenizer import (
+from jaxpar.data.vocabulary.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
     encode_document,

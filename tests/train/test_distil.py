@@ -18,7 +18,7 @@ from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches
-from jaxpar.data.tokens import Tokens
+from jaxpar.data.streams.tokens import Tokens
 from jaxpar.data.top_k_files import describe, open_answers, writing_answers
 from jaxpar.models import Params
 from jaxpar.parallel.pipeline import stored_order

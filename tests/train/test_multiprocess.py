@@ -53,7 +53,7 @@ FLAGS = [
 # `jaxpar`, which reads little of a set of documents before it starts: what is broken comes while it
 # trains.
 START = (
-    "import jaxpar.data.documents as d; d.SAMPLE = 1000; from jaxpar.cli.main import main; "
+    "import jaxpar.data.documents.tokenized as d; d.SAMPLE = 1000; from jaxpar.cli.main import main; "
     "raise SystemExit(main())"
 )
 LONG = ("--train.steps", "100000", "--train.eval-every", "0", "--checkpoint.every", "20")

@@ -14,8 +14,8 @@ import pytest
 from jaxpar.base.config import RESOLVED, Bos, Config, DataConfig, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.data.special_tokens import read_special_tokens
-from jaxpar.data.tokenizer import BytesTokenizer, encode_prompt, load_tokenizer
+from jaxpar.data.vocabulary.special_tokens import read_special_tokens
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, encode_prompt, load_tokenizer
 from jaxpar.launch import local
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf

@@ -11,7 +11,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat.conversations import Conversation
-from jaxpar.data.tokenizer import load_tokenizer
+from jaxpar.data.vocabulary.tokenizer import load_tokenizer
 from jaxpar.train.generation.prompts import read_prompts, stop_ids
 from jaxpar.train.trained import Trained
 

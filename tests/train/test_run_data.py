@@ -228,7 +228,7 @@ def test_a_stream_that_breaks_off_goes_on_over_the_mended_file(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("jaxpar.data.documents.SAMPLE", 1000)
+    monkeypatch.setattr("jaxpar.data.documents.tokenized.SAMPLE", 1000)
     rows = [json.dumps({"text": f"{i} " + "lorem ipsum " * 10}) for i in range(60)]
     (tmp_path / "texts").mkdir()
     for number in range(2):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, read_json, suggest
-from jaxpar.data.special_tokens import (
+from jaxpar.data.vocabulary.special_tokens import (
     PROCESSOR_TEMPLATE,
     TEMPLATE,
     TEMPLATE_FOLDERS,
@@ -27,7 +27,7 @@ from jaxpar.data.special_tokens import (
     beside,
     read_special_tokens,
 )
-from jaxpar.data.tokenizer import read_text
+from jaxpar.data.vocabulary.tokenizer import read_text
 
 SECONDS = 20
 """So long may a template compute for one conversation."""

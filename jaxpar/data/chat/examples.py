@@ -23,9 +23,10 @@ from jaxpar.data.chat.answers import ConversationWriter, missing_names, open_wri
 from jaxpar.data.chat.chat_template import Span
 from jaxpar.data.chat.conversations import read_conversation
 from jaxpar.data.parts import PartDefaults
-from jaxpar.data.ranged import RangedFile
-from jaxpar.data.texts import text_files
-from jaxpar.data.tokenizer import (
+from jaxpar.data.streams.ranged import RangedFile
+from jaxpar.data.streams.texts import text_files
+from jaxpar.data.streams.tokens import HostBatch
+from jaxpar.data.vocabulary.tokenizer import (
     CharsTokenizer,
     HFTokenizer,
     Tokenizer,
@@ -33,7 +34,6 @@ from jaxpar.data.tokenizer import (
     missing_begin,
     read_text,
 )
-from jaxpar.data.tokens import HostBatch
 
 _BINS = 64  # rows that are packed at a time
 _GetWriter = Callable[[], ConversationWriter]

@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.data.chat.answers import ConversationWriter, open_writer
 from jaxpar.data.chat.chat_template import special_tokens
 from jaxpar.data.chat.conversations import Conversation
-from jaxpar.data.special_tokens import TOKENIZER
+from jaxpar.data.vocabulary.special_tokens import TOKENIZER
 from jaxpar.train.generation.prompts import encode_text, stop_ids
 from jaxpar.train.generation.sampling import Sampling
 from jaxpar.train.trained import Trained, require_tokenizer

@@ -14,8 +14,8 @@ from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.chat_template import find_template
 from jaxpar.data.chat.conversations import Conversation, read_conversation
 from jaxpar.data.chat.end_of_turn import ends_of_turn
-from jaxpar.data.special_tokens import TOKENIZER, read_special_tokens
-from jaxpar.data.tokenizer import Tokenizer, encode_prompt, read_text
+from jaxpar.data.vocabulary.special_tokens import TOKENIZER, read_special_tokens
+from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_prompt, read_text
 from jaxpar.models.hf import peft
 from jaxpar.train.trained import Trained, require_tokenizer
 

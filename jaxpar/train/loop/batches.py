@@ -16,7 +16,7 @@ from grain import DatasetIterator
 from jaxpar.base.errors import UserError
 from jaxpar.base.process.stopping import ask_to_stop
 from jaxpar.base.process.together import Batches
-from jaxpar.data.tokens import HostBatch
+from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.train.open_run import OpenRun, rows_at
 from jaxpar.train.step import empty_batch
 

@@ -17,7 +17,7 @@ from jaxpar.base.config import (
 from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
 from jaxpar.base.errors import UserError, read_json, with_urls
 from jaxpar.base.layout.mesh import MeshSpec
-from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
+from jaxpar.data.vocabulary.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import Params, in_parts
 from jaxpar.models.hf import peft
 from jaxpar.models.hf.compressed import export_compressed

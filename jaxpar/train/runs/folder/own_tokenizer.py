@@ -17,7 +17,8 @@ from jaxpar.base.whole_files import write_whole
 from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.chat_template import read_templates
 from jaxpar.data.chat.end_of_turn import ends_of_turn
-from jaxpar.data.special_tokens import (
+from jaxpar.data.streams.urls import tokenizer_here
+from jaxpar.data.vocabulary.special_tokens import (
     GENERATION,
     TOKEN_IDS,
     TOKENIZER,
@@ -29,8 +30,7 @@ from jaxpar.data.special_tokens import (
     read_declared,
     read_special_tokens,
 )
-from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, make_tokenizer
-from jaxpar.data.urls import tokenizer_here
+from jaxpar.data.vocabulary.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 from jaxpar.train.runs.folder.run_folder import finished_steps, is_run, read_run_config
 
 _FORMS = ("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")

@@ -13,7 +13,7 @@ import xxhash
 
 from jaxpar.base.errors import UserError, is_kind, reading
 from jaxpar.data.identity import Piece
-from jaxpar.data.special_tokens import TOKEN_IDS, TOKENIZER, declaring_files
+from jaxpar.data.vocabulary.special_tokens import TOKEN_IDS, TOKENIZER, declaring_files
 from jaxpar.train.runs.folder.manifest import Manifest
 
 _DATA = "data"

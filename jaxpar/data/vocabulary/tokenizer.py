@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.base.config import Bos
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, suggest
-from jaxpar.data.special_tokens import find_ends, read_special_tokens
+from jaxpar.data.vocabulary.special_tokens import find_ends, read_special_tokens
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -114,7 +114,7 @@ class HFTokenizer:
     vocab_size: int
     end_of_text: int | None
     """The id that closes a document, by what the files beside it say
-    (`jaxpar.data.special_tokens`).
+    (`jaxpar.data.vocabulary.special_tokens`).
     """
     begin_of_text: int | None = None
     """The id that is put before each text; None = none is (`data.bos`)."""

@@ -18,21 +18,21 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
 from jaxpar.base.process.exchange import open_exchange
-from jaxpar.data.blocks import UNREAD, Blocks, UnreadRow
-from jaxpar.data.document_order import (
+from jaxpar.data.documents.blocks import UNREAD, Blocks, UnreadRow
+from jaxpar.data.documents.document_order import (
     DocumentStream,
     Packed,
     StreamTogether,
     reading_source,
     together,
 )
-from jaxpar.data.document_sources import Opened, OpenedSource, Unreadable
+from jaxpar.data.documents.document_sources import Opened, OpenedSource, Unreadable
+from jaxpar.data.documents.skipped import Skipped
 from jaxpar.data.parts import PartDefaults
-from jaxpar.data.ranged import RangedFile
-from jaxpar.data.skipped import Skipped
-from jaxpar.data.texts import NOTHING_IN_IT, left_out
-from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
-from jaxpar.data.tokens import HostBatch
+from jaxpar.data.streams.ranged import RangedFile
+from jaxpar.data.streams.texts import NOTHING_IN_IT, left_out
+from jaxpar.data.streams.tokens import HostBatch
+from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_document, make_tokenizer
 
 SAMPLE = 2**20
 

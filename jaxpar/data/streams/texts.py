@@ -14,14 +14,14 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, reading
-from jaxpar.data.tokenizer import (
+from jaxpar.data.streams.tokens import Tokens
+from jaxpar.data.vocabulary.tokenizer import (
     UTF16_MARKS,
     Tokenizer,
     encode_files,
     make_tokenizer,
     read_text,
 )
-from jaxpar.data.tokens import Tokens
 
 NOTHING_IN_IT = "is empty: there is no document with text in it"
 _STDLIB_LEFT_OUT = {

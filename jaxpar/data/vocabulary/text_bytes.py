@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer, HFTokenizer, Tokenizer
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer, HFTokenizer, Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A token that is one byte, of those that SentencePiece falls back on."""

@@ -22,17 +22,19 @@ from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, is_url, read_json, reading, require_local
 from jaxpar.base.storage import as_url, local_path
 from jaxpar.base.whole_files import replacing, write_whole
-from jaxpar.data.id_files import (
+from jaxpar.data.streams.id_files import (
     IdFile,
     look_at,
     look_at_ranged,
     require_guess,
     require_ids,
 )
-from jaxpar.data.ranged import RangedFile, RangedIds
-from jaxpar.data.special_tokens import carry_declared
-from jaxpar.data.texts import NOTHING_IN_IT, left_out, source_files
-from jaxpar.data.tokenizer import (
+from jaxpar.data.streams.ranged import RangedFile, RangedIds
+from jaxpar.data.streams.texts import NOTHING_IN_IT, left_out, source_files
+from jaxpar.data.streams.tokens import Tokens
+from jaxpar.data.streams.urls import data_here
+from jaxpar.data.vocabulary.special_tokens import carry_declared
+from jaxpar.data.vocabulary.tokenizer import (
     Tokenizer,
     encode_files,
     load_tokenizer,
@@ -40,8 +42,6 @@ from jaxpar.data.tokenizer import (
     read_text,
     token_dtype,
 )
-from jaxpar.data.tokens import Tokens
-from jaxpar.data.urls import data_here
 
 _BEGIN = "begin_of_text"
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
-from jaxpar.data.blocks import BLOCK, Blocks
+from jaxpar.data.documents.blocks import BLOCK, Blocks
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import grain.experimental
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.texts import files_below
+from jaxpar.data.streams.texts import files_below
 
 _ENDLESS = 2**62
 """The number of documents of a stream that does not say it: more than any has."""
