@@ -367,8 +367,8 @@ def message_seconds(sizes: Sizes, workers: int, name: str, link: Link) -> float:
     Returns:
       The seconds, one collective after the other.
     """
+    from jaxpar.hlo.program.tasks import walk
     from jaxpar.hlo.read import read_program
-    from jaxpar.hlo.tasks import walk
 
     run, params, x = programs(sizes, 1, workers)[name]
     text = run.lower(params, x).compile().as_text()

@@ -263,10 +263,10 @@ MUTATIONS = [
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config/resuming.py",
              '"data.prefetch",', '"data",', "tests/base/test_config.py -k resumes"),
     # Compiled programs read and priced.
-    Mutation("loop_once", "a cost that counts a loop once", "jaxpar/hlo/tasks.py",
+    Mutation("loop_once", "a cost that counts a loop once", "jaxpar/hlo/program/tasks.py",
              "times * node.trips", "times",
              "tests/rehearse/test_cost.py tests/rehearse/test_timeline.py tests/hlo/test_programs.py"),
-    Mutation("group_axis", "a wrong axis: groups of devices are not transposed", "jaxpar/hlo/collectives.py",
+    Mutation("group_axis", "a wrong axis: groups of devices are not transposed", "jaxpar/hlo/work/collectives.py",
              "str(prod(shape))), _ints(match[3]))", "str(prod(shape))), ())", "tests/hlo/test_groups.py"),
     Mutation("jump_once", "time that counts the repeated trips of a loop once", "jaxpar/rehearse/timeline.py",
              "later = repeats * (end.now", "later = (end.now", "tests/rehearse/test_timeline.py"),

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.layout.plan import Plan
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives

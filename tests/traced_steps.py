@@ -24,8 +24,8 @@ from jaxpar.base.config import (
     override,
 )
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
 from jaxpar.rehearse.report.collectives import axes_of, sent_bytes
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives

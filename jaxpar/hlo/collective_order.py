@@ -16,9 +16,9 @@ from collections.abc import Iterable
 import jax
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.module import Computation, Instruction, Module
-from jaxpar.hlo.opcodes import COLLECTIVES
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.opcodes import COLLECTIVES
+from jaxpar.hlo.program.parse import parse_module
 
 _NESTED = ("while", "conditional", "call")
 

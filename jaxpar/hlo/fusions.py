@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxpar.hlo import opcodes
-from jaxpar.hlo.memory_traffic import traffic
-from jaxpar.hlo.module import Computation, Instruction, Module
-from jaxpar.hlo.parse import parse_module
-from jaxpar.hlo.tasks import Program, walk
+from jaxpar.hlo.program import opcodes
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.program.tasks import Program, walk
+from jaxpar.hlo.work.memory_traffic import traffic
 
 
 class Operations(NamedTuple):

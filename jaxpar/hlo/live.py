@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxpar.hlo import opcodes
-from jaxpar.hlo.module import Computation, Instruction, Module, Shape
-from jaxpar.hlo.opcodes import words
+from jaxpar.hlo.program import opcodes
+from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
+from jaxpar.hlo.program.opcodes import words
 
 _ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 """Which part of a result lies where which part of an argument does: `{0}: (1, {})`."""

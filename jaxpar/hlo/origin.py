@@ -22,9 +22,9 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.hlo.module import Frame, Instruction, Module
-from jaxpar.hlo.opcodes import words
-from jaxpar.hlo.tasks import Loop, Node, Origin, Phase, Task, Wait
+from jaxpar.hlo.program.module import Frame, Instruction, Module
+from jaxpar.hlo.program.opcodes import words
+from jaxpar.hlo.program.tasks import Loop, Node, Origin, Phase, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models").

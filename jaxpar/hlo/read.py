@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.base.errors import UserError, short
-from jaxpar.hlo import opcodes
-from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
-from jaxpar.hlo.flops import KernelCost, kernel_work, work_of
-from jaxpar.hlo.host_compute import host_work, is_host_call
-from jaxpar.hlo.kinds import kind_of, shape_text
-from jaxpar.hlo.memory_traffic import copied_bytes, result_of, traffic
-from jaxpar.hlo.module import Computation, Instruction, Module
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
-from jaxpar.hlo.parse import parse_module
-from jaxpar.hlo.tasks import Loop, Needs, Node, Origin, Program, Task, Wait, walk
-from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
+from jaxpar.hlo.program import opcodes
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.program.tasks import Loop, Needs, Node, Origin, Program, Task, Wait, walk
+from jaxpar.hlo.work.collectives import Devices, collective_of, devices_of, paired_send
+from jaxpar.hlo.work.flops import KernelCost, kernel_work, work_of
+from jaxpar.hlo.work.host_compute import host_work, is_host_call
+from jaxpar.hlo.work.kinds import kind_of, shape_text
+from jaxpar.hlo.work.memory_traffic import copied_bytes, result_of, traffic
+from jaxpar.hlo.work.trips import Scalar, initial_state, invariant, trip_count
 
 _PAIRED = ("recv", "recv-done", "send-done")
 _ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")

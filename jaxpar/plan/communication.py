@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.origin import decode
-from jaxpar.hlo.tasks import CollectiveKind, Phase, sent_bytes
+from jaxpar.hlo.program.tasks import CollectiveKind, Phase, sent_bytes
 from jaxpar.models import Params
 from jaxpar.parallel.remat import remat
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
@@ -40,8 +40,8 @@ class StepCollective:
       kind: the kind of collective.
       axes: its mesh axes of more than one device, in the order of the mesh.
       devices: the number of devices along these axes.
-      bytes: the bytes of one group's whole array, as in `hlo.tasks.Collective.bytes`, or of one
-        message of a ppermute.
+      bytes: the bytes of one group's whole array, as in `hlo.program.tasks.Collective.bytes`, or of
+        one message of a ppermute.
       count: how often it runs in a step.
     """
 

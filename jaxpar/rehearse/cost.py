@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.hlo.tasks import Collective, Path, Program, Task, walk_paths
+from jaxpar.hlo.program.tasks import Collective, Path, Program, Task, walk_paths
 from jaxpar.rehearse.link_costs import CollectiveTime
 
 COMPUTE = "compute"

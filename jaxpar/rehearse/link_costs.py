@@ -39,7 +39,7 @@ from itertools import pairwise, permutations
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
-from jaxpar.hlo.tasks import Collective, CollectiveKind, Groups
+from jaxpar.hlo.program.tasks import Collective, CollectiveKind, Groups
 from jaxpar.rehearse.targets import Position, Target
 
 Seats = tuple[tuple[Position, ...], ...]

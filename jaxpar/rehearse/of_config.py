@@ -17,7 +17,7 @@ from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
 from jaxpar.hlo.fusions import operations
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.parse import parse_module
 from jaxpar.rehearse.compiled import Compiled, compile_for
 from jaxpar.rehearse.graph.report import edges_of, fused_row
 from jaxpar.rehearse.graph.runs import unrolled

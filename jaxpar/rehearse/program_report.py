@@ -13,8 +13,8 @@ from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
 from jaxpar.hlo.origin import PackageDirs
-from jaxpar.hlo.parse import parse_module
-from jaxpar.hlo.tasks import Origin
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.program.tasks import Origin
 from jaxpar.rehearse.compiled import Compiled
 from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.graph.report import task_graph_of

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from jaxpar.base.jax_compat import COLLECTIVES, COND, NAME, SCAN, STILL, WHILE, ClosedJaxpr
-from jaxpar.hlo.tasks import CollectiveKind
+from jaxpar.hlo.program.tasks import CollectiveKind
 
 _AnyJaxpr = core.Jaxpr | ClosedJaxpr
 
@@ -32,7 +32,7 @@ class Requested:
     axes: frozenset[str]
     """Its mesh axes that have more than one device."""
     bytes: int
-    """The size of one group's whole array, counted like `hlo.tasks.Collective.bytes`."""
+    """The size of one group's whole array, counted like `hlo.program.tasks.Collective.bytes`."""
     count: int
     """How often it runs in one step."""
     scope: str

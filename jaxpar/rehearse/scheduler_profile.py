@@ -7,7 +7,7 @@ these prices instead, and by what a target's links take among them. The form is 
 
 from __future__ import annotations
 
-from jaxpar.hlo.tasks import Program, walk_paths
+from jaxpar.hlo.program.tasks import Program, walk_paths
 from jaxpar.rehearse.cost import Costs
 
 _LEAST = 1e-3

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxpar.hlo.origin import PackageDirs
+from jaxpar.hlo.program.tasks import Loop, Node, Path, Program, Task, Wait, walk_paths
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Node, Path, Program, Task, Wait, walk_paths
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.rehearse.cost import COMPUTE, Cost, Costs, price
 from jaxpar.rehearse.link_costs import collective_time

@@ -18,8 +18,8 @@ from jaxpar.base.errors import UserError, reading
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.ranges import MOST_STEPS
 from jaxpar.base.whole_files import write_whole, writing
+from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Node, Origin, Task
 from jaxpar.train.sinks import MetricsRow, Sink
 
 

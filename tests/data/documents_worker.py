@@ -35,12 +35,12 @@ def main() -> None:
         **{k: tuple(v) if isinstance(v, list) else v for k, v in asked["data"].items()}
     )
     corpus = load_corpus(data, VOCABULARY)
-    tokenized = [0]
+    ids_made = [0]
     encode = tokenized.encode_document
 
     def counted(text: str, tokenizer: object) -> np.ndarray:
         ids = encode(text, tokenizer)
-        tokenized[0] += len(ids)
+        ids_made[0] += len(ids)
         return ids
 
     tokenized.encode_document = counted
@@ -62,7 +62,7 @@ def main() -> None:
     kept = {} if exchange is None else exchange.below("jaxpar/documents/")
     told = {
         "kept": sum(name.endswith("/head") for name in kept),
-        "tokenized": tokenized[0],
+        "tokenized": ids_made[0],
         "skipped": [count.count for count in skipped_records(corpus.train)],
         "states": states,
     }

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
-from jaxpar.hlo.parse import parse_module
-from jaxpar.hlo.tasks import Collective
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.program.tasks import Collective
+from jaxpar.hlo.work.collectives import Devices, collective_of, devices_of, paired_send
 
 pytestmark = pytest.mark.quick
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jaxpar.hlo.program.tasks import Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Node, Program, Task, Wait, walk
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.hlo.flops import Multiplied, backend_config, work_of
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.work.flops import Multiplied, backend_config, work_of
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.hlo.collectives import Groups, replica_groups, source_target_pairs
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.work.collectives import Groups, replica_groups, source_target_pairs
 
 pytestmark = pytest.mark.quick
 

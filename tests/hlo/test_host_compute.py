@@ -1,7 +1,7 @@
 """What the host computes, read from a program's text: JAX's `compute_on("device_host")`."""
 
+from jaxpar.hlo.program.tasks import Task, Wait
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Task, Wait
 
 # As XLA:GPU writes it (jax 0.10.2): the first operand lies on the device, and so does one result.
 PROGRAM = """

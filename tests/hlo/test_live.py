@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpar.hlo.live import live_arrays
-from jaxpar.hlo.parse import parse_module, parse_shape
+from jaxpar.hlo.program.parse import parse_module, parse_shape
 
 pytestmark = pytest.mark.quick
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.hlo.module import Frame
 from jaxpar.hlo.origin import decode, default_dirs, inherit, origin_of, source_line
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.module import Frame
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.program.tasks import Collective, Loop, Node, Origin, Task, Wait, walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Loop, Node, Origin, Task, Wait, walk
 from jaxpar.models import linears
 from jaxpar.parallel import collectives
 

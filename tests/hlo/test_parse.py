@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.module import Instruction, Module, Shape
-from jaxpar.hlo.parse import parse_module, parse_shape
-from jaxpar.hlo.text import split
+from jaxpar.hlo.program.module import Instruction, Module, Shape
+from jaxpar.hlo.program.parse import parse_module, parse_shape
+from jaxpar.hlo.program.text import split
 
 pytestmark = pytest.mark.quick
 

@@ -31,8 +31,8 @@ from jaxpar.base.config import (
 )
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
 from jaxpar.base.layout.plan import Plan
+from jaxpar.hlo.program.tasks import Collective, Program, Task, walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Program, Task, walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.attention.triton_tiles import tile_sizes_for

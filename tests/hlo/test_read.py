@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jaxpar.hlo.program.tasks import Collective, Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task, Wait, walk
 
 pytestmark = pytest.mark.quick
 

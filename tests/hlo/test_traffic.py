@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.hlo.memory_traffic import result_of, traffic
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.work.memory_traffic import result_of, traffic
 
 pytestmark = pytest.mark.quick
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.hlo import trips as subject
-from jaxpar.hlo.module import Computation, Instruction, Module
-from jaxpar.hlo.parse import parse_module
-from jaxpar.hlo.trips import evaluate, initial_state, invariant, trip_count
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.parse import parse_module
+from jaxpar.hlo.work import trips as subject
+from jaxpar.hlo.work.trips import evaluate, initial_state, invariant, trip_count
 
 pytestmark = pytest.mark.quick
 

@@ -14,8 +14,8 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.parallel.ops import Ops

@@ -14,8 +14,8 @@ import pytest
 from tiers import needs_cuda, needs_libtpu, some
 
 from jaxpar.base.errors import UserError
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.kernels import block_sparse
 from jaxpar.kernels.block_sparse import tpu, triton
 from jaxpar.kernels.block_sparse.blocks import cut_into_tiles

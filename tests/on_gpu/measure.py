@@ -34,7 +34,7 @@ from jaxpar.base.toml import presets
 from jaxpar.bench.measure import BenchRow, bench_step
 from jaxpar.cli.arguments import parse_words
 from jaxpar.cli.main import fail
-from jaxpar.hlo.tasks import Task
+from jaxpar.hlo.program.tasks import Task
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved, reference
 from jaxpar.kernels.masks import Causal, Mask

@@ -23,8 +23,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Context, Plan
 from jaxpar.base.layout.sharding import ShardingRules, kv_copy_axes
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Call, reference
 from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird

@@ -23,8 +23,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh, total_sizes
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import replicated_sharding
+from jaxpar.hlo.program.tasks import Loop
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums
 from jaxpar.parallel.pipeline import (

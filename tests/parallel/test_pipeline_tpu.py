@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from jaxpar.base.config import load_config, override
-from jaxpar.hlo.module import Computation, Instruction, Module
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.parse import parse_module
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.targets import load_target
 

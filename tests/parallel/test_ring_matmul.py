@@ -26,8 +26,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Overlap, Plan
 from jaxpar.base.layout.sharding import ShardingRules
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.linear.ring_matmul import Lane, register_form, ring_forms
 from jaxpar.parallel.ops import Ops, overlap_notes
 from jaxpar.rehearse.requested_collectives import requested_collectives

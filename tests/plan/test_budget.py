@@ -16,7 +16,7 @@ from traced_steps import config_of
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.parse import parse_module
 from jaxpar.plan import memory_search as subject
 from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution

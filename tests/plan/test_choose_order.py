@@ -12,7 +12,7 @@ from jaxpar.base import jax_compat
 from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import SCHEDULER_PROFILE, Options
-from jaxpar.hlo.tasks import Loop, Program, Task
+from jaxpar.hlo.program.tasks import Loop, Program, Task
 from jaxpar.plan import choose_order as subject
 from jaxpar.plan.choose_order import AS_IT_IS, TriedOrder, choose_order, order_parts
 from jaxpar.rehearse.cost import Cost

@@ -12,8 +12,8 @@ import pytest
 from tiers import needs_cuda, needs_libtpu
 
 from jaxpar.base.config import Config, override
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.targets import load_target
 

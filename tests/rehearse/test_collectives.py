@@ -14,8 +14,8 @@ from rehearsed_mlp import BYTES, library, plain, tasks_of
 from traced_steps import FAST, config_of, staged, traced
 
 from jaxpar.base.layout.plan import Plan
+from jaxpar.hlo.program.tasks import Collective, CollectiveKind, Origin, Task, walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, CollectiveKind, Origin, Task, walk
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report import collectives as subject
 from jaxpar.rehearse.report.collectives import (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
+from jaxpar.hlo.program.tasks import Collective, Loop, Program, Task, Wait
 from jaxpar.rehearse.cost import Cost, Costs, price
 from jaxpar.rehearse.program_report import _main_dtype
 from jaxpar.rehearse.targets import load_target

@@ -3,7 +3,7 @@
 import pytest
 from report_types import problems
 
-from jaxpar.hlo.tasks import Collective, Loop, Origin, Program, Task, Wait, walk_paths
+from jaxpar.hlo.program.tasks import Collective, Loop, Origin, Program, Task, Wait, walk_paths
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report.schema import TimelineColumns
 from jaxpar.rehearse.report.trace import timeline_of

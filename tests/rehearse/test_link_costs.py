@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
-from jaxpar.hlo.tasks import Collective
+from jaxpar.hlo.program.tasks import Collective
 from jaxpar.rehearse.link_costs import CollectiveTime, collective_time
 from jaxpar.rehearse.targets import Position, Target, load_target
 

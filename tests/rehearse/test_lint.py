@@ -16,7 +16,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import placements
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import ShardingRules
-from jaxpar.hlo.tasks import Origin, Task
+from jaxpar.hlo.program.tasks import Origin, Task
 from jaxpar.models import Model
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report import lint

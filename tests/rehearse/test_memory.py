@@ -17,8 +17,8 @@ from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, Tr
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.layout.plan import Plan
-from jaxpar.hlo.module import Module
-from jaxpar.hlo.parse import parse_module
+from jaxpar.hlo.program.module import Module
+from jaxpar.hlo.program.parse import parse_module
 from jaxpar.models import Model
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.memory import account, saved_bytes

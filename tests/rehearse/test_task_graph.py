@@ -20,8 +20,8 @@ from jaxpar import rehearse
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import Options, without_fusion
 from jaxpar.hlo.fusions import operations, operations_opened
+from jaxpar.hlo.program.tasks import Loop, Needs, Node, Program, Task, walk_paths
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Loop, Needs, Node, Program, Task, walk_paths
 from jaxpar.rehearse.cost import Cost, Costs
 from jaxpar.rehearse.graph.list_schedule import best_schedule, check_schedule
 from jaxpar.rehearse.graph.paths import bound, paths_of

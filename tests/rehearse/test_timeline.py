@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.hlo.program.tasks import Collective, Loop, Node, Program, Task, Wait, walk_paths
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task, Wait, walk_paths
 from jaxpar.rehearse.cost import Cost, Costs
 from jaxpar.rehearse.timeline import Timeline, replay
 

@@ -7,7 +7,7 @@ from fake_rehearsal import fake_rehearsal
 from matplotlib.collections import LineCollection
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.tasks import Loop, Needs, Origin, Program, Task, walk_paths
+from jaxpar.hlo.program.tasks import Loop, Needs, Origin, Program, Task, walk_paths
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.graph.report import task_graph_of
 from jaxpar.show.task_graph import task_graph_figure

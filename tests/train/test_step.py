@@ -28,8 +28,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import options_of
 from jaxpar.base.layout.mesh import MeshSpec, describe, devices_needed
 from jaxpar.base.layout.plan import Plan
+from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.rehearse.report.collectives import axes_of

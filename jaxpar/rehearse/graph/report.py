@@ -16,7 +16,17 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError
 from jaxpar.base.whole_files import write_whole
 from jaxpar.hlo.fusions import Operations, operations, operations_opened
-from jaxpar.hlo.tasks import Loop, Needs, Node, Origin, Path, Program, Task, Wait, walk_paths
+from jaxpar.hlo.program.tasks import (
+    Loop,
+    Needs,
+    Node,
+    Origin,
+    Path,
+    Program,
+    Task,
+    Wait,
+    walk_paths,
+)
 from jaxpar.rehearse.cost import Costs
 from jaxpar.rehearse.graph.list_schedule import Schedule, best_schedule
 from jaxpar.rehearse.graph.paths import Paths, bound, lane_loads, paths_of

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxpar.hlo.tasks import Loop, Needs, Node, Path, Program, Task, Wait, walk
+from jaxpar.hlo.program.tasks import Loop, Needs, Node, Path, Program, Task, Wait, walk
 from jaxpar.rehearse.cost import COMPUTE, Cost, Costs
 from jaxpar.rehearse.timeline import MOVING
 

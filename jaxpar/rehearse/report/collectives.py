@@ -10,9 +10,9 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.hlo import tasks as hlo_tasks
 from jaxpar.hlo.origin import decode
-from jaxpar.hlo.tasks import Collective
+from jaxpar.hlo.program import tasks as hlo_tasks
+from jaxpar.hlo.program.tasks import Collective
 from jaxpar.rehearse.report.schema import CollectiveRow
 from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.timeline import TaskTime
@@ -203,7 +203,7 @@ def collective_rows(
 
 
 def scope_of(planned: Requested) -> str:
-    """The model's scope of a planned collective, written as in `hlo.tasks.Origin`:
+    """The model's scope of a planned collective, written as in `hlo.program.tasks.Origin`:
     `block/attention`.
     """
     return decode(f"{planned.scope}/{planned.kind}")[0]

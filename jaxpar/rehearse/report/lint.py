@@ -15,7 +15,7 @@ from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.registry import Registry, registering
-from jaxpar.hlo.tasks import Origin
+from jaxpar.hlo.program.tasks import Origin
 from jaxpar.rehearse.report.schema import CollectiveRow, KernelRow, LintFinding, Memory
 from jaxpar.rehearse.timeline import TaskTime
 

@@ -12,7 +12,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import GPU_POOL, usable_bytes
 from jaxpar.base.jax_compat import compiler_message, option_message
-from jaxpar.hlo.module import Computation, Module
+from jaxpar.hlo.program.module import Computation, Module
 from jaxpar.rehearse.report.schema import Memory
 
 

@@ -2,7 +2,7 @@
 
 from typing import NotRequired, TypedDict
 
-from jaxpar.hlo.tasks import Phase
+from jaxpar.hlo.program.tasks import Phase
 
 GRAPH_SCHEMA = 1
 """The version goes up when a key is renamed, removed or changes its meaning."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.whole_files import write_whole
-from jaxpar.hlo.tasks import Loop, Task
+from jaxpar.hlo.program.tasks import Loop, Task
 from jaxpar.rehearse.cost import COMPUTE, DMA, HOST, HOST_COMPUTE, SIDE
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 from jaxpar.rehearse.timeline import Event

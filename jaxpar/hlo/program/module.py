@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from jaxpar.hlo.text import fields, words_of
+from jaxpar.hlo.program.text import fields, words_of
 
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _WIDTH = re.compile(r"(?:bf|[fsuc])(\d+)")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jaxpar.hlo import opcodes
-from jaxpar.hlo.flops import Multiplied
-from jaxpar.hlo.memory_traffic import HOST
-from jaxpar.hlo.module import Computation, Instruction, Module, Shape
-from jaxpar.hlo.tasks import TaskKind
+from jaxpar.hlo.program import opcodes
+from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
+from jaxpar.hlo.program.tasks import TaskKind
+from jaxpar.hlo.work.flops import Multiplied
+from jaxpar.hlo.work.memory_traffic import HOST
 
 _NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
 _HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives

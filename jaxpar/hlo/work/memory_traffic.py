@@ -7,8 +7,8 @@ put on the chip or the host do not count.
 
 from __future__ import annotations
 
-from jaxpar.hlo.module import Computation, Instruction, Module, Shape
-from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES, ELEMENTWISE, SLICES
+from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
+from jaxpar.hlo.program.opcodes import CALLERS, COLLECTIVES, ELEMENTWISE, SLICES
 
 HOST = 5
 """The memory space of the host, on every platform that has one."""

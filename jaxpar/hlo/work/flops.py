@@ -15,9 +15,9 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple
 
-from jaxpar.hlo.module import Computation, Instruction, Module, Shape
-from jaxpar.hlo.opcodes import CALLERS, GEMM_TARGETS
-from jaxpar.hlo.text import words_of
+from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
+from jaxpar.hlo.program.opcodes import CALLERS, GEMM_TARGETS
+from jaxpar.hlo.program.text import words_of
 
 KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
 """A function (instruction name, its path in jax, its operands' shapes) -> FLOPs of a kernel; None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxpar.hlo.module import Instruction, Module
-from jaxpar.hlo.tasks import CollectiveKind
+from jaxpar.hlo.program.module import Instruction, Module
+from jaxpar.hlo.program.tasks import CollectiveKind
 
 
 def words(text: str) -> frozenset[str]:

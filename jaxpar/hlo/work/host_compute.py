@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxpar.hlo.flops import work_of
-from jaxpar.hlo.memory_traffic import HOST, result_of
-from jaxpar.hlo.module import Computation, Instruction, Module
-from jaxpar.hlo.opcodes import CALLERS, ELEMENTWISE, MOVES, words
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.opcodes import CALLERS, ELEMENTWISE, MOVES, words
+from jaxpar.hlo.work.flops import work_of
+from jaxpar.hlo.work.memory_traffic import HOST, result_of
 
 _TARGET = "HostExecute"
 _ARITHMETIC = ELEMENTWISE - MOVES - words("bitcast broadcast convert pad tuple select")

@@ -16,10 +16,10 @@ from math import prod
 
 import numpy as np
 
-from jaxpar.hlo.module import Computation, Instruction, Module
-from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES
-from jaxpar.hlo.tasks import Collective, CollectiveKind, Groups
-from jaxpar.hlo.text import split
+from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.opcodes import CALLERS, COLLECTIVES
+from jaxpar.hlo.program.tasks import Collective, CollectiveKind, Groups
+from jaxpar.hlo.program.text import split
 
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'?([^'\s,{}]+?)'?(?::\((\d+)\)(\d+))?$")

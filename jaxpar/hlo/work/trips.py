@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-from jaxpar.hlo.module import Computation, Instruction, Module
+from jaxpar.hlo.program.module import Computation, Instruction, Module
 
 Scalar = int  # or a bool
 State = Mapping[int, Scalar]

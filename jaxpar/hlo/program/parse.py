@@ -10,8 +10,8 @@ from collections import defaultdict
 from functools import lru_cache
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.module import Computation, Frame, Instruction, Module, Shape
-from jaxpar.hlo.text import closing, fields, split, unquote, without_comments, words_of
+from jaxpar.hlo.program.module import Computation, Frame, Instruction, Module, Shape
+from jaxpar.hlo.program.text import closing, fields, split, unquote, without_comments, words_of
 
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
 _COMPUTATION = re.compile(

@@ -1,0 +1,4 @@
+"""The two forms of a program. To be read in this order: the typed data of a compiled module
+(`module`), which `parse` makes of its text, by brackets and quotes (`text`); the tasks that a
+module is made into (`tasks`); and what an opcode means for these (`opcodes`).
+"""
