@@ -216,10 +216,18 @@ def test_the_folders_of_a_wing_need_each_other_in_one_direction():
     assert set(order) == set(FOLDERS)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_says_what_is_in_it(folder):
+def rooms_in(folder: str) -> set[str]:
+    """The modules and the folders that lie in a wing or a folder."""
+    below = [module for module in MODULES if module.startswith(f"{folder}.")]
+    return {module.removeprefix(f"{folder}.").split(".")[0] for module in below}
+
+
+@pytest.mark.parametrize("folder", [*(f"jaxpar.{wing}" for wing in FLOOR), *FOLDERS])
+def test_a_wing_or_folder_names_every_room_in_it(folder):
     said = ast.get_docstring(TREES[folder]) or ""
     assert said, f"{folder} does not say what it is for"
+    unnamed = [name for name in sorted(rooms_in(folder)) if f"`{name}`" not in said]
+    assert not unnamed, f"{folder}/__init__.py leaves out of its order {unnamed}"
 
 
 @pytest.mark.parametrize("wing", FLOOR)

@@ -1,5 +1,6 @@
 """Two or more ways to do one thing, timed in turns in one run: `measure` does so, with a training
-step for them, and `generate` with both parts of generation.
+step for them (PyTorch's is `torch_step`), and `generate` with both parts of generation
+(`torch_generate`).
 
 The measurements of the project itself on a GPU stand with the tests (`tests/on_gpu`).
 """

@@ -5,8 +5,8 @@ block-sparse matrices. No kernel knows of a mesh.
     out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, mask)
 
 `masks` is an algebra of what a query may see, which the reference, the kernels and context
-parallelism share. `attention.dispatch` takes the first implementation that can serve; each is held
-against `attention.call.reference`. `block_sparse` takes masks as maps of a matrix's blocks, and
+parallelism share. In `attention`, `dispatch` takes the first implementation that can serve; each is
+held against `call.reference`. `block_sparse` takes masks as maps of a matrix's blocks, and
 `grouped_matmul` serves experts. `weight_forms` says which entries of a stored matrix count.
 """
 

@@ -9,9 +9,11 @@
 
 Its rooms, in the order in which they are read: `targets` are the machines; `arguments` places what
 a function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of it
-(with `link_costs` for collectives), `timeline` plays it out, and `program_report` writes down what
-was found, in the form of `report`. `requested_collectives` lists those that a model asked for.
-`graph` says what another order could reach.
+(with `link_costs` for collectives, and `scheduler_profile` for the same prices as XLA reads them),
+and `timeline` plays it out. `requested_collectives` lists those that a model asked for. `graph`
+says what another order could reach. `report` is the form of what was found, and `program_report`
+fills it in. `_step` puts these together for any function, and `of_config` for the training step of
+a config.
 """
 
 from __future__ import annotations

@@ -1,3 +1,10 @@
 """Tables and pictures: a plan's parameters, its pipeline's schedule, what is kept; the timeline of
 a rehearsal.
+
+Its rooms, in the order in which they are read. Of a plan: `shards` draws arrays on a mesh, `layer`
+one layer, `ring` a split sequence, `masks` what attention sees, `schedule` a pipeline and
+`memory_bars` what fills a memory; `tables` has the same in words, `figures` writes pictures to
+files, and `show` is the command that puts them together. Of a rehearsal: `timeline`,
+`memory_timeline`, `task_graph`, and `compositions` for many of them. Of a run: `losses`, `watch`,
+`profile` and `goodput`.
 """

@@ -7,6 +7,17 @@ conversion.
 `export_run` writes one, and `open_trained` loads either to generate. The other names serve a loop
 of your own: they make a plan from a config, its state, the jitted step, and what the model makes of
 a prompt.
+
+Its rooms, in the order in which they are read: `experiment` is what a config needs to run, and
+`metrics` what is measured of it, with `sinks` for where that goes. Then the folders `optimizer`,
+`step` and `plans`, which make an experiment; `activations`, `state_memory` and `require_memory` say
+what memory it takes. `guard` and `goodput` watch a training. `runs` keeps it in a folder, `restore`
+loads what a folder has, and `distil` is its teacher. `run_data` and `stateful` are what a run reads
+and carries besides; `open_run` puts all of this together. `evaluate` and `evaluations` measure what
+is trained, and `loop`, the last of these, trains.
+
+For a model that was trained there are `trained`, which loads it, `generation`, and `pruned_run`,
+which prunes it at once.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ multiplied, forward and in both backwards.
 
     y_TO = block_sparse.matmul(x_TI, weight_IO, blocks_MN)
 
-`_matmul` takes the kernel that serves, and holds each against `reference`; `tpu` and `triton` have
-the same two products: `multiply` and `weight_gradient`.
+`blocks` lists the blocks that are there. `_matmul` takes the kernel that serves, and holds each
+against `reference`; `tpu` and `triton` have the same two products: `multiply` and
+`weight_gradient`.
 """
 
 from jaxpar.kernels.block_sparse._matmul import block_map, matmul, reference

@@ -1,8 +1,8 @@
 """Goodput: the share of a run's time in which it does work that is kept, and what the rest went on.
 
 `clock` measures one process by cause, `account` adds up the processes of a run and keeps them in
-its folder, and `intervals` says what to expect of an interval between checkpoints where machines
-fail.
+its folder, and `measured` says what checkpoints and faults have cost it until now. `intervals` says
+what to expect of an interval between checkpoints where machines fail.
 """
 
 from jaxpar.train.goodput.account import GOODPUT, Account, Life, Totals, add_up, read_lives

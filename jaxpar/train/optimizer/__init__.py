@@ -1,8 +1,11 @@
-"""The optimizer: what a training asks of it (`definition`), those that a config names
-(`named_optimizers`, `per_matrix`) and those that are given (`given_optimizer`).
+"""The optimizer. To be read in this order: where its state lies (`state_layout`), optimizers that
+take a matrix as a whole (`per_matrix`), and what a training asks of any (`definition`); those that
+a config names (`named_optimizers`, with `learning_rate`); an optimizer's step on some parts of a
+model (`updated_part`), in host memory (`host_update`) and on all of it (`update`).
 
-`state_layout` says where its state lies, `update` applies it, and `host_update` does so in host
-memory. `pruning`, `movement` and `one_shot` take weights away while it trains, or once.
+Weights are taken away by their rank in a matrix (`ranks`) or their `movement`, while it trains
+(`pruning`, `sparse_decay`) or once (`one_shot`). `given_optimizer` has optimizers of one's own, and
+comes last.
 """
 
 from jaxpar.train.optimizer.definition import (
