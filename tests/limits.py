@@ -48,20 +48,23 @@ def cost_of(run: Callable[[], T]) -> Cost[T]:
 
 
 class Watch:
-    """Counts seconds from when it is made, without those in which the thread that waited most for
-    a processor did so. Threads that wait one after another leave more of them in the count, so it
-    is rather too long than too short.
+    """Counts seconds from when it is made, without those in which a thread of this process waited
+    for a processor. Threads may do so at the same time, where it is their own work that keeps the
+    processors busy: so it never counts less than the processors have worked for this process. What
+    a thread has waited that has ended meanwhile is counted.
     """
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        self._worked = time.process_time()
         self._queued = _queued()
 
     def seconds(self) -> float:
         """The seconds until now."""
         passed = time.monotonic() - self._began
+        worked = time.process_time() - self._worked
         queued = [now - self._queued.get(thread, 0.0) for thread, now in _queued().items()]
-        return passed - max(queued, default=0.0)
+        return max(worked, passed - sum(queued))
 
 
 def _queued() -> dict[str, float]:

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from limits import Watch, at_most, cost_of
 
 BUSY = "while True: pass"
-WORK = 0.2
+WORK = 0.1
 """Seconds of a processor, some of its slices of time, of which others take as many."""
 
 pytestmark = pytest.mark.skipif(
@@ -50,6 +51,20 @@ def test_what_others_take_of_the_machine_is_not_counted(one_of_three):
     # this thread gets a third, where nothing else runs
     assert passed > 1.5 * WORK
     assert WORK <= counted < 1.4 * WORK
+
+
+@pytest.mark.slow
+def test_threads_that_wait_one_after_another_are_not_counted(one_of_three):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+        def chain() -> None:
+            for _ in range(2):
+                pool.submit(work).result()
+                work()
+
+        counted = cost_of(chain).seconds
+    assert 4 * WORK <= counted < 1.4 * 4 * WORK
 
 
 def test_a_trial_that_sleeps_is_counted():
