@@ -194,6 +194,11 @@ def launch(
 
 def _failed(error: Exception, max_failures: int) -> ProcessesFailed:
     """What to say where the processes may not start again, with the exit code of what they met."""
+    if (failure := getattr(error, "controller_failure", None)) is not None:
+        # met before a process trains, as a module that cannot be imported: not tried again
+        failed = ProcessesFailed(f"the processes could not begin: {_last_line(failure)}")
+        failed.exit_code = 1
+        return failed
     found = list(getattr(error, "worker_failures", {}).values())
     said = f"the processes failed, and {max_failures} restarts were allowed"
     code = 1
@@ -206,6 +211,11 @@ def _failed(error: Exception, max_failures: int) -> ProcessesFailed:
     failed = ProcessesFailed(said)
     failed.exit_code = code
     return failed
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of what an error says: of one that Ray hands on, what was raised there."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _has_ended(failure: Exception) -> bool:

@@ -105,3 +105,15 @@ def test_the_exit_code_says_what_the_processes_met() -> None:
     assert _failed(_Failed(PeerLost("gone"), died), 3).exit_code == 75
     assert _failed(_Failed(died, CopiesDiffer("device 1")), 0).exit_code == 77
     assert _failed(_Failed(ValueError("a bug")), 0).exit_code == 1
+
+
+class _NotBegun(Exception):
+    """As Ray raises it where no process came to train."""
+
+    controller_failure = RuntimeError("ray::train()\nImportError: no module is named so")
+
+
+def test_what_kept_the_processes_from_beginning_is_said() -> None:
+    failed = _failed(_NotBegun(), 3)
+    assert str(failed) == "the processes could not begin: ImportError: no module is named so"
+    assert failed.exit_code == 1
