@@ -94,7 +94,10 @@ def make_masking(data: DataConfig, vocab_size: int, tokenizer: Tokenizer | None)
                 "data.mask_whole_words=true needs the tokenizer, and these tokens come without "
                 "one: leave it out"
             )
-        return Masking(data.mask_rate, hidden_id, hidden_id or vocab_size, special_V, None)
+        ids = vocab_size
+        if hidden_id and hidden_id == vocab_size - 1:  # no text has it
+            ids = hidden_id
+        return Masking(data.mask_rate, hidden_id, ids, special_V, None)
     special_V[[id for id in _special_ids(tokenizer) if id < vocab_size]] = True
     words = _words(tokenizer, vocab_size) if data.mask_whole_words else None
     return Masking(data.mask_rate, hidden_id, tokenizer.vocab_size, special_V, words)

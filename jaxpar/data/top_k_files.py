@@ -180,6 +180,19 @@ class Writer:
         self._log_probs.write(log_probs_BSk[:rows].astype("<f4").tobytes())
 
 
+def require_no_answers(folder: Path) -> None:
+    """Refuse to write where answers are already.
+
+    Args:
+      folder: where they are to go.
+
+    Raises:
+      UserError: it has answers.
+    """
+    if is_top_k_folder(folder):
+        raise UserError(f"{folder} has a teacher's answers already: name another --out")
+
+
 @contextmanager
 def writing_answers(folder: Path, header: Header) -> Iterator[Writer]:
     """Give a writer of a folder; its header is written once all else is.
@@ -194,8 +207,7 @@ def writing_answers(folder: Path, header: Header) -> Iterator[Writer]:
     Raises:
       UserError: the folder has answers already, or cannot be written.
     """
-    if is_top_k_folder(folder):
-        raise UserError(f"{folder} has a teacher's answers already: name another --out")
+    require_no_answers(folder)
     with replacing(folder / _IDS) as ids, replacing(folder / _LOG_PROBS) as log_probs:
         yield Writer(header, ids, log_probs)
     write_whole(folder / HEADER, json.dumps(header._asdict(), indent=1) + "\n")

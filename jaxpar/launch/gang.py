@@ -404,7 +404,10 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     context = ray.train.get_context()
     if "sizes" in job:
         job = {**job, "config": job["sizes"][context.get_world_size()]}
-    config, folder = read_job(job)
+    try:
+        config, folder = read_job(job)
+    except UserError as error:
+        return _mistake(error)
     try:
         if config.mesh.platform == "cpu":
             _say_who(context.get_world_rank(), context.get_world_size())
@@ -418,10 +421,15 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     except (PeerLost, CopiesDiffer):
         raise  # Ray starts all again
     except UserError as error:
-        return {"error": str(error), "exit_code": error.exit_code}
+        return _mistake(error)
     finally:
         if config.mesh.platform == "cpu":
             jax.distributed.shutdown()
+
+
+def _mistake(error: UserError) -> dict[str, Any]:
+    """What is returned of a mistake of the user's."""
+    return {"error": str(error), "exit_code": error.exit_code}
 
 
 def _report(step: int, row: Mapping[str, float]) -> None:

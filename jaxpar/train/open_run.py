@@ -364,11 +364,12 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
     note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.first)
     if note:
         say(note)
-    run_together(lambda: _require_as_much(run, beside["training_tokens"]))
+    run_together(lambda: _require_as_much(run, beside.get("training_tokens")))
     changed = told_by_first(run.compared.changed)
-    if beside["iterator"] is not None:
+    place = beside.get("iterator")
+    if place is not None:
         try:
-            run_together(lambda: data.set_state(beside["iterator"]))
+            run_together(lambda: data.set_state(place))
         # whatever an iterator says that finds other data, here or on another process
         except Exception as error:
             if not changed:

@@ -26,6 +26,8 @@ from jaxpar.train.restore import (
 from jaxpar.train.run_data import load_run_corpus
 from jaxpar.train.step import batch_rows, put_batch
 
+_MOST_COUNTED = 2**31
+
 
 def prune_run(
     config: Config,
@@ -92,5 +94,11 @@ def _share_of_zeros(params: Params) -> float:
     """The share of the entries of the blocks' matrices that is zero."""
     blocks = params["blocks"]
     matrices = [blocks[name] for name in MATRICES if name in blocks]
-    zeros = sum(int((leaf == 0).sum()) for leaf in matrices)
-    return zeros / sum(leaf.size for leaf in matrices)
+    return sum(map(_zeros, matrices)) / sum(leaf.size for leaf in matrices)
+
+
+def _zeros(x: jax.Array) -> int:
+    """Count zeros, in parts whose number int32 holds."""
+    if x.size < _MOST_COUNTED:
+        return int((x == 0).sum())
+    return sum(_zeros(part) for part in x)

@@ -2,6 +2,7 @@
 
 import threading
 import uuid
+from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -196,6 +197,21 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
     with pytest.raises(UserError, match=r"s3://b needs s3fs .*pip install 'jaxpar\[cloud\]'"):
         Bucket("s3://b")
+
+
+def test_a_copy_that_another_process_removes_meanwhile_is_none(bucket, monkeypatch):
+    bucket.write("a/x", bytes(1000))
+    bucket.write("b/x", bytes(1000))
+    there = local_path(f"{bucket.url}/a").parent
+    listed = Path.rglob
+
+    def removed_meanwhile(folder, pattern):
+        if folder == there:
+            raise FileNotFoundError(folder)
+        return listed(folder, pattern)
+
+    monkeypatch.setattr(Path, "rglob", removed_meanwhile)
+    assert local_path(f"{bucket.url}/b").exists()
 
 
 def test_copies_that_were_not_asked_for_lately_go_first(bucket, monkeypatch):

@@ -48,6 +48,13 @@ def rows(count: int, length: int = 256) -> dict[str, np.ndarray]:
     return {"tokens": whole[:, :-1], "labels": whole[:, 1:]}
 
 
+def test_without_a_tokenizer_others_are_drawn_from_the_whole_vocabulary() -> None:
+    in_the_middle = make_masking(replace(MASKED, mask_token=103), 30_522, None)
+    last = make_masking(replace(MASKED, mask_token=256), 257, None)
+    assert in_the_middle is not None and last is not None
+    assert (in_the_middle.ids, last.ids) == (30_522, 256)
+
+
 def test_of_those_chosen_most_are_hidden_some_replaced_and_some_stay() -> None:
     batch = rows(400)
     made = corrupt(batch, range(400), (0, 0), masking_of())

@@ -15,6 +15,7 @@ from whole_model import VOCAB, Mixer, config_on, mixer
 
 import jaxpar
 from jaxpar import plan, train, verify
+from jaxpar.base.config import override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.models import OwnModel, nnx_model
@@ -43,6 +44,17 @@ def test_a_wrong_collective_of_its_own_is_found() -> None:
     wrong = OwnModel("Halved", good.init_params, halved, good.axes, 256, 64)
     found = verify.config(jaxpar.make_experiment(config_on(**MESH), model=wrong), jax.devices())
     assert not found.equal
+
+
+def test_given_parameters_are_cast_to_the_dtype_that_is_stored() -> None:
+    config = override(config_on(), {"precision.params": "bfloat16"})
+    experiment = jaxpar.make_experiment(config, jax.devices()[:1], model=mixer())
+    model = experiment.model
+    given = model.init(jax.random.key(0))
+    made = init_state(model, experiment.config, experiment.plan, given).params
+    wanted = jax.tree.map(lambda leaf: leaf.dtype, experiment.state.params)
+    assert jax.tree.map(lambda leaf: leaf.dtype, made) == wanted
+    assert jnp.bfloat16 in jax.tree.leaves(wanted)
 
 
 def test_it_is_laid_out_by_its_names() -> None:

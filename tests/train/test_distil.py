@@ -19,7 +19,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.data.streams.tokens import Tokens
-from jaxpar.data.top_k_files import describe, open_answers, writing_answers
+from jaxpar.data.top_k_files import HEADER, describe, open_answers, writing_answers
 from jaxpar.models import Params
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.distil import open_teacher, write_top_k
@@ -117,6 +117,12 @@ def written(text: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory)
     config = config_of(text, **{"model.layers": 2, "train.batch": 6, "train.accumulation": 3})
     write_top_k(config, teacher, folder, 6)
     return folder
+
+
+def test_a_folder_with_answers_is_refused_before_a_teacher_is_read(tmp_path: Path) -> None:
+    (tmp_path / HEADER).touch()
+    with pytest.raises(UserError, match="has a teacher's answers already: name another --out"):
+        write_top_k(Config(), tmp_path / "no teacher", tmp_path, 6)
 
 
 def student_of(text: Path, folder: Path, **changes: Any) -> Config:

@@ -5,7 +5,9 @@ are not; without a training.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ import pytest
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
+from jaxpar.train.runs import local_tier
 from jaxpar.train.runs.local_tier import LocalTier
+from jaxpar.train.runs.run_lock import RunLock
 from jaxpar.train.runs.starts import Starts, note_start, read_starts
 
 pytestmark = pytest.mark.quick
@@ -43,6 +47,21 @@ def steps_of(run: Path) -> list[int]:
     tier = tier_of(run)
     tier.release()
     return tier.steps
+
+
+def test_a_folder_is_given_back_where_another_process_cannot_take_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_on_another(work: Callable[[], Any]) -> Any:
+        found = work()
+        if isinstance(found, RunLock):
+            raise UserError("process 1 cannot go on")
+        return found
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="cannot go on"):
+        patched.setattr(local_tier, "run_together", fails_on_another)
+        tier_of(tmp_path / "run")
+    tier_of(tmp_path / "run").release()
 
 
 def test_a_run_finds_its_newest_local_steps(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 import jaxpar.train.evaluate as evaluate_module
 import jaxpar.train.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
+import jaxpar.train.loop.call as call_module
 import jaxpar.train.loop.run_step as step_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
@@ -32,6 +34,7 @@ from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.folder.run_folder import read_run_config
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
@@ -135,6 +138,16 @@ class Counted:
 
     def load_state_dict(self, state: dict[str, list[int]]) -> None:
         self.steps = state["steps"]
+
+
+@pytest.mark.quick
+def test_damage_of_step_100_is_not_blamed_on_step_10(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    opened: Any = SimpleNamespace(source=checkpoints, first=10, is_new=False)
+    for step, own in [(100, False), (10, True)]:
+        with pytest.raises(DamagedCheckpoint) as raised:
+            checkpoints.data(step)
+        assert call_module._is_of_first_step(opened, raised.value) == own
 
 
 def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_the_bit(

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from jaxpar.parallel.remat import named
-from jaxpar.train.guard.named_counts import with_counts
+from jaxpar.train.guard.named_counts import count_nonfinite, with_counts
 
 pytestmark = pytest.mark.quick
+
+
+def test_more_entries_than_int32_counts_are_not_counted_as_none() -> None:
+    logits = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32)
+    assert jax.eval_shape(count_nonfinite, logits).dtype == jnp.float32
+    assert jax.eval_shape(count_nonfinite, jnp.zeros(3)).dtype == jnp.int32
 
 
 @jax.custom_vjp

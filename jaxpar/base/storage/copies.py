@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
@@ -99,15 +100,20 @@ def _copies() -> Path:
 
 def _remove_old_copies(but: Path) -> None:
     """Remove copies that were not asked for lately, the oldest first, until the others fit."""
-    sizes = {}
-    for folder in _copies().iterdir():
-        index = folder / "index.json"
-        if index.exists():
-            files = (file for file in folder.rglob("*") if file.is_file())
-            sizes[folder] = sum(file.stat().st_size for file in files)
-    too_much = sum(sizes.values()) - COPIES_BYTES
-    for folder in sorted(sizes, key=lambda folder: folder.stat().st_mtime):
-        is_old = time.time() - folder.stat().st_mtime > _IN_USE_SECONDS
+    found = sorted(_states())
+    too_much = sum(size for _, size, _ in found) - COPIES_BYTES
+    for asked, size, folder in found:
+        is_old = time.time() - asked > _IN_USE_SECONDS
         if too_much > 0 and is_old and folder != but:
             shutil.rmtree(folder, ignore_errors=True)
-            too_much -= sizes[folder]
+            too_much -= size
+
+
+def _states() -> Iterator[tuple[float, int, Path]]:
+    """When each copy was last asked for, its bytes and its folder."""
+    for folder in _copies().iterdir():
+        with suppress(FileNotFoundError):  # another process may be removing it
+            if (folder / "index.json").exists():
+                files = (file for file in folder.rglob("*") if file.is_file())
+                size = sum(file.stat().st_size for file in files)
+                yield folder.stat().st_mtime, size, folder

@@ -10,7 +10,13 @@ import jax
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import machine_memory
-from jaxpar.data.top_k_files import Header, describe, windows_in_order, writing_answers
+from jaxpar.data.top_k_files import (
+    Header,
+    describe,
+    require_no_answers,
+    windows_in_order,
+    writing_answers,
+)
 from jaxpar.train.distil.answers import answered_shapes, compile_answers
 from jaxpar.train.plans import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
@@ -50,6 +56,7 @@ def write_top_k(
         raise UserError(
             f"--top-k is 1 to model.vocab_size={config.model.vocab_size}, and was given {k}"
         )
+    require_no_answers(out)
     if config.data.objective != "next":
         raise UserError(
             f"--top-k is of the next token, and data.objective={config.data.objective}: try "

@@ -6,6 +6,7 @@ function is traced, and its trace is run with a count beside each name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,16 +19,32 @@ from jaxpar.base.layout.activation_names import NAMES
 
 T = TypeVar("T")
 Counts = dict[str, jax.Array]
-"""The number of entries that are not finite, an int32 scalar a name."""
-
+"""The number of entries that are not finite, a scalar a name."""
 
 _MAY_BE_INFINITE = "attention_lse"
 """The log-sum-exp of a token that sees no other is minus infinity, and right."""
 
 
 def count_nonfinite(x: jax.Array) -> jax.Array:
-    """Count the entries of an array that are NaN or infinite, an int32 scalar."""
-    return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
+    """Count the entries of an array that are NaN or infinite, a scalar (see `count_true`)."""
+    return count_true(~jnp.isfinite(x))
+
+
+def count_true(x: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
+    """Count what is true.
+
+    Args:
+      x: an array of bool.
+      dims: those that are counted over; None = all.
+
+    Returns:
+      The counts in int32. Where it may not hold them, in float32, rounded: of 2**32 entries that
+      are all true int32 has 0.
+    """
+    over = range(x.ndim) if dims is None else dims
+    most = math.prod(x.shape[dim] for dim in over)
+    dtype = jnp.int32 if most < 2**31 else jnp.float32
+    return jnp.sum(x, tuple(over), dtype=dtype)
 
 
 def with_counts(function: Callable[..., T], *args: Any) -> tuple[T, Counts]:

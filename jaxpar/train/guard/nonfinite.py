@@ -7,7 +7,6 @@ each parameter, last layer first. Nothing of the state is changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +23,10 @@ from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.guard.layer_by_layer import Forward
-from jaxpar.train.guard.named_counts import count_nonfinite
+from jaxpar.train.guard.layer_by_layer import Batch, Forward
+from jaxpar.train.guard.named_counts import count_nonfinite, count_true
 from jaxpar.train.step import TrainState, cut_microbatches, dropout_key, gradients, loss_weights
 
-Batch = Mapping[str, jax.Array]
 _PARTS = ("embed", "blocks", "head")
 
 
@@ -108,8 +106,7 @@ def _count_by_layer(x: jax.Array, axes: Any) -> jax.Array:
     """Count what is not finite, [layers] for an array that is stacked over them."""
     x = on_device(x)
     stacked = axes[:1] == ("layers",)
-    dims = tuple(range(int(stacked), x.ndim))
-    return jnp.sum(~jnp.isfinite(x), dims, dtype=jnp.int32)
+    return count_true(~jnp.isfinite(x), range(int(stacked), x.ndim))
 
 
 def _weights(experiment: Experiment, state: TrainState[jax.Array], batch: Batch) -> str:

@@ -16,7 +16,6 @@ from jax.stages import Compiled
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console
-from jaxpar.base.errors import with_urls
 from jaxpar.base.process.machine_notice import MachineNotice
 from jaxpar.base.process.stopping import Stop
 from jaxpar.base.process.together import raised_together, run_together
@@ -121,9 +120,9 @@ def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
     """
     if not isinstance(error, DamagedCheckpoint) or isinstance(error, UnreadCheckpoint):
         return False
-    # weights to begin from may be another run's checkpoint
-    place = with_urls(str(opened.source.folder / str(opened.first)))
-    return jax.process_count() == 1 and not opened.is_new and place in str(error)
+    # another step may have been read too, as that of a run whose weights are begun from
+    place = opened.source.folder / str(opened.first)
+    return jax.process_count() == 1 and not opened.is_new and error.place == place
 
 
 def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:

@@ -110,8 +110,10 @@ def require_step(checkpoints: Checkpoints, step: int, found: int) -> None:
       DamagedCheckpoint: the two differ.
     """
     if found != step:
+        place = checkpoints.folder / str(step)
         raise DamagedCheckpoint(
-            f"checkpoint {checkpoints.folder / str(step)} is step {found} under another name"
+            f"checkpoint {place} is step {found} under another name",
+            place,
         )
 
 

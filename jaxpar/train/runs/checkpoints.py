@@ -106,7 +106,7 @@ class Checkpoints:
             self._complete(step)
             found = require_whole(place, step, depth)
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"checkpoint {place} is damaged: {error}") from error
+            raise DamagedCheckpoint(f"checkpoint {place} is damaged: {error}", place) from error
         if found is None:
             self._say(
                 f"checkpoint {place} has no {MANIFEST}, as those of an earlier version: it is "
@@ -187,10 +187,12 @@ class Checkpoints:
             raise
         # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
         except Exception as error:
-            why = f"checkpoint {self.folder / str(step)} cannot be read ({first_line(error)})"
+            place = self.folder / str(step)
+            why = f"checkpoint {place} cannot be read ({first_line(error)})"
             # a run beside may be removing it, or a copy of it may be under way
             raise DamagedCheckpoint(
-                f"{why}: try again if a run or a copy is writing there, or take another step"
+                f"{why}: try again if a run or a copy is writing there, or take another step",
+                place,
             ) from error
 
     def _await_save(self) -> None:
@@ -204,7 +206,7 @@ class Checkpoints:
             self._copy.complete(step)
         # a bucket that does not answer has not damaged anything
         except NotAsSent as error:
-            raise DamagedCheckpoint(str(error)) from error
+            raise DamagedCheckpoint(str(error), self.folder / str(step)) from error
 
 
 def first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,11 @@ class LocalTier:
         starts = run_together(lambda: begin_starts(run) if main else Starts("", ()))
         self._starts = _starts_from_first(starts)
         self._parts = _parts_of(state, order)
-        self._lock = run_together(self._take)
-        try:
+        with ExitStack() as stack:  # another process may fail where this one does not
+            self._lock = run_together(lambda: stack.enter_context(closing(self._take())))
             self._whole = run_together(self._find_whole)
             self._rows = _steps_of_all(sorted(self._whole))
-        except BaseException:
-            self.release()
-            raise
+            stack.pop_all()
         self.steps = sorted(set.intersection(*self._rows))
 
     def _take(self) -> RunLock:

@@ -75,6 +75,8 @@ def _given_params(params: Params, model: AnyModel, plan: Plan, shapes: Params) -
     order = stored_order(plan, model.config.layers)
 
     def start(params: Params) -> Params:
+        if order is None:
+            return as_stored(params, model, plan)
         reorder = partial(reorder_layers, before=None, after=order, layers=model.config.layers)
         blocks = jax.tree.map(reorder, params["blocks"])
         return as_stored(params | {"blocks": blocks}, model, plan)

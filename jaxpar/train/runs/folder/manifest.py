@@ -55,7 +55,15 @@ what is large; or every byte.
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not as it was saved, or cannot be read."""
+    """A checkpoint is not as it was saved, or cannot be read.
+
+    Attributes:
+      place: the folder of its step; None = it is not known here.
+    """
+
+    def __init__(self, message: object = "", place: Path | None = None):
+        super().__init__(message)
+        self.place = place
 
 
 class UnreadCheckpoint(DamagedCheckpoint):
