@@ -52,6 +52,7 @@ __all__ = [
     "MayBeZero",
     "has_window",
     "layer_masks",
+    "mean_keys",
     "reach",
     "read_word",
     "register_mask",
@@ -228,6 +229,28 @@ def has_window(word: str) -> bool:
 def reach(word: str, seq_len: int) -> int:
     """Return how many keys a query late in a sequence may see, blocks of the future included."""
     return min(seq_len, read_word(word).reach(seq_len))
+
+
+def mean_keys(word: str, seq_len: int) -> float:
+    """Estimate how many keys a query sees, in the mean over a sequence.
+
+    A causal query sees none that come after it: the first sees one key, and only those further in
+    than the word's reach see all of it.
+
+    Args:
+      word: a word of `model.masks`.
+      seq_len: the length of the sequence, in tokens.
+
+    Returns:
+      The number of keys.
+
+    Raises:
+      UserError: as `read_word`.
+    """
+    keys = reach(word, seq_len)
+    if read_word(word).looks_ahead:
+        return float(keys)
+    return keys * (1 - keys / (2 * seq_len))
 
 
 def shrink_mask(word: str, before: int, seq_len: int) -> str:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
 from jaxpar.base.layout.plan import Overlap
 from jaxpar.models import Model, Params, in_parts
@@ -163,11 +164,14 @@ def trial(experiment: Experiment, target: Target | None) -> float:
     few = in_parts(experiment.model, "overlap auto").with_config(
         dataclasses.replace(sizes, layers=layers, dropout=0.0)
     )
-    traced, arguments = _blocks(few, experiment)
+    platforms = None if target is None else (target.platform,)
+    with compiling_for(experiment.plan.mesh.devices.flat[0]):
+        traced, arguments = _blocks(few, experiment)
+        lowered = traced.lower(lowering_platforms=platforms)
+    compiled = lowered.compile()
     if target is None:
-        seconds = _time(traced.lower().compile(), arguments) / layers
+        seconds = _time(compiled, arguments) / layers
         return float(multihost_utils.broadcast_one_to_all(np.float64(seconds)))
-    compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
     text = compiled.as_text() or ""
     return simulate(text, experiment.plan.mesh, target).seconds / layers
 

@@ -25,7 +25,7 @@ from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.layout.activation_names import NAMES, Action, Keep
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import output_axis
-from jaxpar.models.masks import reach
+from jaxpar.models.masks import mean_keys
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.plan.communication import recompute_bytes, step_collectives
 from jaxpar.plan.memory_account import loss_cut
@@ -317,8 +317,8 @@ def _attention_flops(experiment: Experiment) -> float:
     rows = experiment.sequences
     pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
     width = model.heads * model.head_size
-    keys = sum(reach(word, S) for word in model.masks) / model.kinds
-    return 4.0 * rows * S * keys * width / 2 / pieces
+    keys = sum(mean_keys(word, S) for word in model.masks) / model.kinds
+    return 4.0 * rows * S * keys * width / pieces
 
 
 def costs_of(experiment: Experiment, hardware: Hardware) -> ActionCosts:

@@ -12,6 +12,7 @@ import jax
 from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.layout.activation_names import NAMES
+from jaxpar.models.parameters import vocab_rows
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
@@ -147,7 +148,9 @@ def loss_cut(experiment: Experiment) -> LossCut:
       The sizes of one device's part.
     """
     plan = experiment.plan
-    V, D = experiment.model.shapes()["embed"]["tokens"].shape
+    # An embedding of one's own need not have a table from which they could be read.
+    V = vocab_rows(experiment.config.model)
+    D = experiment.config.model.embed
     sequences = experiment.sequences // plan.size("batch")
     tokens = max(
         sequences * experiment.config.data.seq_len // plan.size("seq") // plan.size("stage"),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
@@ -409,7 +410,9 @@ def compiled_bytes(
     batch_in_host = jax.tree.map(lambda _: False, experiment.batch)
     host = (experiment.in_host, batch_in_host)
     step = make_train_step(model, experiment.config, plan, experiment.optimizer)
-    _, lowered = lower_for(step, arguments, host, platform)
+    # A plan of one device has no mesh from which a kernel could see the chip.
+    with compiling_for(plan.mesh.devices.flat[0]):
+        _, lowered = lower_for(step, arguments, host, platform)
     try:
         compiled = compile_absent(lowered)
         return (

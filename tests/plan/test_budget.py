@@ -17,6 +17,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.program.parse import parse_module
+from jaxpar.kernels.attention import triton_tiles
 from jaxpar.plan import memory_search as subject
 from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
@@ -347,6 +348,24 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
 
 
 @pytest.mark.slow
+@needs_cuda
+def test_a_budget_is_compiled_with_the_tiles_of_an_absent_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One device has no mesh from which attention could see its chip."""
+    target = load_target("h100x1")
+    devices = target.devices()
+    config = override(config_of("llama", compute="bfloat16"), {"data.pack": True})
+
+    def tile_sizes_for(h: int, dtype: str, device_kind: str) -> None:
+        raise LookupError(device_kind)  # what comes after it would take long
+
+    monkeypatch.setattr(triton_tiles, "tile_sizes_for", tile_sizes_for)
+    with pytest.raises(LookupError) as asked:
+        compiled_bytes(make_experiment(config, devices), "cuda")
+    assert asked.value.args == (devices[0].device_kind,)
+
+
 @needs_cuda
 def test_the_solved_plan_fits_the_compiled_program() -> None:
     checked("llama", "fsdp=2 x tensor=2", 0.5)

@@ -19,6 +19,7 @@ from jaxpar.plan.choose_remat import (
     Item,
     Option,
     Solution,
+    _attention_flops,
     costs_of,
     frontier,
     items_of,
@@ -122,6 +123,26 @@ def test_what_is_made_again_costs_its_matmul():
     assert {option.action for option in found["block_input"].options} == {"save", "offload"}
     assert found["attention_out"].names == ("attention_out", "attention_lse")
     assert all(len(item.options) == 2 or item.names[0] != "block_input" for item in found.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "masks", "seen"),
+    [
+        ("bert", "full", 64),
+        ("modernbert", "local(8)", 17),
+        ("llama", "causal", 32),
+        ("llama", "window(16)", 16 * (1 - 16 / 128)),
+    ],
+)
+def test_attention_made_again_costs_what_its_mask_shows(
+    family: str, masks: str, seen: float
+) -> None:
+    """4 FLOPs for each query, key that it sees and entry of the heads; the sequence has 64."""
+    config = override(config_of(family), {"model.masks": (masks,), "data.seq_len": 64})
+    experiment = experiment_of(config, make_plan(config, jax.devices()[:1]))
+    sizes = config.model
+    width = sizes.heads * sizes.head_size
+    assert _attention_flops(experiment) == 4 * experiment.sequences * 64 * seen * width
 
 
 @pytest.mark.parametrize(

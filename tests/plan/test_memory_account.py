@@ -13,15 +13,17 @@ from typing import Any
 import jax
 import pytest
 from experiments import experiment_of
+from flax import nnx
 from rich.console import Console
 from tiers import needs_libtpu
 from traced_steps import config_of
 
 from jaxpar import rehearse
-from jaxpar.base.config import Config, load_config, override
+from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
+from jaxpar.models.parameters import vocab_rows
 from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
@@ -47,6 +49,24 @@ ALONE = override(
 
 def plan_for(config: Config) -> Any:
     return make_plan(config, jax.devices()[:2])
+
+
+class OwnEmbed(nnx.Module):
+    """An embedding of one's own, whose table is Flax's and has another name than ours."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        table = nnx.with_partitioning(nnx.initializers.normal(0.1), ("vocab", "embed"))
+        self.tokens = nnx.Embed(vocab_rows(config), config.embed, embedding_init=table, rngs=rngs)
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        return self.tokens(tokens_BS)
+
+
+def test_an_embedding_of_ones_own_is_accounted_as_ours():
+    plan = plan_for(FSDP)
+    ours = experiment_of(FSDP, plan)
+    own = replace(ours, model=Model(FSDP.model, embed=OwnEmbed))
+    assert memory_account(own, "cpu") == memory_account(ours, "cpu")
 
 
 def test_the_state_is_what_the_compiled_step_is_given():
