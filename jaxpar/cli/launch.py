@@ -201,13 +201,20 @@ def split_over(words: list[str]) -> tuple[list[str], list[str]]:
       words: the words behind the command.
 
     Returns:
-      The words that follow `--over`, up to the next flag, and all others.
+      The words that follow each `--over`, or its `=`, up to the next flag, and all others.
     """
-    if "--over" not in words:
-        return [], words
-    begin = words.index("--over")
-    end = next(
-        (i for i in range(begin + 1, len(words)) if words[i].startswith("-")),
-        len(words),
-    )
-    return words[begin + 1 : end], words[:begin] + words[end:]
+    over: list[str] = []
+    rest: list[str] = []
+    inside = False
+    for word in words:
+        if word == "--over":
+            inside = True
+        elif word.startswith("--over="):
+            inside = True
+            over.append(word.removeprefix("--over="))
+        elif inside and not word.startswith("-"):
+            over.append(word)
+        else:
+            inside = False
+            rest.append(word)
+    return over, rest

@@ -15,6 +15,13 @@ def test_every_combination_in_the_order_of_the_words():
     assert grid(over) == [[f"mesh.tensor={size}", mask] for size in (1, 2) for mask in masks]
 
 
+def test_every_over_is_read_with_and_without_its_equals_sign():
+    assert split_over(["--over", "a.b=1", "--over", "c.d=x,y", "--run", "r", "--over=e.f=1,2"]) == (
+        ["a.b=1", "c.d=x,y", "e.f=1,2"],
+        ["--run", "r"],
+    )
+
+
 def test_a_list_of_two_words_is_one_value():
     assert grid(["model.masks=[window(8),causal],[bigbird(3, 1)]"]) == [
         ["model.masks=[window(8),causal]"],
