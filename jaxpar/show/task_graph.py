@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from jaxpar.base.errors import UserError
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 from jaxpar.rehearse.report.task_graph import OrderRow, TaskGraph, TaskRow
-from jaxpar.show.timeline import COLORS, REST, draw_lanes, rows_of
+from jaxpar.show.timeline import COLORS, PHASES, REST, draw_lanes, rows_of
 
 _CRITICAL = "#d40000"
 _EDGE = "#b0b0b0"
@@ -65,8 +65,12 @@ def task_graph_figure(report: Rehearsal) -> Figure:
     axes[1].set_xlabel("ms from the start of the step")
     if body.tasks:
         _draw_body(axes[2], body, scopes)
-    kinds = {*played["kinds"], *listed["kinds"], *played["phases"]}
-    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
+    drawn = {*played["kinds"], *listed["kinds"]}
+    colors = COLORS
+    if rows_of(played)[0] == "phase":
+        drawn.update(played["phases"])
+        colors = COLORS | PHASES
+    handles = [Patch(color=color, label=name) for name, color in colors.items() if name in drawn]
     handles.append(Patch(color=_CRITICAL, label="critical path"))
     figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=9)
     return figure

@@ -25,7 +25,7 @@ COLORS = {
     "ppermute": "#d16ba5",
 }
 REST = "#dddddd"  # control, loops
-_PHASES = {
+PHASES = {
     "forward": "#cfe3cf",
     "recomputed": "#f3e3b3",
     "backward": "#f2cfc4",
@@ -116,7 +116,7 @@ def _draw_close_up(
 def _add_legend(figure: Figure, timelines: list[TimelineColumns], with_phases: bool) -> None:
     """Name the colors of what is drawn."""
     found = {name for timeline in timelines for name in (*timeline["kinds"], *timeline["phases"])}
-    colors = COLORS | _PHASES if with_phases else COLORS
+    colors = COLORS | PHASES if with_phases else COLORS
     handles = [Patch(color=color, label=kind) for kind, color in colors.items() if kind in found]
     figure.legend(
         handles=handles,
@@ -160,8 +160,8 @@ def draw_lanes(axes: Axes, timeline: TimelineColumns, begin: float, end: float) 
         if sum(span) < begin or span[0] > end:
             continue
         bars[int(lane) + first, COLORS.get(kind, REST)].append(span)
-        if first and timeline["lanes"][int(lane)] == "compute" and phase in _PHASES:
-            bars[0, _PHASES[phase]].append(span)
+        if first and timeline["lanes"][int(lane)] == "compute" and phase in PHASES:
+            bars[0, PHASES[phase]].append(span)
     for (row, color), spans in bars.items():
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, linewidth=0)
     axes.set_yticks(range(len(rows)), rows)

@@ -31,7 +31,11 @@ def test_both_orders_and_a_trip_are_drawn_with_its_critical_path():
     costs = {path: Cost(one.flops, (one.shape,)) for path, one, _ in walk_paths(program.nodes)}
     report = fake_rehearsal(layers=1)
     report["graph"] = task_graph_of("HloModule m\n\nENTRY e {\n}\n", program, costs, 15e-3)
-    played, listed, trip = task_graph_figure(report).axes
+    figure = task_graph_figure(report)
+    played, listed, trip = figure.axes
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert played.get_yticklabels()[0].get_text() == "phase"
+    assert {"forward", "backward"} < set(named), "what the row of phases is drawn in"
     assert played.get_title("left").endswith("15 ms in the compiler's order")
     # three trips that need nothing of one another take turns on the links
     assert "10 ms" not in listed.get_title("left")
