@@ -108,3 +108,4 @@ def test_the_wrong_gradient_nearest_to_the_loss() -> None:
     assert nearest_to_loss(wrong(table, q, up)) == "blocks.q of layer 1"
     assert nearest_to_loss(wrong(table, up)) == "blocks.up of layer 0"
     assert nearest_to_loss(wrong(table, q, up, ("head.norm.scale", None))) == "head.norm.scale"
+    assert nearest_to_loss(wrong(q, ("distill.project", None))) == "distill.project"

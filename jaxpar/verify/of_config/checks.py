@@ -20,6 +20,7 @@ from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
+from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.parallel import Ops
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
@@ -373,8 +374,9 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
     ]
 
 
-_PARTS = ("embed", "blocks", "query", "head")
-"""The parts of a model in the order of its forward pass."""
+_PARTS = ("embed", "blocks", "query", "head", PROJECTIONS)
+"""The parts of a model in the order of its forward pass: what compares hidden states with those of
+a teacher stands at the loss itself."""
 
 
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
