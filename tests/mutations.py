@@ -135,7 +135,7 @@ MUTATIONS = [
              "2 * (2 * self.size - 1 - chunk) + 1", "2 * (2 * self.size - 1 - chunk)",
              "tests/parallel/test_context.py -k strategy"),
     Mutation("router_sum", "a missing sum of the router's gradient over tensor", "jaxpar/parallel/experts/token_choice.py",
-             "reduce(drouter_DE, split_over(STORED[:2], layout)", "reduce(drouter_DE, split_over((\"batch\",), layout)",
+             "dwhole_DE, split_over(STORED[:2], layout), (None", "dwhole_DE, split_over((\"batch\",), layout), (None",
              "tests/parallel/test_experts.py -k layout"),
     Mutation("router_labels", "a dropped scale: the losses of routers grow as fewer labels count",
              "jaxpar/parallel/padding.py", "self.labels / jnp.maximum(self.text, 1)", "jnp.ones(())",

@@ -23,6 +23,7 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
 from jaxpar.parallel.experts.expert_choice import choose_tokens
+from jaxpar.parallel.experts.token_choice import choose_experts
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -184,6 +185,29 @@ def test_bfloat16_is_as_far_off_as_in_plain_form():
     (_, (wanted, _)), _ = values_and_gradients(ReferenceOps, plan_on(compute="bfloat16"))
     assert y.dtype == jnp.bfloat16
     assert_close(y, wanted, 2**-6)
+
+
+@pytest.mark.parametrize("router", ["token_choice", "expert_choice"])
+def test_a_router_s_gradient_has_the_dtype_of_the_router(
+    router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX lets another one pass for now; the name of that exception says temporary."""
+    monkeypatch.setattr(
+        "jax._src.custom_derivatives._temporary_dtype_exception", lambda *_: False, raising=False
+    )
+    layout = plan_on(compute="bfloat16", fsdp=2)
+    x_BSD = jnp.ones((B, S, D), jnp.bfloat16)
+    router_DE = jnp.ones((D, E), jnp.bfloat16)
+    text_BS = jnp.ones((B, S), bool)
+
+    def weight(router_DE: jax.Array) -> jax.Array:
+        if router == "token_choice":
+            choice = choose_experts(x_BSD, router_DE, text_BS, layout, 2)
+        else:
+            choice = choose_tokens(x_BSD, router_DE, text_BS, layout, 2)
+        return jnp.sum(choice[0])
+
+    assert jax.eval_shape(jax.grad(weight), router_DE).dtype == jnp.bfloat16
 
 
 def test_no_buffer_overflows_where_all_tokens_choose_one_device():

@@ -133,10 +133,11 @@ def _route_backward(layout, k, residuals, cotangents):
             return _weigh(router_logits(x_BSD, whole_DE), chosen_BSK, share_BE, text_BS)
 
         _, pull = jax.vjp(weigh, x_BSD, whole_router(router_DE, layout))
-        dx_BSD, drouter_DE = pull(given)
-        return dx_BSD, reduce(
-            drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(ROUTER), layout
+        dx_BSD, dwhole_DE = pull(given)
+        drouter_DE = reduce(
+            dwhole_DE, split_over(STORED[:2], layout), (None, None), state_axes(ROUTER), layout
         )
+        return dx_BSD, drouter_DE.astype(router_DE.dtype)
 
     dweights, _, dbalance, dz = cotangents
     layouts = (
