@@ -111,7 +111,8 @@ def logits_of_batch(
 ) -> Float[Array, "B S V"]:
     """Compute next-token scores of the true vocabulary; see `Model.logits`."""
     order = (plan.context.strategy, plan.overlap.cuts_sequence)
-    found = run_to_head(model, params, in_order(batch, plan, *order), plan, None, ())
+    told = with_text(batch) if model.config.experts else batch
+    found = run_to_head(model, params, in_order(told, plan, *order), plan, None, ())
     head = run_head(model, params, found.last, plan)
     V = model.config.vocab_size
     scores_BSV = model.ops(plan).logits(

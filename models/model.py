@@ -538,7 +538,8 @@ class Model:
 
         Args:
           params: the parameters, in the layout of the plan.
-          batch: as for `loss`; it needs no labels.
+          batch: as for `loss`; it needs no labels. Routers tell padding from text by them: without
+            them only what fills up packed rows is padding.
           plan: says how it runs on several devices.
 
         Returns:

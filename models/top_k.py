@@ -16,6 +16,7 @@ from jaxpar.models.hidden import normed_states
 from jaxpar.models.model import Batch, Model
 from jaxpar.models.parts import Params
 from jaxpar.parallel import TopK
+from jaxpar.parallel.padding import with_text
 from jaxpar.parallel.token_order import in_natural_order, in_order
 
 
@@ -46,7 +47,8 @@ def teacher_answer(
     Args:
       model: the model; it is run without dropout.
       params: its parameters, in the layout of the plan, which has no stages.
-      batch: int32 arrays [B, S]: `tokens`, and for packed documents `positions` and `segments`.
+      batch: int32 arrays [B, S]: `tokens`, and for packed documents `positions` and `segments`; a
+        model with experts tells padding from text by the `labels`, as its loss does.
       plan: says how it runs on several devices.
       k: how many entries.
       after: after how many layers there is a hidden state, each at least 1.
@@ -60,7 +62,8 @@ def teacher_answer(
         the model's scores have a bias.
     """
     order = (plan.context.strategy, plan.overlap.cuts_sequence)
-    streams = model.streams(params, in_order(batch, plan, *order), plan, after=after)
+    told = with_text(batch) if model.config.experts else batch
+    streams = model.streams(params, in_order(told, plan, *order), plan, after=after)
     head = model.head(params, streams.last, plan)
     sizes = model.config
     if head.bias_V is not None:

@@ -44,13 +44,20 @@ def text_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> Bool[Array, "B S"]:
     Args:
       batch: int arrays of whole rows in their natural order (before `in_order`): `tokens`, `labels`
         (one below zero does not count) and, where rows are packed, `segments`, which number the
-        documents of a row from 1.
+        documents of a row from 1. Without labels a token 0 may be text, so that only segments tell
+        of padding.
 
     Returns:
       True where a token is text.
     """
+    labels_BS = batch.get("labels")
     filled_BS = batch.get("segments", batch["tokens"]) == FILLER
-    kept_BS = ~filled_BS | (batch["labels"] >= 0)
+    if labels_BS is not None:
+        kept_BS = ~filled_BS | (labels_BS >= 0)
+    elif "segments" in batch:
+        kept_BS = ~filled_BS
+    else:
+        return jnp.ones(batch["tokens"].shape, bool)
     places_S = jnp.arange(kept_BS.shape[1])
     last_B1 = jnp.max(
         jnp.where(kept_BS, places_S, -1),

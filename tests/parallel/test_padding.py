@@ -19,6 +19,7 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.models import Model
+from jaxpar.models.top_k import teacher_answer
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.parallel.padding import count_tokens, text_tokens
 from jaxpar.train.step import gradients
@@ -71,6 +72,43 @@ def test_padding_is_the_filled_end_of_a_row_in_which_no_label_counts() -> None:
     np.testing.assert_array_equal(
         np.sum(text_tokens(batch | {"segments": segments}), axis=1), [5, 6, 1, 4]
     )
+    assert np.all(text_tokens({"tokens": tokens})), "a token 0 may be text"
+    packed = {"tokens": tokens, "segments": np.where(want, 1, 0)}
+    np.testing.assert_array_equal(text_tokens(packed), want)
+
+
+def test_padding_takes_no_expert_in_scores_or_a_teacher_s_answers() -> None:
+    """Where experts choose tokens, what they choose is what they choose in the loss.
+
+    Tolerance: sums of a few hundred float32 terms in another order.
+    """
+    config = ModelConfig(
+        family="llama",
+        vocab_size=32,
+        layers=1,
+        embed=16,
+        heads=2,
+        mlp=16,
+        max_seq_len=12,
+        experts=2,
+        router="expert_choice",
+    )
+    model = Model(config)
+    plan = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    params = jax.jit(model.init)(jax.random.key(0))
+    tokens = np.zeros((2, 12), np.int32)
+    tokens[:, :5] = np.arange(1, 11).reshape(2, 5)
+    labels = np.full((2, 12), -1, np.int32)
+    labels[:, :4] = tokens[:, 1:5]
+    batch = {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(labels)}
+    want = model.loss(params, batch, plan).nll
+    scores = jax.nn.log_softmax(model.logits(params, batch, plan))
+    found = teacher_answer(model, params, batch, plan, k=32).top
+    by_entry = jnp.take_along_axis(found.log_probs, jnp.argsort(found.ids, axis=-1), axis=-1)
+    for log_probs in (scores, by_entry):
+        taken = jnp.take_along_axis(log_probs, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        nll = -jnp.sum(jnp.where(labels >= 0, taken, 0))
+        np.testing.assert_allclose(nll, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pack", [False, True])

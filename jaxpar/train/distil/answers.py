@@ -83,8 +83,12 @@ def teacher_experiment(student: Experiment) -> Experiment:
 
 
 def answered_shapes(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the arrays of a batch that a teacher is asked with, all but its labels."""
+    """Return the arrays of a batch that a teacher is asked with: all but its labels, which only
+    routers need, to tell padding from text.
+    """
     shapes = batch_shapes(experiment.config, experiment.plan)
+    if experiment.config.model.experts:
+        return shapes
     return {name: leaf for name, leaf in shapes.items() if name != "labels"}
 
 
