@@ -90,7 +90,9 @@ def test_padding_takes_no_expert_in_scores_or_a_teacher_s_answers() -> None:
         heads=2,
         mlp=16,
         max_seq_len=12,
-        experts=2,
+        experts=4,
+        experts_per_token=1,
+        init_std=0.5,
         router="expert_choice",
     )
     model = Model(config)
