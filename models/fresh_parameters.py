@@ -21,7 +21,7 @@ from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import init_part
 
 _OWN_KEY = 2**20
-"""Folded into the key of a model for its projections: no number of a part or a layer."""
+"""Folded into the key of a model for its projections; the query layer's is another number."""
 
 
 def init_parameters(

@@ -20,7 +20,7 @@ from jaxpar.models.transformer import Block
 from jaxpar.parallel.ops import Ops
 
 _KEY = 2**31 - 1
-"""What the key of the query layer is made with, which no layer's number is."""
+"""Folded into a key for the query layer; those of the other parts and layers come by `split`."""
 
 
 def query_key_of(key: jax.Array) -> jax.Array:

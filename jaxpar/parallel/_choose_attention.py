@@ -39,11 +39,11 @@ def choose_attention(
     no earlier one does.
 
     Args:
+      split: how it runs on several devices; see `ops.attention_calls`.
+      mask: the mask without its documents.
       seq_len: the length of the whole sequence, in tokens; the queries are those from
         `split.q_start` on.
       head_dim: the size h of a head.
-      split: how it runs on several devices; see `ops.attention_calls`.
-      mask: the mask without its documents.
       dropping: whether attention weights are dropped out.
       packed: whether the mask is limited to documents besides.
       platform: `gpu` or `tpu`; empty = the platform of the layout's devices.
@@ -94,7 +94,7 @@ def cut_heads(layout: Layout) -> str:
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """Let attention run on more devices than there are heads: see `layout.rules.fit_rules`.
+    """Let attention run on more devices than there are heads: see `base.layout.fit_heads`.
     The log says once what was changed.
 
     Args:

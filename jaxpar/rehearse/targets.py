@@ -275,9 +275,8 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
         below = nodes * GPUS_PER_NODE or 4
         above = (nodes + 1) * GPUS_PER_NODE
         raise UserError(
-            f"target '{name}x{count}': GPUs come {GPUS_PER_NODE} to a node (or 1, 2 or 4 of one "
-            "node), the nearest are "
-            f"{name}x{below} and {name}x{above}"
+            f"target '{name}x{count}': GPUs come {GPUS_PER_NODE} to a node "
+            f"(or 1, 2 or 4 of one node), the nearest are {name}x{below} and {name}x{above}"
         )
     nodes = max(nodes, 1)
     per_node = min(count, GPUS_PER_NODE)

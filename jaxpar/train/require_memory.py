@@ -51,9 +51,8 @@ def require_memory(experiment: Experiment, has: int, training: bool = True) -> N
         else:
             what = "parameters and batch"
         raise UserError(
-            f"{'a step' if training else 'an evaluation'} needs {bytes_text(held + kept)} of "
-            "this machine's memory, "
-            f"which has {bytes_text(has)}: {what} take {bytes_text(held)}, and activations "
-            f"{bytes_text(kept)}; try a "
-            "smaller model or train.batch, or a higher train.accumulation"
+            f"{'a step' if training else 'an evaluation'} needs {bytes_text(held + kept)} "
+            f"of this machine's memory, which has {bytes_text(has)}: "
+            f"{what} take {bytes_text(held)}, and activations {bytes_text(kept)}; "
+            "try a smaller model or train.batch, or a higher train.accumulation"
         )

@@ -181,9 +181,8 @@ def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
     else:
         python = ""
     raise UserError(
-        f"the run in {folder} was trained on other data: {what}{python}: bring it back, go on "
-        "over it with "
-        "data.accept_changed=True, or start a new --run"
+        f"the run in {folder} was trained on other data: {what}{python}: "
+        "bring it back, go on over it with data.accept_changed=True, or start a new --run"
     )
 
 

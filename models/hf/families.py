@@ -458,9 +458,8 @@ def hf_family(name: str, origin: str) -> HfFamily:
     known = ", ".join(HF_FAMILIES)
     if f"{name}_text" in HF_FAMILIES:
         raise UserError(
-            f"{origin}: a {name} reads images too, and only its text is a model here: save that "
-            "part alone, with "
-            "transformers' "
+            f"{origin}: a {name} reads images too, and only its text is a model here: "
+            "save that part alone, with transformers' "
             "AutoModelForImageTextToText.from_pretrained(...).model.language_model.save_pretrained(...)"
         )
     raise UserError(

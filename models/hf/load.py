@@ -149,7 +149,7 @@ def read_params(
                 _read, source, tensor, part, letters[name], sizes, finish
             )
 
-    for name in HF_FAMILIES[model_type(model.config)].first_lacks if model.has_blocks else ():
+    for name in HF_FAMILIES[model_type(model.config)].first_lacks:
         reads[name].setdefault((0,), _ones)
 
     def load(tree_path: KeyPath, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:

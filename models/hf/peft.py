@@ -2,7 +2,7 @@
 adapter_model.safetensors.
 
 PEFT has A as [r, in] and B as [out, r], under the name of the linear that they are beside. The
-letters are those of `jaxpar.models.hf`, with r for the rank.
+letters are those of `jaxpar.models.hf.layout`, with r for the rank.
 """
 
 from __future__ import annotations
@@ -240,9 +240,10 @@ def _layout(model: Model) -> list[Tensor]:
     letters = dim_letters(model)
     sizes = dim_sizes(model)
     targets = model.config.lora.targets
+    linears = _linears(model.config)
     tensors = list[Tensor]()
     for layer in range(model.config.layers):
-        for module, ours in _linears(model.config).items():
+        for module, ours in linears.items():
             if not set(ours) <= set(targets):
                 continue
             a, b = ([f"blocks.lora.{our}.{x}" for our in ours] for x in "ab")

@@ -172,11 +172,10 @@ class ConversationWriter:
             firsts = list(range(len(turns)))
         if firsts is None:
             raise UserError(
-                f"the chat template {self.template.origin} marks {len(generated)} answers in "
-                f"{len(turns)} turns, so "
-                "which are those of the completion cannot be told: take a template with one {% "
-                "generation %} for each "
-                "turn"
+                f"the chat template {self.template.origin} marks "
+                f"{len(generated)} answers in {len(turns)} turns, "
+                "so which are those of the completion cannot be told: "
+                "take a template with one {% generation %} for each turn"
             )
         ends = [*firsts[1:], len(generated)]
         found: list[Span] = []

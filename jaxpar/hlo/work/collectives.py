@@ -275,8 +275,6 @@ class Devices:
 def devices_of(module: Module, slice_of: Sequence[int] | None) -> Devices:
     """Find the devices of a module, whose text is of all of them or of one slice among equals.
 
-    `slice_of` has the slice of each device of the assignment; None = there is one slice.
-
     Args:
       module: the module.
       slice_of: the slice of each device of the assignment; None = there is one slice.

@@ -57,13 +57,10 @@ def refusal(
     name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, platform: str
 ) -> str:
     """Why `cudnn` or `splash` cannot serve arrays or shapes like these; empty = it can."""
-    (S, h), T, band = (
-        (q_BSHh.shape[1], q_BSHh.shape[3]),
-        k_BTKh.shape[1],
-        _band_of(
-            mask,
-        ),
-    )
+    S = q_BSHh.shape[1]
+    h = q_BSHh.shape[3]
+    T = k_BTKh.shape[1]
+    band = _band_of(mask)
     wanted = {"cudnn": "gpu", "splash": "tpu"}[name]
     if platform != wanted and not call.interpret:
         return f"on {platform}"

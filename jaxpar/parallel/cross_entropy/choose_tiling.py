@@ -63,7 +63,8 @@ def tiling(
     else:
         of_row = 0
     left = most - rows * of_row
-    fitting = max(min(left, _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)), 0) // (4 * rows)
+    most_scores = _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)
+    fitting = max(min(left, most_scores), 0) // (4 * rows)
     by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
     if fitting >= min(tokens, _CHUNK) or not moved:
         return by_chunks

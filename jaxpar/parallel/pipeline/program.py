@@ -75,7 +75,7 @@ def program(table: Table, backward: bool = True) -> TickProgram:
     """Turn a table into what the stages' one program reads at each tick.
 
     Args:
-      table: a valid table (`schedules.check_table`).
+      table: a valid table (`tables.check_table`).
       backward: whether there are backward ticks; without, the program is that of the forward ticks
         alone.
 

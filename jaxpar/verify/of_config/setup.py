@@ -114,8 +114,8 @@ def _place_mesh(
     notes = []
     if mesh is None and found[0].platform != "cpu":
         notes.append(
-            f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: CPU "
-            "devices instead"
+            f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: "
+            "CPU devices instead"
         )
         with contextlib.suppress(RuntimeError):  # JAX may run without a CPU platform
             found = jax.local_devices(backend="cpu")
