@@ -96,7 +96,7 @@ class ReplicaCheck:
         axes = tuple(mesh.axis_names)
 
         def local(pieces: list[jax.Array]) -> jax.Array:
-            sums = jnp.stack([_sum_of_bits(piece) for piece in pieces])
+            sums = jnp.stack([sum_of_array(piece) for piece in pieces])
             return sums.reshape(len(pieces), *[1] * len(axes))
 
         of_devices = jax.shard_map(
@@ -235,8 +235,15 @@ def _differing(name: str, sums: np.ndarray, sharding: NamedSharding, mesh: Mesh)
     return found
 
 
-def _sum_of_bits(x: jax.Array) -> jax.Array:
-    """Add up the bits of an array as whole numbers, modulo 2^32: one flipped bit changes it."""
+def sum_of_array(x: jax.Array) -> jax.Array:
+    """Add up the bits of an array as whole numbers, modulo 2^32: one flipped bit changes it.
+
+    Args:
+      x: an array of numbers or of bool.
+
+    Returns:
+      The sum, a uint32 scalar.
+    """
     if jnp.issubdtype(x.dtype, jnp.bool_):
         bits = x
     else:

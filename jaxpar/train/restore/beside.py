@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError, require_kinds, short
 from jaxpar.models import AnyModel, Params
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.guard.replicas import sum_of_array
 from jaxpar.train.optimizer.given_optimizer import saved_name
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
@@ -135,10 +135,9 @@ def fingerprint(model: AnyModel, params: Params) -> int | None:
 
 def sum_of_bits(params: Params) -> int:
     """Add up the bits of parameters, in any layout: those of other weights are others."""
-    return sum(int(_sum_of_bits(leaf)) for leaf in jax.tree.leaves(params)) % 2**32
+    return sum(int(_sum_on_device(leaf)) for leaf in jax.tree.leaves(params)) % 2**32
 
 
 @jax.jit
-def _sum_of_bits(x: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(on_device(x), f"uint{8 * x.dtype.itemsize}")
-    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+def _sum_on_device(x: jax.Array) -> jax.Array:
+    return sum_of_array(on_device(x))

@@ -33,6 +33,7 @@ from jaxpar.train.runs.bucket.layout import (
     whole_steps,
     write_sizes,
 )
+from jaxpar.train.runs.folder.manifest import LOSS
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _EVERY_SECONDS = 30.0
@@ -169,7 +170,7 @@ class Sender:
         if not name.startswith(CHECKPOINTS + "/"):
             return True
         _, step, *rest = name.split("/")
-        later = rest[:1] in (["metrics"], ["val_loss.json"])
+        later = rest[:1] in (["metrics"], [LOSS])
         return step.isdecimal() and int(step) in self._steps and later
 
     def _remove_retired(self) -> None:
