@@ -277,11 +277,11 @@ MUTATIONS = [
              "jaxpar/rehearse/link_costs.py",
              "part * (size - 1) / size / share", "part / share", "tests/rehearse/test_link_costs.py"),
     # Verify.
-    Mutation("verify_tolerance", "a tolerance that is 100 times too wide", "jaxpar/verify/of_config/checks.py",
+    Mutation("verify_tolerance", "a tolerance that is 100 times too wide", "jaxpar/verify/comparison.py",
              "FLOAT32 = 1e-5", "FLOAT32 = 1e-3",
              "tests/verify/test_losses_and_gradients.py -k tolerance"),
     Mutation("any_loss_tolerance", "any program's gradients may be off by 1e-3", "jaxpar/verify/_gradients.py",
-             "max(_LEAST, _NOISE *", "max(_MOST, _NOISE *", "tests/verify/test_gradients.py -k small_error"),
+             "max(FLOAT32, _NOISE *", "max(_MOST, _NOISE *", "tests/verify/test_gradients.py -k small_error"),
     Mutation("first_copy", "of a gradient's copies only the first is compared", "jaxpar/verify/comparison.py",
              "for copy in got.grads[name])", "for copy in got.grads[name][:1])",
              "tests/verify/test_of_config.py -k copy"),

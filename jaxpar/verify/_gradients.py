@@ -21,14 +21,13 @@ from jaxpar.verify.arguments import (
     require_scalar,
     require_split,
 )
-from jaxpar.verify.comparison import Answer, answer_of, compare, relative_error
+from jaxpar.verify.comparison import FLOAT32, Answer, answer_of, compare, relative_error
 from jaxpar.verify.explain import explain, misplaced_shards, shards
 from jaxpar.verify.report import Verdict
 
-_LEAST = 1e-5
 _NOISE = 4.0
 _MOST = 1e-3
-"""The tolerance in float32 is `jaxpar.verify.of_config.FLOAT32`. For a more sensitive model it is a
+"""The tolerance in float32 is `FLOAT32`. For a more sensitive model it is a
 few times the error that the reference's own gradient has when every input is off by an ulp, but
 never as large as a mistake's error."""
 _ULP = 2.0**-23
@@ -97,7 +96,7 @@ def gradients(
     if tolerance is None:
         noisy = one(*_round_floats((params, batch)))
         limits = {
-            name: min(max(_LEAST, _NOISE * relative_error(noisy, want, name)), _MOST)
+            name: min(max(FLOAT32, _NOISE * relative_error(noisy, want, name)), _MOST)
             for name in want.grads
         }
     else:

@@ -25,7 +25,7 @@ from jaxpar.parallel import Ops
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment, pipelined_microbatches
-from jaxpar.verify.comparison import Answer, compare, relative_error
+from jaxpar.verify.comparison import FLOAT32, Answer, compare, relative_error
 from jaxpar.verify.explain import Alteration, Partition, explain, shards
 from jaxpar.verify.of_config.losses_and_gradients import (
     Case,
@@ -41,10 +41,6 @@ from jaxpar.verify.of_config.updates import compare_updates
 from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.report import GradientRow, Verdict
 
-# Float32: a gradient is a float32 sum of at most a few thousand products. In another order it is
-# off by a few ulps (6e-8), and a few dozen ops lie between it and the loss. Over all plans of
-# docs/verify.md the worst is 5.9e-6.
-FLOAT32 = 1e-5
 FLOAT32_LOSS = 3e-6
 # In its own precision a plan may be this factor further from the float32 reference than one device
 # is (a sum over a mesh axis rounds its parts once more). The floor is for gradients where one
