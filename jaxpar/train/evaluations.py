@@ -95,7 +95,7 @@ class Evaluations:
         """The metrics that the step to go on after should have and has not, because an error ended
         its evaluation.
         """
-        step = self._run.first
+        step = self._run.after
         if not step:
             return set()
         due = {METRIC: self.is_due(step), FINAL + METRIC: self.is_final(step)}
@@ -133,7 +133,7 @@ class Evaluations:
         """
         if not missed:
             return
-        step = self._run.first
+        step = self._run.after
         self.compile_beside(beside)
         if METRIC in missed:
             loss = self.evaluate(step, params(), log)

@@ -72,7 +72,7 @@ class OpenRun(NamedTuple):
       corpus: its data.
       checkpoints: those of the folder.
       compared: what is known of the data that the run had before.
-      first: the step to go on after; 0 = none was trained.
+      after: the step to go on after; 0 = none was trained.
       is_new: whether it has no checkpoint, not even that of an import, which is of step 0.
       lock: that of the folder.
       source: what has the step to go on after: `checkpoints`, or those of the local tier.
@@ -85,7 +85,7 @@ class OpenRun(NamedTuple):
     corpus: Corpus
     checkpoints: TrainingCheckpoints
     compared: Compared
-    first: int
+    after: int
     is_new: bool
     lock: SharedLock
     source: TrainingCheckpoints
@@ -115,9 +115,9 @@ class OpenRun(NamedTuple):
           step: one that is saved; None = it begins anew.
         """
         if step is None:
-            return self._replace(first=0, is_new=True)
+            return self._replace(after=0, is_new=True)
         source = next(tier for tier in self.tiers if step in tier.steps())
-        return self._replace(first=step, is_new=False, source=source)
+        return self._replace(after=step, is_new=False, source=source)
 
     def release(self) -> None:
         """Give the folders back."""
@@ -217,10 +217,10 @@ def _open_locked(
     try:
         begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
         run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
-        first = begin.step or 0
+        after = begin.step or 0
         source = checkpoints
         if local is not None:
-            local.open(first, config.checkpoint, identity)
+            local.open(after, config.checkpoint, identity)
             if begin.is_local:
                 source = local.checkpoints
     except BaseException:
@@ -230,10 +230,10 @@ def _open_locked(
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))
-        if first:
+        if after:
             notes.append(resized_note(before, config))
-        if first and experiment.optimizer.learning_rate is not None:
-            notes.append(schedule_note(before.train, config.train, first))
+        if after and experiment.optimizer.learning_rate is not None:
+            notes.append(schedule_note(before.train, config.train, after))
     for note in filter(None, notes):
         say(note)
     return OpenRun(
@@ -242,7 +242,7 @@ def _open_locked(
         corpus,
         checkpoints,
         compared,
-        first,
+        after,
         is_new=begin.step is None,
         lock=lock,
         source=source,
@@ -339,7 +339,7 @@ def keep_run(run: OpenRun) -> None:
 
 def _keep_beside(run: OpenRun) -> None:
     keep_data(run.folder, run.compared.pieces)
-    note_start(run.folder, run.first)
+    note_start(run.folder, run.after)
 
 
 def first_step(run: OpenRun, say: Say) -> FirstStep:
@@ -358,10 +358,10 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
         model = experiment.model
         state = init_state(model, config, experiment.plan, params, experiment.optimizer)
         return FirstStep(state, data)
-    state, beside = restore_state(run.source, run.first, experiment)
+    state, beside = restore_state(run.source, run.after, experiment)
     trained_with = beside.get(OPTIMIZER_FINGERPRINT)
     _require_teacher(run, beside.get(TEACHER))
-    note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.first)
+    note = other_optimizer_note(trained_with, experiment.optimizer_fingerprint, run.after)
     if note:
         say(note)
     run_together(lambda: _require_as_much(run, beside.get("training_tokens")))
@@ -464,7 +464,7 @@ def banner_lines(
         f"{bytes_text(local_bytes(state))} of state per device",
         "data": f"{text.origin}: {text.amount} to train on, {held_out} for validation, "
         f"unigram entropy {entropy:.3f} nats a token",
-        "run": f"{run.folder}" + (f", resumed after step {run.first}" if run.first else ""),
+        "run": f"{run.folder}" + (f", resumed after step {run.after}" if run.after else ""),
     }
     if config.train.init and run.is_new:
         facts["weights"] = config.train.init

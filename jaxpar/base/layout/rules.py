@@ -26,7 +26,7 @@ from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.layout.mesh import MESH_AXES, ConfigMeshAxis, MeshAxis
 from jaxpar.base.toml import TABLE_OF_LISTS
 
-_OwnedAxis = Literal[
+_LibraryAxis = Literal[
     "batch",
     "seq",
     "residual_seq",
@@ -43,7 +43,7 @@ _OwnedAxis = Literal[
     "stage",
     "rank",
 ]
-LOGICAL_AXES: tuple[str, ...] = get_args(_OwnedAxis)
+LOGICAL_AXES: tuple[str, ...] = get_args(_LibraryAxis)
 """The logical axes that the ops of `jaxpar.parallel` and our models know."""
 LogicalAxis: TypeAlias = str
 """A named dim of an array: one of `LOGICAL_AXES`, or one of the caller's own, which the rules name.

@@ -38,7 +38,7 @@ class StepBatches:
         self._data = data
         self._rows = Batches(data, absent, ask_to_stop)
         self._place = data.get_state()
-        self._after: dict[int, Any] = {run.first: self._place}
+        self._after: dict[int, Any] = {run.after: self._place}
         """The place after a step's batch, by step."""
 
     def next_rows(self, step: int) -> HostBatch:

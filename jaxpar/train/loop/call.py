@@ -121,7 +121,7 @@ def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
     if not isinstance(error, DamagedCheckpoint) or isinstance(error, UnreadCheckpoint):
         return False
     # another step may have been read too, as that of a run whose weights are begun from
-    place = opened.source.folder / str(opened.first)
+    place = opened.source.folder / str(opened.after)
     return jax.process_count() == 1 and not opened.is_new and error.place == place
 
 
@@ -140,7 +140,7 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
         except BaseException as error:
             aside = _is_of_first_step(opened, error)
             if aside:  # while the folder is still this training's
-                opened.source.set_aside(opened.first, str(error))
+                opened.source.set_aside(opened.after, str(error))
             for tier in opened.tiers:
                 try:
                     tier.close(_leave_together(error))
@@ -178,22 +178,22 @@ def _time_limit(opened: OpenRun, began: float) -> TimeLimit:
     """That of `train.max_time`, which knows from a resumed run how long a save takes."""
     train = opened.experiment.config.train
     limit = TimeLimit(train.most_seconds, began, f"train.max_time={train.max_time}")
-    if opened.first:
-        limit.note_save(save_seconds(opened.source.folder / str(opened.first)))
+    if opened.after:
+        limit.note_save(save_seconds(opened.source.folder / str(opened.after)))
     return limit
 
 
 def _train(opened: OpenRun, call: _Call, stop: Stop, limit: TimeLimit) -> Result:
     """Run the steps that are left. From the first of them on `stop` takes signals."""
     experiment = opened.experiment
-    show = ProgressLine(experiment.config.train.steps, opened.first, jax.process_index() == 0)
+    show = ProgressLine(experiment.config.train.steps, opened.after, jax.process_index() == 0)
     running = Running()
     evaluations = Evaluations(opened, show.say, running, stop, clock=call.account.clock)
     missed = evaluations.missed()
-    nothing_left = opened.first >= opened.last
+    nothing_left = opened.after >= opened.last
     if nothing_left and not missed:
         show.say(done_already(opened))
-        return Result(opened.first, None, None, experiment.unigram_entropy, False)
+        return Result(opened.after, None, None, experiment.unigram_entropy, False)
     run_together(lambda: _open_account(opened, call))
     profile = _profile(opened, evaluations)
     # One other thread compiles the step while this one makes or reads the state; while the first
@@ -228,7 +228,7 @@ def _open_account(opened: OpenRun, call: _Call) -> None:
     """Have the first process keep the account of the run's time in its folder."""
     if jax.process_index() == 0:
         lock = opened.lock
-        call.account.open(opened.folder, opened.first, lambda: not lock.lost, call.say)
+        call.account.open(opened.folder, opened.after, lambda: not lock.lost, call.say)
 
 
 def _first_step(parts: Parts) -> FirstStep:
@@ -293,8 +293,8 @@ def _make_up(parts: Parts, missed: set[str], stop: Stop) -> _Outcome:
     cut_short = evaluations.cut_short
     said = done_already(run)
     if cut_short:
-        said = stopped(run.first, cut_short, stop.why)
-    return _Outcome(Result(run.first, None, evaluations.last_loss, entropy, cut_short), said)
+        said = stopped(run.after, cut_short, stop.why)
+    return _Outcome(Result(run.after, None, evaluations.last_loss, entropy, cut_short), said)
 
 
 def _compile(experiment: Experiment) -> tuple[Compiled, str]:
@@ -323,11 +323,11 @@ def _open_log(
     main = jax.process_index() == 0
     config = opened.experiment.config
     names = config.metrics.sinks if main else ()
-    place = (config, opened.folder, opened.first, say)
+    place = (config, opened.folder, opened.after, say)
 
     def open_all() -> MetricsLog:
         sinks = [Sink(name, *place) for name in names]
-        return MetricsLog(opened.folder, opened.first, main, sinks, report, say)
+        return MetricsLog(opened.folder, opened.after, main, sinks, report, say)
 
     return run_together(open_all)
 
@@ -337,16 +337,16 @@ def _profile(opened: OpenRun, evaluations: Evaluations) -> Profile:
     all do.
     """
     steps = range(0)
-    if jax.process_index() == 0 and opened.first < opened.last:
+    if jax.process_index() == 0 and opened.after < opened.last:
         steps = opened.experiment.config.metrics.profiled
     advice = _profile_advice(opened, evaluations)
-    return run_together(lambda: Profile(steps, opened.folder, opened.first, advice))
+    return run_together(lambda: Profile(steps, opened.folder, opened.after, advice))
 
 
 def _profile_advice(opened: OpenRun, evaluations: Evaluations) -> str:
     """Steps of `metrics.profile` that this call could trace, as they are written."""
     # the first step after a start is slower than the others
-    first = min(opened.first + 2, opened.last)
+    first = min(opened.after + 2, opened.last)
     last = min(first + 4, opened.last)
     due = [step for step in range(first, last) if evaluations.is_due(step)]
     return f"{first}:{min([last, *due])}"

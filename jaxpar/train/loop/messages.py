@@ -16,7 +16,7 @@ def done_already(opened: OpenRun) -> str:
     more = "steps extends it"
     if opened.last < steps:
         more = f"stop-at 0 goes on to step {steps}"
-    done = f"step {opened.first} of {opened.last} is done already: nothing to train"
+    done = f"step {opened.after} of {opened.last} is done already: nothing to train"
     return f"{done} (--train.{more}); see {opened.folder}"
 
 

@@ -33,7 +33,7 @@ class StepRows:
         """Take a run, where its rows are written and shown, what measures its speed, and what
         counts its time.
         """
-        self.last = run.first
+        self.last = run.after
         self.loss: float | None = None
         self._run = run
         self._log = log

@@ -77,7 +77,7 @@ class StepRunner:
             write = self._profile.write_lines
             devices = self._experiment.devices
             self._lines = self._parts.beside.submit(write, self.program, devices)
-        if step == self._run.first + 1 and not self._went_back:
+        if step == self._run.after + 1 and not self._went_back:
             self._start_beside()
         return metrics
 

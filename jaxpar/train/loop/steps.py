@@ -40,7 +40,7 @@ def run_steps(tools: Tools, missed: set[str], asked: Stop) -> int:
     try:
         evaluations.make_up(missed, tools.runner.evaluation_params, parts.log, parts.beside)
         if evaluations.cut_short:
-            return parts.run.first
+            return parts.run.after
         return _steps_and_back(tools, asked)
     except Exception as error:
         if raised_together(error) and not isinstance(error, Diverged | CopiesDiffer):
@@ -53,24 +53,24 @@ def run_steps(tools: Tools, missed: set[str], asked: Stop) -> int:
 
 def _steps_and_back(tools: Tools, asked: Stop) -> int:
     """Run the steps, from an earlier one again where the guard says so."""
-    first = tools.parts.run.first
+    after = tools.parts.run.after
     with tools.timing.steps():
         while True:
             try:
-                return _steps(tools, first, asked)
+                return _steps(tools, after, asked)
             except BadStep as found:
                 bad = found
-            first = go_back(tools, bad)
+            after = go_back(tools, bad)
 
 
-def _steps(tools: Tools, first: int, asked: Stop) -> int:
-    """Run the steps after `first`; return the last one."""
+def _steps(tools: Tools, after: int, asked: Stop) -> int:
+    """Run the steps that come after step `after`; return the last one."""
     run = tools.parts.run
     evaluations = tools.parts.evaluations
     every = run.experiment.config.checkpoint.every
-    step = first
+    step = after
     metrics: Metrics = {}
-    for step in range(first + 1, run.last + 1):
+    for step in range(after + 1, run.last + 1):
         before = metrics
         metrics = tools.runner.begin(step, before)
         tools.judge.begin(step, metrics)
@@ -166,7 +166,7 @@ def _save_good(tools: Tools, ended_by: Exception) -> None:
     try:
         step = int(jax.device_get(state.step))
         place = tools.batches.place_after(step)
-        if step == run.first or place is None or not tools.judge.finite_until(step):
+        if step == run.after or place is None or not tools.judge.finite_until(step):
             return
         with tools.parts.account.clock.during("saving"):
             tools.saves.save(step, state, place, tools.judge.guard)

@@ -36,7 +36,7 @@ class Timing:
         experiment = run.experiment
         config = experiment.config
         flops = experiment.model.flops_per_token(config.data.seq_len)
-        self.meter = Meter(run.first, flops, experiment.devices, experiment.plan.compute)
+        self.meter = Meter(run.after, flops, experiment.devices, experiment.plan.compute)
         self.watchdog = Watchdog(config.train.hang_seconds)
         self.limit = limit
         self.account = account
