@@ -112,7 +112,7 @@ def _batches_of_rows(
     batches = _numbered(whole, own_rows, masking)
     if not data.prefetch:
         return iter(batches)
-    ahead = grain.experimental.ThreadPrefetchIterDataset(
+    ahead: grain.IterDataset[HostBatch] = grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=data.prefetch
     )
     return iter(ahead)

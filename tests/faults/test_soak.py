@@ -58,8 +58,9 @@ a step is found by 1,000 steps.
 MOST_BLOCKS = 1000
 """Blocks of Python's memory, beside those that a save loses: one lost at each step is found."""
 LOST_A_SAVE = 600
-"""Blocks that a save of this model's 63 arrays loses in TensorStore 0.1.86, where `to_json` of a
-specification loses four at each call, and Orbax calls it for each array: 480 to 560 were seen.
+"""Blocks that a save of this model's 63 arrays may lose: 480 to 560 were seen. `to_json` of a
+specification in TensorStore 0.1.86, which Orbax calls for each array, loses four at each call; that
+it is all of them was not shown.
 """
 MOST_TIME = 1.25
 """The same of the processor time of a step, saves and evaluations in their turn: where others use

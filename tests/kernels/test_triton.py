@@ -482,7 +482,7 @@ def _traced(
         sharding = None
     call = Call(softcap=case.softcap, **options)
 
-    def run(given: Inputs) -> Any:
+    def run(given: Any) -> Any:
         q, k, v, dout, dlse, mask = given
         out, lse = triton.forward(q, k, v, mask, call, sizes)
         return out, triton.backward(
