@@ -10,7 +10,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.layout.mesh import make_mesh
-from jaxpar.rehearse import _step
+from jaxpar.rehearse import compiled
 from jaxpar.rehearse.of_config import advice
 from jaxpar.rehearse.report.memory import DoesNotFit, needs_and_has, refusal
 from jaxpar.rehearse.targets import load_target
@@ -138,10 +138,10 @@ def test_a_refusal_for_the_devices_memory_is_told_from_others(
     def refuses(*_: object) -> None:
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(_step, "lower_for", refuses)
+    monkeypatch.setattr(compiled, "lower_for", refuses)
     target = load_target("v5e-8")
     with pytest.raises(UserError) as caught:
-        _step.compile_for(
+        compiled.compile_for(
             jax.jit(lambda x: x),
             (),
             make_mesh(data=8),

@@ -22,7 +22,7 @@ import jaxpar
 from jaxpar import parallel, rehearse, train, verify
 from jaxpar.kernels.attention import libraries
 from jaxpar.parallel import pipeline
-from jaxpar.rehearse import _step
+from jaxpar.rehearse import compiled
 from jaxpar.rehearse.report.tables import report_parts
 
 ALL = sharded_loss.NAMES
@@ -345,9 +345,9 @@ def test_attention_without_a_layout_takes_the_kernel_of_the_chip_it_is_rehearsed
         there.append(str(jitted.trace(*arguments).jaxpr))
         raise jax.errors.JaxRuntimeError("that is enough")
 
-    monkeypatch.setattr(_step, "lower_for", lower)
+    monkeypatch.setattr(compiled, "lower_for", lower)
     with pytest.raises(jaxpar.UserError, match="that is enough"):
-        _step.compile_for(jitted, (q,), mesh, jaxpar.load_target("v5e-1"))
+        compiled.compile_for(jitted, (q,), mesh, jaxpar.load_target("v5e-1"))
     assert "pallas_call" not in here and ("pallas_call" in there[0]) == bool(kernel)
     assert kernel in there[0]
     assert str(jitted.trace(q).jaxpr) == here
@@ -368,10 +368,10 @@ def test_a_function_that_takes_arguments_by_name_is_rehearsed(
         lowered.append(program.as_text())
         raise jax.errors.JaxRuntimeError("that is enough")
 
-    monkeypatch.setattr(_step, "compile_absent", stop)
+    monkeypatch.setattr(compiled, "compile_absent", stop)
     jitted = jax.jit(lambda x, *, y: x - y)
     with pytest.raises(jaxpar.UserError, match="that is enough"):
-        _step.compile_for(
+        compiled.compile_for(
             jitted,
             (x,),
             layout.mesh,
