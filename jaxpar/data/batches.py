@@ -109,10 +109,10 @@ def _batches_of_rows(
         return _corrupted(kept, number * batch + local, data, masking, _TRAINING)
 
     whole = mixed.batch(batch, drop_remainder=True)
-    batches = _numbered(whole, own_rows, masking)
+    batches: grain.IterDataset[HostBatch] = _numbered(whole, own_rows, masking)
     if not data.prefetch:
         return iter(batches)
-    ahead: grain.IterDataset[HostBatch] = grain.experimental.ThreadPrefetchIterDataset(
+    ahead = grain.experimental.ThreadPrefetchIterDataset(
         batches, prefetch_buffer_size=data.prefetch
     )
     return iter(ahead)
