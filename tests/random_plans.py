@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from jaxpar.rehearse.report.lint import RULES
+from jaxpar.rehearse.report.lint import LINTS
 
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 PRESETS = ("gpt2_124m", "llama32_1b", "llama3_8b", "mixtral_8x7b")
@@ -130,7 +130,7 @@ def run(
     """The outcome, a line that says more, and the seconds it took."""
     command = ["verify"]
     if target:
-        findings = ",".join(rule for rule in RULES if rule not in _OF_THE_PLAN)
+        findings = ",".join(rule for rule in LINTS if rule not in _OF_THE_PLAN)
         command = ["rehearse", "--target", target, "--fail-on", findings]
         words = [*words, *small(words, target)]
     began = time.perf_counter()

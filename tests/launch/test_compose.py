@@ -15,7 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.cli import compose as cli
 from jaxpar.cli.main import main
 from jaxpar.data.masking import make_masking
-from jaxpar.data.tokenizer import BytesTokenizer
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 from jaxpar.launch import compose, small_loss
 from jaxpar.launch.small_loss import small_form
 from jaxpar.plan import points

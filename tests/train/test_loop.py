@@ -143,7 +143,7 @@ class Counted:
 @pytest.mark.quick
 def test_damage_of_step_100_is_not_blamed_on_step_10(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    opened: Any = SimpleNamespace(source=checkpoints, first=10, is_new=False)
+    opened: Any = SimpleNamespace(source=checkpoints, after=10, is_new=False)
     for step, own in [(100, False), (10, True)]:
         with pytest.raises(DamagedCheckpoint) as raised:
             checkpoints.data(step)
