@@ -130,7 +130,7 @@ def run(
     """The outcome, a line that says more, and the seconds it took."""
     command = ["verify"]
     if target:
-        findings = ",".join(rule for rule in LINTS if rule not in _OF_THE_PLAN)
+        findings = ",".join(rule for rule in LINTS.names() if rule not in _OF_THE_PLAN)
         command = ["rehearse", "--target", target, "--fail-on", findings]
         words = [*words, *small(words, target)]
     began = time.perf_counter()
