@@ -22,6 +22,7 @@ from jaxpar.train.runs.folder.manifest import (
     MANIFEST,
     METADATA,
     DamagedCheckpoint,
+    UnreadCheckpoint,
     require_whole,
     write_manifest,
 )
@@ -277,6 +278,33 @@ def test_a_step_of_which_the_disk_does_not_give_the_last_file_is_no_damaged_one(
     (said,) = clear_up(folder.parent, 1, None)
     assert "is left as it is" in said and "Input/output error" in said
     assert folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (OSError(5, "Input/output error"), False),
+        (ValueError("Failed to open: 'x': Input/output error [os_error_code='5']"), False),
+        (FileNotFoundError(2, "No such file or directory"), True),
+        (ValueError("NOT_FOUND: no metadata [os_error_code='2']"), True),
+        (ValueError("DATA_LOSS: a checksum differs"), True),
+    ],
+)
+def test_what_the_disk_refuses_orbax_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_damage: bool
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise error
+        except Exception as cause:
+            raise RuntimeError("the array is not there") from cause
+
+    monkeypatch.setattr(checkpoints._reader, "restore", fail)
+    with pytest.raises(DamagedCheckpoint) as raised:
+        checkpoints.data(3)
+    assert isinstance(raised.value, UnreadCheckpoint) != is_damage
 
 
 @pytest.mark.parametrize("times", [1, 1000])

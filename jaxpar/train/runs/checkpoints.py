@@ -4,6 +4,8 @@ Nothing in their folder is made or removed here, as a training may be writing th
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from jaxpar.train.runs.folder.manifest import (
     DamagedCheckpoint,
     Depth,
     Manifest,
+    UnreadCheckpoint,
     require_whole,
 )
 from jaxpar.train.runs.folder.steps import steps_in
@@ -179,7 +182,9 @@ class Checkpoints:
 
     @contextmanager
     def _readable(self, step: int) -> Iterator[None]:
-        """Turn Orbax's failure to read into a DamagedCheckpoint."""
+        """Turn Orbax's failure to read into a DamagedCheckpoint, and into an UnreadCheckpoint where
+        the disk did not give what is there: such a step is neither moved nor removed.
+        """
         self._await_save()
         try:
             yield
@@ -189,8 +194,9 @@ class Checkpoints:
         except Exception as error:
             place = self.folder / str(step)
             why = f"checkpoint {place} cannot be read ({first_line(error)})"
+            kind = UnreadCheckpoint if _is_of_the_disk(error) else DamagedCheckpoint
             # a run beside may be removing it, or a copy of it may be under way
-            raise DamagedCheckpoint(
+            raise kind(
                 f"{why}: try again if a run or a copy is writing there, or take another step",
                 place,
             ) from error
@@ -207,6 +213,24 @@ class Checkpoints:
         # a bucket that does not answer has not damaged anything
         except NotAsSent as error:
             raise DamagedCheckpoint(str(error), self.folder / str(step)) from error
+
+
+_OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
+"""How TensorStore ends a message where the operating system refused it a file."""
+
+
+def _is_of_the_disk(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is of the operating system, and none that says
+    that a file is missing: this is damage.
+    """
+    while error is not None:
+        codes = [int(code) for code in _OF_TENSORSTORE.findall(str(error))]
+        if isinstance(error, OSError) and error.errno is not None:
+            codes.append(error.errno)
+        if any(code != errno.ENOENT for code in codes):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def first_line(error: Exception) -> str:
