@@ -15,7 +15,7 @@ from jaxpar.base.registry import SOURCES
 from jaxpar.data.batches import train_batches as train_batches
 from jaxpar.data.batches import val_batches as val_batches
 from jaxpar.data.masking import make_masking
-from jaxpar.data.mixture import Mixture, Stream
+from jaxpar.data.mixture import SAMPLED, Mixture, Stream
 from jaxpar.data.parts import Part
 from jaxpar.data.sources import Source
 from jaxpar.data.streams.urls import data_here
@@ -120,7 +120,7 @@ def _share(entry: str) -> tuple[str, float]:
     )
 
 
-def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
+def unigram_entropy(tokens: np.ndarray, sample: int = SAMPLED) -> float:
     """Return the entropy of the first `sample` tokens' frequencies in nats per token: the best loss
     without context.
     """

@@ -9,6 +9,9 @@ import numpy as np
 from jaxpar.data.documents.skipped import Skipped
 from jaxpar.data.parts import Part
 
+SAMPLED = 2**24
+"""Tokens of a sample, those of all parts together: a part may be a file that no memory holds."""
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -36,7 +39,8 @@ class Mixture:
     def sample(self) -> np.ndarray:
         samples = [part.sample for part in self.parts]
         fit = min(
-            len(sample) / weight for sample, weight in zip(samples, self.weights, strict=True)
+            SAMPLED,
+            *(len(sample) / weight for sample, weight in zip(samples, self.weights, strict=True)),
         )
         return np.concatenate(
             [s[: max(int(fit * w), 1)] for s, w in zip(samples, self.weights, strict=True)]

@@ -1,6 +1,8 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.data.mixture import Mixture
 from jaxpar.data.streams.texts import stdlib_files, text_files
 from jaxpar.data.streams.token_files import open_tokens, tokenize
 from jaxpar.data.streams.tokens import Tokens, read_windows, window_count
+from jaxpar.data.streams.urls import matches
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer
 
 VOCAB = 1000
@@ -583,6 +587,10 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, changes, messa
             'looks like ids of 32 bits, .*: if so, write {"dtype": "uint32"} into it',
         ),
         (np.arange(400, dtype="<i8"), "looks like ids of 64 bits, .*: write them as uint32"),
+        (
+            np.append(0, np.arange(65_540, 65_939)).astype("<i8"),
+            "looks like ids of 64 bits, .*: write them as uint32",
+        ),
         (b"\x93NUMPY\x01\0" + bytes(90), "an array of NumPy's"),
         (b"MMIDIDX\0\0" + bytes(91), "index of Megatron's"),
         (b"PK\x03\x04" + bytes(96), "archive"),
@@ -697,3 +705,18 @@ def test_a_token_file_of_another_tokenizer_than_the_config_names_is_refused(tmp_
         ),
     ):
         load_corpus(data, 256)
+
+
+def test_the_sample_of_a_mixture_has_each_part_by_its_share(monkeypatch: pytest.MonkeyPatch):
+    """Where each part alone is longer than a sample, too."""
+    monkeypatch.setattr("jaxpar.data.mixture.SAMPLED", 100)
+    parts: Any = [SimpleNamespace(sample=np.full(500, number)) for number in (1, 2)]
+    sample = Mixture(tuple(parts), (0.75, 0.25)).sample
+    assert np.bincount(sample).tolist() == [0, 75, 25]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"), [("a.parquet", True), ("x/y/a.parquet", True), ("a.csv", False)]
+)
+def test_a_pattern_of_any_folders_has_the_files_of_none(name: str, is_one: bool):
+    assert matches(name, "**/*.parquet") == is_one

@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
 from jaxpar.train.runs import disk_space, run_lock, training_checkpoints
 from jaxpar.train.runs.bucket import copy, copy_of, doors, folder_here, run_here, send, sender
-from jaxpar.train.runs.bucket.layout import UPLOADED
+from jaxpar.train.runs.bucket.layout import UPLOADED, names_below
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, keep_config
 from jaxpar.train.runs.folder.steps import set_aside
@@ -369,3 +370,20 @@ def test_the_disk_that_is_too_full_is_that_of_the_copy(bucket, tmp_path, monkeyp
     assert f"the disk of {tmp_path / 'jaxpar'}, which has the copy of {bucket.url}, has 1 B" in said
     monkeypatch.undo()
     checkpoints.close()
+
+
+def test_a_folder_that_is_renamed_while_files_are_listed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "gone", "z"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    scan = os.scandir
+
+    def scan_what_is_left(path: Any) -> Any:
+        if Path(path).name == "gone":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_what_is_left)
+    assert names_below(tmp_path) == ["a/file", "z/file"]

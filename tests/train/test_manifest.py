@@ -8,6 +8,7 @@ import json
 import mmap
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -305,6 +306,32 @@ def test_what_the_disk_refuses_orbax_is_no_damage(
     with pytest.raises(DamagedCheckpoint) as raised:
         checkpoints.data(3)
     assert isinstance(raised.value, UnreadCheckpoint) != is_damage
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")]
+)
+def test_too_little_memory_at_a_restore_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoints._reader, "restore", fail)
+    with pytest.raises(type(error)):
+        checkpoints.data(3)
+
+
+@pytest.mark.parametrize("name", [".zarray", ".zgroup", ".zattrs"])
+def test_the_hidden_files_of_zarr_are_in_the_manifest(tmp_path: Path, name: str) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / name).write_text("{}")
+    write_manifest(tmp_path, 3, {})
+    (tmp_path / "state" / name).write_text("[]")
+    with pytest.raises(DamagedCheckpoint, match=name):
+        require_whole(tmp_path, 3, "whole")
 
 
 @pytest.mark.parametrize("times", [1, 1000])

@@ -124,12 +124,8 @@ def require_guess(ids: np.ndarray | RangedIds, path: str) -> None:
     high = sample[1::2]
     if high.max() > 15 or low.max() <= 15:  # no vocabulary has 2^20 ids
         return
-    is_64 = (
-        len(ids) % 4 == 0
-        and not sample[1::4].any()
-        and not sample[2::4].any()
-        and not sample[3::4].any()
-    )
+    upper_half = sample[2::4].any() or sample[3::4].any()
+    is_64 = len(ids) % 4 == 0 and not upper_half
     bits, fix = (
         (64, "write them as uint32") if is_64 else (32, 'if so, write {"dtype": "uint32"} into it')
     )

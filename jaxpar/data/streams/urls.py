@@ -85,6 +85,11 @@ def _path_here(path: str, source: str) -> str:
         url = as_url(path)
         folder = url[: _PATTERN.search(url).start()].rpartition("/")[0]  # pyright: ignore
         pattern = url[len(folder) + 1 :]
-        found = local_path(folder, lambda name: fnmatch(name, pattern), pattern)
+        found = local_path(folder, lambda name: matches(name, pattern), pattern)
         return f"{found}/{pattern}"
     return str(local_path(path))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a path below a folder may be one of a pattern: `**/` is any folders, and none."""
+    return fnmatch(name, pattern) or fnmatch(name, pattern.replace("**/", ""))

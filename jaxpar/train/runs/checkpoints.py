@@ -188,7 +188,8 @@ class Checkpoints:
         self._await_save()
         try:
             yield
-        except UserError:
+        # too little memory, or a device that fails, says nothing about the files
+        except (UserError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
         except Exception as error:

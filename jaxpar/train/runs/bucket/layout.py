@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -75,10 +76,12 @@ def size_and_hash(file: Path) -> tuple[int, str]:
 
 
 def names_below(folder: Path) -> list[str]:
+    """The files below a folder; `os.walk` passes over a folder that is renamed meanwhile."""
     return sorted(
-        file.relative_to(folder).as_posix()
-        for file in folder.rglob("*")
-        if file.is_file() and not _UNFINISHED.fullmatch(file.name)
+        (Path(place) / name).relative_to(folder).as_posix()
+        for place, _, names in os.walk(folder)
+        for name in names
+        if not _UNFINISHED.fullmatch(name)
     )
 
 

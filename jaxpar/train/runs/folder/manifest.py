@@ -247,6 +247,10 @@ def _all_of(manifest: Manifest, name: str) -> range:
     return range(len(manifest.hashes[name]))
 
 
+_OF_ZARR = (".zarray", ".zgroup", ".zattrs")
+"""Files in which Zarr says what an array is."""
+
+
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the bytes of each file of a step, but of those that are written later, by path."""
     return dict(_sizes_below(folder, ""))
@@ -258,8 +262,8 @@ def _sizes_below(folder: Path, inside: str) -> Iterator[tuple[str, int]]:
         if path.is_dir():
             if name not in _LATER:
                 yield from _sizes_below(path, name + "/")
-        # a hidden one is a file on its way to its name
-        elif name not in _LATER and not path.name.startswith("."):
+        # any other hidden one is a file on its way to its name
+        elif path.name in _OF_ZARR or (name not in _LATER and not path.name.startswith(".")):
             yield name, path.stat().st_size
 
 
