@@ -72,7 +72,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             f"model.vocab_size={vocab_size}: "
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
-    make_masking(data, vocab_size, tokenizer)  # refused before anything is read
+    make_masking(data, vocab_size, tokenizer)  # refused before a training begins
     for part in parts:
         part.require_enough(data, "training", "add text")
     if val is not None:

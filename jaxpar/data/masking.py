@@ -67,8 +67,8 @@ def make_masking(data: DataConfig, vocab_size: int, tokenizer: Tokenizer | None)
       How they are corrupted; None where `data.objective` is another.
 
     Raises:
-      UserError: the data are conversations, the model has no id for the mask, or what is asked for
-        takes a tokenizer and there is none.
+      UserError: the model has no id for the mask, or what is asked for takes a tokenizer and there
+        is none.
     """
     if data.objective != "masked":
         return None

@@ -305,7 +305,7 @@ def open_answers(folder: Path) -> Answers:
     file = folder / HEADER
     found = read_json(file, _KINDS)
     missing = [name for name in Header._fields if name not in found]
-    if missing or not all(is_kind(row, list[Any]) and len(row) == 3 for row in found["data"]):
+    if missing or not all(_is_piece(row) for row in found["data"]):
         raise UserError(
             f"{file} does not say what the answers in {folder} are of: write them again with "
             "`jaxpar eval --top-k`"
@@ -333,3 +333,11 @@ def _memory_map(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarr
                 "another folder's, so write it again with `jaxpar eval --top-k`"
             )
         return np.memmap(file, dtype, mode="r", shape=shape)
+
+
+def _is_piece(row: object) -> bool:
+    """Whether a row can be a `Piece` of the data."""
+    if not isinstance(row, list) or len(row) != 3:
+        return False
+    name, length, digest = row
+    return is_kind(name, str) and is_kind(length, int | None) and is_kind(digest, str)

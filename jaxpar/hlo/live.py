@@ -73,7 +73,9 @@ class Schedule:
     arrays: list[LiveArray]
 
     def bytes_at(self) -> list[int]:
-        """The bytes that are alive at each place."""
+        """The bytes that are alive at each place; none where nothing is computed."""
+        if not self.instructions:
+            return []
         changes = [0] * (len(self.instructions) + 1)
         for array in self.arrays:
             changes[array.begin] += array.bytes

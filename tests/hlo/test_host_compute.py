@@ -34,3 +34,23 @@ def test_a_call_of_the_host_is_work_of_the_host():
     assert start.flops == 2000  # a product and a sum of 1,000 entries
     assert start.bytes == 4 * 4000  # two operands and two results, each once
     assert start.link_bytes == 2 * 4000  # one of each lies on the device
+
+
+LOOP = """
+%round (x: f32[1000]) -> f32[1000] {
+  %x = f32[1000]{0} parameter(0)
+  ROOT %y = f32[1000]{0} multiply(%x, %x)
+}
+
+%go (z: f32[1000]) -> pred[] {
+  %z = f32[1000]{0} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+"""
+
+
+def test_the_body_of_a_loop_of_the_host_counts_once():
+    begin, update = PROGRAM.split("%update (p", 1)
+    looped = update.replace("multiply(%p, %g)", "while(%p), condition=%go, body=%round", 1)
+    start, _ = read_program(f"{begin}{LOOP.strip()}\n\n%update (p{looped}").nodes
+    assert start.flops == 2000

@@ -137,6 +137,11 @@ def test_a_loop_that_never_ends_is_not_known(monkeypatch: pytest.MonkeyPatch) ->
     assert count(counting(0, "subtract(%i, %k)", "LT", 8)) is None
 
 
+def test_a_loop_of_as_many_trips_as_are_counted_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_MOST", 11)
+    assert count(counting(0, "add(%i, %k)", "LT", 32)) == 11
+
+
 def test_the_compilers_own_count_is_believed() -> None:
     module = counting(0, "rng(%i, %k)", "LT", 8)
     entry = module.computations["main"]

@@ -28,6 +28,7 @@ from jaxpar.train.runs.folder.manifest import (
     write_manifest,
 )
 from jaxpar.train.runs.folder.steps import clear_up, steps_in
+from jaxpar.train.runs.folder.val_losses import Losses
 from jaxpar.train.runs.in_use import in_use, steps_in_use
 from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -360,3 +361,12 @@ def test_a_step_that_the_file_system_does_not_give_is_no_damaged_one(
             find_newest_whole(checkpoints, pytest.fail)
         clear_up(folder.parent, 0, None)
     assert folder.exists()
+
+
+def test_a_step_that_is_saved_anew_has_no_loss_of_the_one_before(tmp_path: Path) -> None:
+    losses = Losses(tmp_path, pytest.fail)
+    losses.add(3, 2.5)  # its save failed: it has no folder
+    losses.forget(3)
+    (tmp_path / "3").mkdir()
+    losses.write()
+    assert not list((tmp_path / "3").iterdir())

@@ -44,8 +44,8 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
       instruction: the instruction.
 
     Returns:
-      The FLOPs of one execution on one device, in which a loop inside counts once, and the dtype of
-      the operands.
+      The FLOPs of one execution on one device, without those of loops (`jaxpar.hlo.read` has them
+      as tasks of their own), and the dtype of the operands.
     """
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if len(shapes) < len(instruction.operands):

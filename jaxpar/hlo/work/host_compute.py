@@ -63,7 +63,7 @@ def _flops(module: Module, computation: Computation) -> float:
     """Count the FLOPs of a computation and of those that it calls; a loop's body counts once."""
     flops = 0.0
     for instruction in computation.instructions.values():
-        if instruction.base in CALLERS:
+        if instruction.base in (*CALLERS, "while"):
             flops += sum(_flops(module, inner) for inner in module.called(instruction))
         elif instruction.opcode in _ARITHMETIC:
             flops += instruction.shape.elements

@@ -120,7 +120,7 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
     else:
         results = (root.name,)
     state = initial
-    for trips in range(_MOST):
+    for trips in range(_MOST + 1):
         going = evaluate(module, condition, condition.root, state)
         if not going:
             return None if going is None else trips

@@ -1,5 +1,6 @@
-"""What a checkpoint was trained with: its manifest says which data and which files of a tokenizer,
-and whoever loads it compares those of the run folder.
+"""What a checkpoint was trained with: its manifest says which data and which files of a tokenizer.
+Whoever loads it compares the tokenizer's with those of the run folder; the data are said there for
+whoever looks.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ class Losses:
     def forget(self, step: int) -> None:
         """Drop the loss of a step that is about to be saved anew."""
         self.known.pop(step, None)
+        self._unwritten.pop(step, None)
 
     def write(self) -> None:
         """Write the losses of those steps that have been written to their end; the others wait for
