@@ -16,7 +16,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.masks import Causal, Tiles, dense
 from jaxpar.models import Model
-from jaxpar.models import model as model_module
+from jaxpar.models import loss as losses
 from jaxpar.parallel import token_order as batches
 from jaxpar.parallel.context import split as context
 from jaxpar.parallel.context.task import ContextTask
@@ -115,7 +115,7 @@ def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) 
         )
         return own(batch, plan, *strategy) | {"positions": positions}
 
-    failed, wrong, names = failed_with(monkeypatch, model_module, "in_order", left_behind)
+    failed, wrong, names = failed_with(monkeypatch, losses, "in_order", left_behind)
     assert not failed.loss_ok
     assert wrong == names
 
