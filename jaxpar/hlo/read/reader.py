@@ -2,9 +2,29 @@
 
 Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing
 (tuples, bitcasts, parameters) vanish, and dependencies go through them. Loops keep their bodies and
-get trip counts, calls are inlined, and the most expensive branch of a conditional is taken. Other
-modules know the details: `trips` counts those of loops, `flops` and `memory_traffic` count work,
-`collectives` reads communication, `origin` finds where a task comes from.
+get trip counts, calls are inlined, and the most expensive branch of a conditional is taken.
+
+A loop that takes the exponential of %a four times:
+
+    ENTRY:  %a = f32[8] negate(%x0)
+            %s = (s32[], f32[8]) tuple(%zero, %a)
+            %w = (s32[], f32[8]) while(%s), condition=%cond, body=%body
+    %body:  %j = s32[] add(%i, %one)        %i, %x are the parts of the parameter
+            %y = f32[8] exponential(%x)
+            ROOT %q = (s32[], f32[8]) tuple(%j, %y)
+
+becomes
+
+    0  Task a
+    1  Loop w, trips=4, depends=(0,)
+         starts=(Needs(), Needs(tasks=(0,)))                of each part before the first trip
+         ends=(Needs(tasks=(0,)), Needs(tasks=(1,)))        and in a trip, by positions in the body
+         body:  0  Task j, needs=Needs(states=(0,))         the part as it was before this trip
+                1  Task y, needs=Needs(states=(1,))
+
+An asynchronous task may be waited for in the next trip of its loop. Then the wait stands in the
+body before the task that it waits for, whose position is known only at the body's end: `_finish`
+notes the wait in `Nodes.waits`, and `_close_waits` fills it in.
 """
 
 from __future__ import annotations
@@ -18,12 +38,18 @@ from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
 from jaxpar.hlo.program import opcodes
 from jaxpar.hlo.program.module import Computation, Instruction, Module
 from jaxpar.hlo.program.parse import parse_module
-from jaxpar.hlo.program.tasks import Loop, Needs, Node, Origin, Program, Task, Wait, walk
-from jaxpar.hlo.work.collectives import Devices, collective_of, devices_of, paired_send
-from jaxpar.hlo.work.flops import KernelCost, kernel_work, work_of
-from jaxpar.hlo.work.host_compute import host_work, is_host_call
-from jaxpar.hlo.work.kinds import kind_of, shape_text
-from jaxpar.hlo.work.memory_traffic import copied_bytes, result_of, traffic
+from jaxpar.hlo.program.tasks import Loop, Origin, Program, Task, Wait, walk
+from jaxpar.hlo.read.one_task import make_task
+from jaxpar.hlo.read.values import (
+    NOTHING,
+    Nodes,
+    Value,
+    merge,
+    needs_of,
+    part_of_state,
+)
+from jaxpar.hlo.work.collectives import Devices, devices_of, paired_send
+from jaxpar.hlo.work.flops import KernelCost
 from jaxpar.hlo.work.trips import Scalar, initial_state, invariant, trip_count
 
 _PAIRED = ("recv", "recv-done", "send-done")
@@ -31,8 +57,6 @@ _ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
 """This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which
 operand.
 """
-# as the TPU compiler writes its estimate of one execution
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def read_program(
@@ -89,86 +113,10 @@ def _read(
     if module.header.get("is_scheduled") != "true":
         reader.notes.append("the module is not scheduled: its tasks are in the order of the text")
     entry = module.computations[module.entry]
-    into = _Nodes()
-    reader.read(entry, {}, [_NOTHING] * len(entry.parameters), into)
+    into = Nodes()
+    reader.read(entry, {}, [NOTHING] * len(entry.parameters), into)
     nodes = tuple(inherit(into.nodes, Origin()))
     return Program(module.name, nodes, tuple(dict.fromkeys(reader.notes)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """What an instruction's result depends on."""
-
-    tasks: frozenset[int] = frozenset()
-    """The positions, in the list being read, of the tasks that make it."""
-    state: int | None = None
-    """The index of the part of the loop's state that it is, made before this trip; None if it
-    is none.
-    """
-    start: int | None = None
-    """The position of the asynchronous task whose result it will be; None for a finished result."""
-    parts: tuple[_Value, ...] = ()
-    """The values of a tuple's parts."""
-    results: frozenset[tuple[int, int]] = frozenset()
-    """The loops among `tasks`, each with the part of its result that is meant."""
-    states: frozenset[int] = frozenset()
-    """All parts of the loop's state that it is made of, as they were before this trip."""
-    awaited: frozenset[int] = frozenset()
-    """Those of them that an asynchronous task of the previous trip makes, which was waited for."""
-
-    def part(self, index: int) -> _Value:
-        """Return an element of a tuple, or the whole where its parts are not known separately."""
-        if index < len(self.parts):
-            return self.parts[index]
-        return self
-
-
-_NOTHING = _Value()
-
-
-def _merge(values: Sequence[_Value]) -> _Value:
-    """Make the value that depends on all of these."""
-    tasks = frozenset[int]().union(*(value.tasks for value in values))
-    state = next((value.state for value in values if value.state is not None), None)
-    start = next((value.start for value in values if value.start is not None), None)
-    return _Value(
-        tasks,
-        state,
-        start,
-        results=frozenset[tuple[int, int]]().union(*(value.results for value in values)),
-        states=frozenset[int]().union(*(value.states for value in values)),
-        awaited=frozenset[int]().union(*(value.awaited for value in values)),
-    )
-
-
-def _needs(value: _Value) -> Needs:
-    """What a value is made by, as the nodes of its list have it."""
-    loops = {position for position, _ in value.results}
-    return Needs(
-        tuple(sorted(value.tasks - loops)),
-        tuple(sorted(value.results)),
-        tuple(sorted(value.states | value.awaited)),
-    )
-
-
-@dataclass(slots=True)
-class _Nodes:
-    """A list of nodes that is being read."""
-
-    nodes: list[Node] = field(default_factory=list)
-    waits: list[tuple[int, int]] = field(default_factory=list)
-    """(position, index) pairs: the node there waits for what the loop state holds under that
-    index.
-    """
-    sent: dict[str, int] = field(default_factory=dict)
-    """The position of each send to another device, by its name."""
-    awaited: dict[int, frozenset[int]] = field(default_factory=dict)
-    """`_Value.awaited` of what each task needs, by the task's position."""
-
-    def add(self, node: Node) -> int:
-        """Append a node and return its position."""
-        self.nodes.append(node)
-        return len(self.nodes) - 1
 
 
 @dataclass(slots=True)
@@ -183,9 +131,9 @@ class _Reader:
         self,
         computation: Computation,
         known: Mapping[int, Scalar],
-        arguments: list[_Value],
-        into: _Nodes,
-    ) -> _Value:
+        arguments: list[Value],
+        into: Nodes,
+    ) -> Value:
         """Append the tasks of a computation to a list of nodes.
 
         Args:
@@ -198,18 +146,18 @@ class _Reader:
         Returns:
           What the computation's result depends on.
         """
-        values: dict[str, _Value] = {}
+        values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
-            operands = [values.get(name, _NOTHING) for name in instruction.operands]
+            operands = [values.get(name, NOTHING) for name in instruction.operands]
             opcode = instruction.opcode
             if opcode == "parameter":
                 number = int(instruction.literal)
                 if number < len(arguments):
                     value = arguments[number]
                 else:
-                    value = _NOTHING
+                    value = NOTHING
             elif opcode == "tuple":
-                value = replace(_merge(operands), parts=tuple(operands))
+                value = replace(merge(operands), parts=tuple(operands))
             elif opcode == "get-tuple-element":
                 value = operands[0].part(instruction.index)
             elif opcode == "while":
@@ -228,22 +176,24 @@ class _Reader:
                 if len(operands) == 1:
                     value = operands[0]
                 else:
-                    value = _merge(operands)
+                    value = merge(operands)
             else:
                 value = self._task(computation, instruction, operands, into)
             values[instruction.name] = value
-        return values.get(computation.root, _NOTHING)
+        return values.get(computation.root, NOTHING)
 
     def _task(
         self,
         computation: Computation,
         instruction: Instruction,
-        operands: list[_Value],
-        into: _Nodes,
-    ) -> _Value:
+        operands: list[Value],
+        into: Nodes,
+    ) -> Value:
         origin = origin_of(self.module, instruction, self.dirs)
         try:
-            task = self._classify(computation, instruction, origin)
+            task = make_task(
+                self.module, self.devices, self.kernel_cost, computation, instruction, origin
+            )
         except (IndexError, KeyError, ValueError):  # unknown attributes
             task = Task(
                 instruction.name, instruction.opcode, "fusion", origin, shape=str(instruction.shape)
@@ -259,12 +209,12 @@ class _Reader:
                 f"{kernel}: a kernel without a cost estimate, its FLOPs are not counted"
             )
         finished = [operand for operand in operands if operand.start is None]
-        made_of = _merge(finished)
+        made_of = merge(finished)
         position = into.add(
-            replace(task, depends=tuple(sorted(made_of.tasks)), needs=_needs(made_of))
+            replace(task, depends=tuple(sorted(made_of.tasks)), needs=needs_of(made_of))
         )
         into.awaited[position] = made_of.awaited
-        made = _Value(frozenset({position}))
+        made = Value(frozenset({position}))
         if instruction.opcode == "send":
             into.sent[instruction.name] = position
         if task.asynchronous:
@@ -278,53 +228,12 @@ class _Reader:
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
 
-    def _classify(self, computation: Computation, instruction: Instruction, origin: Origin) -> Task:
-        """Make a task, without its dependencies, which says of what kind it is and how much work it
-        does.
-
-        Raises:
-          IndexError, KeyError, ValueError: an attribute has an unknown form.
-        """
-        module = self.module
-        collective = collective_of(module, self.devices, computation, instruction)
-        if collective and not opcodes.owns_collective(module, instruction):
-            collective = None
-        cycles = _CYCLES.search(instruction.tail)
-        work = work_of(module, computation, instruction)
-        bytes_ = traffic(module, computation, instruction)
-        link_bytes = 0
-        if instruction.target and not work.flops:
-            work, bytes_ = kernel_work(computation, instruction, bytes_, self.kernel_cost)
-        if is_host_call(instruction):
-            kind = "host_compute"
-            flops, bytes_, link_bytes = host_work(module, computation, instruction)
-            work = work._replace(flops=flops)
-        elif collective:
-            kind = "collective"
-        else:
-            kind = kind_of(module, computation, instruction, work)
-        shape = result_of(instruction)
-        return Task(
-            instruction.name,
-            instruction.opcode,
-            kind,
-            origin,
-            flops=work.flops,
-            bytes=copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
-            link_bytes=link_bytes,
-            cycles=int(cycles[1]) if cycles and 0 < int(cycles[1]) < 2**60 else None,
-            dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype,
-            shape=shape_text(shape),
-            collective=collective,
-            asynchronous=opcodes.is_start(module, instruction),
-        )
-
-    def _branch(self, instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
+    def _branch(self, instruction: Instruction, operands: list[Value], into: Nodes) -> Value:
         """Inline the most expensive branch (by FLOPs, then by bytes)."""
 
         def cost(name: str) -> tuple[float, float]:
             silent = replace(self, notes=[])
-            trial = _Nodes()
+            trial = Nodes()
             silent.read(self.module.computations[name], {}, [], trial)
             tasks = list(walk(tuple(trial.nodes)))
             return sum(task.flops * count for task, count in tasks), sum(
@@ -345,19 +254,19 @@ class _Reader:
         computation: Computation,
         instruction: Instruction,
         known: Mapping[int, Scalar],
-        operand: _Value,
-        into: _Nodes,
-    ) -> _Value:
+        operand: Value,
+        into: Nodes,
+    ) -> Value:
         state = initial_state(self.module, computation, instruction, known)
         trips = trip_count(self.module, instruction, state)
         if trips is None:
             self.notes.append(f"{instruction.name}: no trip count in the text, taken as 1")
         width = len(instruction.shape.parts)
         if width:
-            argument = _Value(parts=tuple(map(_state, range(width))))
+            argument = Value(parts=tuple(map(part_of_state, range(width))))
         else:
-            argument = _state(0)
-        inside = _Nodes()
+            argument = part_of_state(0)
+        inside = Nodes()
         unchanged = invariant(self.module, instruction, state)
         root = self.read(self.module.body(instruction), unchanged, [argument], inside)
         ends = [root.part(index) for index in range(max(1, width))]
@@ -365,7 +274,7 @@ class _Reader:
         _hand_on(inside, {index for index, end in enumerate(ends) if end.start is not None})
         origin = origin_of(self.module, instruction, self.dirs)
         depends = sorted(
-            _merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
+            merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
         )
         nodes = tuple(inherit(inside.nodes, origin))
         position = into.add(
@@ -375,11 +284,11 @@ class _Reader:
                 nodes,
                 tuple(depends),
                 origin,
-                starts=tuple(_needs(operand.part(index)) for index in range(len(ends))),
-                ends=tuple(map(_needs, ends)),
+                starts=tuple(needs_of(operand.part(index)) for index in range(len(ends))),
+                ends=tuple(map(needs_of, ends)),
             )
         )
-        made = _Value(
+        made = Value(
             frozenset({position}),
             results=frozenset((position, index) for index in range(len(ends))),
         )
@@ -393,7 +302,7 @@ class _Reader:
         )
         return replace(made, parts=parts)
 
-    def _close_waits(self, inside: _Nodes, ends: list[_Value]) -> None:
+    def _close_waits(self, inside: Nodes, ends: list[Value]) -> None:
         """Point waits for loop state at the previous trip's task; a task from before the loop is
         not waited for.
         """
@@ -411,12 +320,39 @@ class _Reader:
             inside.nodes[position] = wait
 
 
-def _state(index: int) -> _Value:
-    """The value of a part of a loop's state before a trip."""
-    return _Value(state=index, states=frozenset({index}))
+def _finish(instruction: Instruction, operands: list[Value], into: Nodes) -> Value:
+    """Add a wait if the operand is a started task; otherwise add nothing, since the task was not
+    asynchronous.
+    """
+    if len(operands) == 1:
+        operand = operands[0]
+    else:
+        operand = merge(operands)
+    if operand.start is not None:
+        into.add(Wait(instruction.name, operand.start))
+    elif operand.state is not None:
+        position = into.add(Wait(instruction.name, -1, previous_trip=True))
+        into.waits.append((position, operand.state))
+    return Value(
+        operand.tasks,
+        operand.state,
+        results=operand.results,
+        states=operand.states,
+        awaited=operand.states,
+    )
 
 
-def _hand_on(inside: _Nodes, running: set[int]) -> None:
+def _receive(instruction: Instruction, sent: int | None, into: Nodes) -> Value:
+    """Read the receiving half of a transfer whose task is the send, and wait for its end where the
+    data is needed.
+    """
+    if instruction.opcode != "recv-done" or sent is None:
+        return NOTHING
+    into.add(Wait(instruction.name, sent))
+    return Value(frozenset({sent}))
+
+
+def _hand_on(inside: Nodes, running: set[int]) -> None:
     """Let no task of a loop's body need what still runs when a trip begins, unless it was waited
     for: a fusion beside which a collective goes on only hands it on.
     """
@@ -428,35 +364,3 @@ def _hand_on(inside: _Nodes, running: set[int]) -> None:
             ]
             needs = replace(node.needs, states=tuple(states))
             inside.nodes[position] = replace(node, needs=needs)
-
-
-def _finish(instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
-    """Add a wait if the operand is a started task; otherwise add nothing, since the task was not
-    asynchronous.
-    """
-    if len(operands) == 1:
-        operand = operands[0]
-    else:
-        operand = _merge(operands)
-    if operand.start is not None:
-        into.add(Wait(instruction.name, operand.start))
-    elif operand.state is not None:
-        position = into.add(Wait(instruction.name, -1, previous_trip=True))
-        into.waits.append((position, operand.state))
-    return _Value(
-        operand.tasks,
-        operand.state,
-        results=operand.results,
-        states=operand.states,
-        awaited=operand.states,
-    )
-
-
-def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> _Value:
-    """Read the receiving half of a transfer whose task is the send, and wait for its end where the
-    data is needed.
-    """
-    if instruction.opcode != "recv-done" or sent is None:
-        return _NOTHING
-    into.add(Wait(instruction.name, sent))
-    return _Value(frozenset({sent}))

@@ -1,103 +1,52 @@
-"""Which arrays of a scheduled program are in a device's memory when.
+"""Follows a program in its order and finds its arrays.
 
-An array lies there from the instruction that makes it to its last use. What XLA keeps in one place
-counts once: a loop's state, what is updated in place, a result in the place of an operand that ends
-there, and an argument that was donated. A loop's body counts once, as one trip of it. How the
-arrays are packed, with gaps between them, is the compiler's own affair.
+An array lies in memory from the instruction that makes it to its last use. Arrays that XLA keeps in
+one slot of memory are joined and count once: a loop's state, what is updated in place, a result in
+the slot of an operand that ends there, and an argument that was donated. A loop's body counts once,
+as one trip of it. How the slots are packed, with gaps between them, is the compiler's own affair.
+
+A program, with the place of each instruction in the schedule (parameters have none):
+
+    %x = f32[1024] parameter(0)
+    %a = f32[1024] reverse(%x)              place 0
+    %b = f32[1024] negate(%a)               place 1
+    %c = f32[2048] concatenate(%b, %x)      place 2
+    ROOT %r = f32[1024] slice(%c)           place 3
+
+What is found of it:
+
+    array   makers   places   bytes   why
+    x       x        0 to 3   4096    an argument, there before and after the program
+    a       a, b     0 to 2   4096    negate reads %a for the last time, so %b lies in its slot
+    c       c        2 to 3   8192    a concatenation does not fit into the slot of an operand
+    r       r        3 to 3   4096    a slice reads other elements than it writes
+
+It is done in three steps (`live_arrays`). `run` follows the instructions, makes an array for each
+result, moves the end of each operand to here, and joins what has to lie in one slot (loops,
+branches, what is asynchronous, what the program says). Then arguments and results are marked as
+whole. Last of all `share_slots` joins results with operands, which needs all ends to be known.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxpar.hlo.program import opcodes
+from jaxpar.hlo.live.aliases import leaf, pairs
+from jaxpar.hlo.live.arrays import LiveArray, Schedule
+from jaxpar.hlo.live.in_place import replaceable
 from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
 from jaxpar.hlo.program.opcodes import words
 
-_ALIASES = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-"""Which part of a result lies where which part of an argument does: `{0}: (1, {})`."""
 _NAMES = words("tuple get-tuple-element bitcast optimization-barrier add-dependency domain")
 """These opcodes name arrays that are there, and make none."""
-_RESHAPING = words("bitcast broadcast concatenate pad reverse transpose tuple reshape")
-_IN_PLACE = opcodes.ELEMENTWISE - _RESHAPING
-"""With these an element of the result needs the same element of each operand, and none besides."""
-_STACKS = words("dynamic-update-slice scatter")
-"""These opcodes change a part of their first operand."""
 
 _OF_THE_PROGRAM = -1
 """The memory space of constants, which are loaded with the program's code."""
 
 _NEAR = 1
 """The memory space of a TPU's VMEM; on a GPU, of what its links read in the main memory."""
-
-
-@dataclass
-class LiveArray:
-    """An array in a device's memory, and the schedule's places between which it is there.
-
-    Attributes:
-      name: the instruction that makes it; of an entry's argument, the parameter.
-      shape: its shape.
-      begin: the place of the instruction that makes it.
-      end: the place of its last use.
-      whole: whether it is there before and after the program: an argument or a result.
-      makers: every instruction that makes an array in its place, itself first.
-    """
-
-    name: str
-    shape: Shape
-    begin: int
-    end: int
-    whole: bool = False
-    makers: list[str] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that it takes in the device's main memory, with the padding of its tiles."""
-        return 0 if self.shape.space else self.shape.stored_bytes
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The instructions of a program in the order in which they run, and its arrays.
-
-    Attributes:
-      instructions: each with those of the loops around it in their place.
-      arrays: every array of the main memory.
-    """
-
-    instructions: list[Instruction]
-    arrays: list[LiveArray]
-
-    def bytes_at(self) -> list[int]:
-        """The bytes that are alive at each place; none where nothing is computed."""
-        if not self.instructions:
-            return []
-        changes = [0] * (len(self.instructions) + 1)
-        for array in self.arrays:
-            changes[array.begin] += array.bytes
-            changes[array.end + 1] -= array.bytes
-        found = []
-        alive = 0
-        for change in changes[:-1]:
-            alive += change
-            found.append(alive)
-        return found
-
-    def alive(self, place: int) -> list[LiveArray]:
-        """The arrays that are alive at a place, the largest first.
-
-        Args:
-          place: a place in the order of the instructions, from 0.
-
-        Returns:
-          The arrays; those that take no bytes in the main memory are left out.
-        """
-        found = [one for one in self.arrays if one.begin <= place <= one.end and one.bytes]
-        return sorted(found, key=lambda one: -one.bytes)
 
 
 def live_arrays(module: Module) -> Schedule:
@@ -123,17 +72,17 @@ def live_arrays(module: Module) -> Schedule:
             reading.extend(buffer, end)
     for buffer in results:
         reading.extend(buffer, end)
-    for result, number, part in _pairs(module.header.get("input_output_alias", "")):
-        there = _leaf(entry.instructions[entry.parameters[number]].shape, part)
-        here = _leaf(entry.instructions[entry.root].shape, result)
+    for result, number, part in pairs(module.header.get("input_output_alias", "")):
+        there = leaf(entry.instructions[entry.parameters[number]].shape, part)
+        here = leaf(entry.instructions[entry.root].shape, result)
         reading.join(arguments[number][there], results[here])
-    reading.share_places()
+    reading.share_slots()
     kept = {reading.root(number) for number in range(len(reading.arrays))}
     return Schedule(reading.order, [reading.arrays[number] for number in sorted(kept)])
 
 
 class _Made(NamedTuple):
-    """What an instruction makes, and the operands in whose place that may lie."""
+    """What an instruction makes, and the operands in whose slots that may lie."""
 
     place: int
     results: list[int]
@@ -145,15 +94,19 @@ class _Made(NamedTuple):
 
 @dataclass
 class _Reading:
-    """The arrays found so far, by number; those in one place are joined to one."""
+    """The arrays found so far, by number; those in one slot of memory are joined to one.
+
+    A value is a list of such numbers (`buffer`), one for each leaf of its tuple. A join leaves the
+    numbers as they are: `root` finds the one whose `LiveArray` stands for the slot.
+    """
 
     module: Module
     order: list[Instruction] = field(default_factory=list)
     arrays: list[LiveArray] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
-    """For each array, one that lies in the same place; itself where there is no other."""
+    """For each array, one that lies in the same slot; itself where there is no other."""
     last_use: list[int] = field(default_factory=list)
-    """The last use of each, by its own name; another in its place may be used later."""
+    """The last use of each, by its own name; another in its slot may be used later."""
     made: list[_Made] = field(default_factory=list)
 
     def new(self, instruction: Instruction) -> list[int]:
@@ -172,14 +125,14 @@ class _Reading:
         return len(self.joined) - 1
 
     def root(self, number: int) -> int:
-        """The array that stands for all those in its place."""
+        """The array that stands for all those in its slot."""
         while self.joined[number] != number:
             self.joined[number] = self.joined[self.joined[number]]
             number = self.joined[number]
         return number
 
     def join(self, first: int, second: int) -> None:
-        """Put two arrays into one place.
+        """Put two arrays into one slot.
 
         Args:
           first: the number of an array.
@@ -234,7 +187,7 @@ class _Reading:
             return [self._array(instruction, beside)]
         if opcode == "get-tuple-element":
             source = computation.instructions[instruction.operands[0]].shape
-            at = _leaf(source, (instruction.index,))
+            at = leaf(source, (instruction.index,))
             return used[at : at + len(list(instruction.shape.leaves()))]
         if opcode in _NAMES:
             return used
@@ -252,7 +205,7 @@ class _Reading:
         results = self.new(instruction)
         self._started(instruction, used, results)
         self._told(instruction, operands, results)
-        read, changed = _replaceable(self.module, instruction)
+        read, changed = replaceable(self.module, instruction)
         self.made.append(
             _Made(
                 place,
@@ -264,7 +217,11 @@ class _Reading:
         return results
 
     def _loop(self, instruction: Instruction, state: list[int]) -> list[int]:
-        """A loop's state stays where it is: what a trip hands on is in the place of the last."""
+        """A loop's state stays where it is: what a trip hands on is in the slot of the last.
+
+        Of each part of the state four arrays are one: what was there before the loop, the body's
+        parameter, what the body hands on, and the loop's result.
+        """
         body = self.module.body(instruction)
         inside = self.new(instruction)
         after = self.run(body, [inside])
@@ -318,19 +275,19 @@ class _Reading:
     def _told(
         self, instruction: Instruction, operands: list[list[int]], results: list[int]
     ) -> None:
-        """Results of which the program says that they are in an operand's place."""
+        """Results of which the program says that they are in an operand's slot."""
         told = instruction.attributes.get("output_to_operand_aliasing", "")
-        for result, number, part in _pairs(told):
+        for result, number, part in pairs(told):
             there = operands[number]
             if len(there) == 1 or not part:
                 at = 0
             else:
                 at = part[0]
             if there:
-                self.join(there[at], results[_leaf(instruction.shape, result)])
+                self.join(there[at], results[leaf(instruction.shape, result)])
 
-    def share_places(self) -> None:
-        """Put results into the places of operands that end there, as XLA does."""
+    def share_slots(self) -> None:
+        """Put results into the slots of operands that end there, as XLA does."""
         for made in self.made:
             for result in made.results:
                 self._replace(made, result)
@@ -350,77 +307,3 @@ class _Reading:
             if ends_here and there.bytes == here.bytes and not there.whole:
                 self.join(operand, result)
                 return
-
-
-def _replaceable(module: Module, instruction: Instruction) -> tuple[list[int], list[int]]:
-    """The numbers of the operands that are read element by element, and of those that are
-    changed.
-    """
-    every = list(range(len(instruction.operands)))
-    if instruction.opcode in _STACKS:
-        return [], [0]
-    if instruction.opcode in _IN_PLACE or instruction.opcode == "all-reduce":
-        return every, []
-    inner = module.called(instruction)
-    if instruction.opcode != "fusion" or not inner:
-        return [], []
-    read = []
-    changed = []
-    for number, name in enumerate(inner[0].parameters):
-        if any(_changes(inner[0], user, name) for user in _users(inner[0], name)):
-            changed.append(number)
-        elif _is_read_in_place(inner[0], name):
-            read.append(number)
-    return read, changed
-
-
-def _users(computation: Computation, name: str) -> list[Instruction]:
-    """The users of an array, also under another shape."""
-    found = []
-    for user in computation.users.get(name, []):
-        found += _users(computation, user.name) if user.opcode == "bitcast" else [user]
-    return found
-
-
-def _changes(computation: Computation, user: Instruction, name: str) -> bool:
-    """Whether a use of an array changes a part of it."""
-    if user.opcode not in _STACKS:
-        return False
-    first = computation.behind(user.operands[0], ("bitcast",))
-    return first is not None and first.name == name
-
-
-def _is_read_in_place(computation: Computation, name: str) -> bool:
-    """Whether every element is read for the same element of the results, and for nothing else."""
-    elements = computation.instructions[name].shape.elements
-    waiting = [name]
-    seen = set()
-    while waiting:
-        one = waiting.pop()
-        for user in computation.users.get(one, []):
-            named = user.opcode in ("bitcast", "tuple")
-            if not (named or (user.opcode in _IN_PLACE and user.shape.elements == elements)):
-                return False
-            if user.name not in seen:
-                seen.add(user.name)
-                waiting.append(user.name)
-    return True
-
-
-def _pairs(text: str) -> Iterable[tuple[tuple[int, ...], int, tuple[int, ...]]]:
-    """The result's part, the argument's number and its part, of every alias in a text."""
-    for result, number, part in _ALIASES.findall(text):
-        yield _numbers(result), int(number), _numbers(part)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(",") if one.strip())
-
-
-def _leaf(shape: Shape, path: Sequence[int]) -> int:
-    """The number of the first array in a part of a tuple, among all arrays in it."""
-    before = 0
-    for index in path:
-        before += sum(len(list(part.leaves())) for part in shape.parts[:index])
-        shape = shape.parts[index]
-    return before
