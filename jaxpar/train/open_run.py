@@ -40,6 +40,7 @@ from jaxpar.train.restore import (
 )
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket import folder_here
+from jaxpar.train.runs.claims.run_lock import SharedLock
 from jaxpar.train.runs.folder.manifest import Manifest
 from jaxpar.train.runs.folder.own_tokenizer import keep_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
@@ -52,8 +53,7 @@ from jaxpar.train.runs.folder.run_folder import (
 from jaxpar.train.runs.folder.run_identity import require_tokenizer_files, run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 from jaxpar.train.runs.local_tier import LocalTier
-from jaxpar.train.runs.run_lock import SharedLock
-from jaxpar.train.runs.starts import note_start
+from jaxpar.train.runs.local_tier.starts import note_start
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state

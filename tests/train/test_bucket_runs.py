@@ -18,10 +18,11 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
-from jaxpar.train.runs import disk_space, run_lock, training_checkpoints
+from jaxpar.train.runs import disk_space, training_checkpoints
 from jaxpar.train.runs.bucket import copy, copy_of, doors, folder_here, run_here, send, sender
 from jaxpar.train.runs.bucket.layout import UPLOADED, names_below
 from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.claims import run_lock
 from jaxpar.train.runs.folder.run_folder import is_run, keep_config
 from jaxpar.train.runs.folder.steps import set_aside
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints

@@ -29,6 +29,7 @@ from jaxpar.train.restore.folder_model import frozen_folder, model_of
 from jaxpar.train.restore.load import drop_stages, load_params, load_run
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import warn
+from jaxpar.train.runs.claims.run_lock import locked
 from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
@@ -39,7 +40,6 @@ from jaxpar.train.runs.folder.run_folder import (
 )
 from jaxpar.train.runs.folder.run_identity import run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
-from jaxpar.train.runs.run_lock import locked
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 

@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.process.together import number_from_first
+from jaxpar.train.runs.claims.in_use import steps_in_use
 from jaxpar.train.runs.folder.val_losses import lowest
-from jaxpar.train.runs.in_use import steps_in_use
 
 Disk = Literal["shared", "copy", "own"]
 """Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of

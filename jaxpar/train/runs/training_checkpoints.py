@@ -1,6 +1,33 @@
 """The checkpoints of a run that trains: they are written in the background, and the newest few and
 the best one are kept. A second writer would clear away an unfinished one of the first as a
 leftover, so who writes has the lock of the run.
+
+Whose disk the folder is on (`_disk`, see `orbax_options.Disk`) says which processes do what:
+
+    what                                      shared         copy            own
+    makes the folder, needs room (`_writes`)  first          each            each
+    clears up at the start                    first          none            each
+    writes manifests (`_hashes`)              first          first           each
+    asks for the lock before a save           first          first           each
+    writes a part of an array                 those with it  one with it     each with it
+    sends the step to a bucket (`_sender`)    none           each            none
+
+What becomes of a step, in this order:
+
+    thread           what it does
+    the caller's     `save` waits until the step before is there, and asks for lock and room
+    the caller's     Orbax copies the arrays to host memory and chooses the steps to remove
+    the caller's     the sender is told of the step; `save` returns, and the training goes on
+    Orbax's          the files are written, in a folder STEP.orbax-checkpoint-tmp-...
+    Orbax's          `_write_manifest` adds the manifest to it, and the folder is renamed to STEP
+    Orbax's          the steps that were chosen are removed
+    the caller's     `record` notes the loss, before or after the step is there
+    the sender's     once the folder STEP is there, its files are sent
+    the caller's     the next `save`, `wait` or `close` waits for both threads (`_finish_save`),
+                     raises what failed there, and writes the losses that waited for the step
+
+`_saving` is the step of which this is under way: set before Orbax is called, as its thread reads it
+there; None again once both threads are done, or have failed.
 """
 
 from __future__ import annotations
@@ -22,11 +49,11 @@ from jaxpar.base.process.together import number_from_first, run_together, told_b
 from jaxpar.base.whole_files import writing
 from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
+from jaxpar.train.runs.claims.in_use import steps_in_use
 from jaxpar.train.runs.disk_space import require_space, require_writable
 from jaxpar.train.runs.folder.manifest import MANIFEST, write_manifest
 from jaxpar.train.runs.folder.steps import clear_up, set_aside, steps_in
 from jaxpar.train.runs.folder.val_losses import lowest
-from jaxpar.train.runs.in_use import steps_in_use
 from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
 from jaxpar.train.runs.orbax_options import (
     KeepBest,

@@ -27,10 +27,10 @@ from jaxpar.base.layout.sharding import path_name
 from jaxpar.base.process.together import run_together
 from jaxpar.base.whole_files import write_whole
 from jaxpar.train.runs.checkpoints import PyTree, warn
+from jaxpar.train.runs.claims.run_lock import RunLock
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
-from jaxpar.train.runs.run_lock import RunLock
-from jaxpar.train.runs.starts import Starts, begin_starts
+from jaxpar.train.runs.local_tier.starts import Starts, begin_starts
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 _OWNER = "run.json"
