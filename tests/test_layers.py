@@ -222,6 +222,25 @@ def rooms_in(folder: str) -> set[str]:
     return {module.removeprefix(f"{folder}.").split(".")[0] for module in below}
 
 
+def room_in(folder: str, module: str) -> str:
+    """`runs` for jaxpar.train.runs.folder.steps in jaxpar.train; empty where it does not lie there."""
+    if not module.startswith(f"{folder}."):
+        return ""
+    return module.removeprefix(f"{folder}.").split(".")[0]
+
+
+@pytest.mark.parametrize("folder", [*(f"jaxpar.{wing}" for wing in FLOOR), *FOLDERS])
+def test_the_rooms_of_a_wing_or_folder_need_each_other_in_one_direction(folder):
+    """Folders, each with all that lies in it, and the rooms beside them."""
+    needed: dict[str, set[str]] = {name: set() for name in rooms_in(folder)}
+    for module in MODULES:
+        name = room_in(folder, module)
+        if name:
+            needed[name] |= {room_in(folder, other) for other in ours(module)} - {"", name}
+    order = list(TopologicalSorter(needed).static_order())
+    assert set(order) == set(needed)
+
+
 @pytest.mark.parametrize("folder", [*(f"jaxpar.{wing}" for wing in FLOOR), *FOLDERS])
 def test_a_wing_or_folder_names_every_room_in_it(folder):
     said = ast.get_docstring(TREES[folder]) or ""

@@ -33,8 +33,14 @@ from jaxpar.train.generation.prompts import (
     stop_ids,
 )
 from jaxpar.train.generation.sampling import Sampling
+from jaxpar.train.generation.trained import (
+    Dtype,
+    Trained,
+    open_trained,
+    read_config,
+    require_tokenizer,
+)
 from jaxpar.train.runs.bucket import folder_here
-from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.data.documents.skipped import Skipped
 from jaxpar.data.parts import Part
+from jaxpar.data.skipped import Skipped
 
 SAMPLED = 2**24
 """Tokens of a sample, those of all parts together: a part may be a file that no memory holds."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.documents.skipped import Skipped
-from jaxpar.data.streams.ranged import RangedFile
+from jaxpar.data.ranged import RangedFile
+from jaxpar.data.skipped import Skipped
 
 if TYPE_CHECKING:
     import grain

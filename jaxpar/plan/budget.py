@@ -36,7 +36,7 @@ from jaxpar.plan.memory_search import (
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, with_config
-from jaxpar.train.state_memory import teacher_bytes
+from jaxpar.train.teacher_memory import teacher_bytes
 
 MARGIN = 0.05
 """The share of a device's memory that `auto` leaves free."""

@@ -16,7 +16,8 @@ from jaxpar.models.parameters import vocab_rows
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.state_memory import state_bytes, teacher_bytes
+from jaxpar.train.state_memory import state_bytes
+from jaxpar.train.teacher_memory import teacher_bytes
 
 
 class MemoryPart(NamedTuple):

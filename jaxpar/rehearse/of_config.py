@@ -30,8 +30,9 @@ from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, plan_notes, with_config
-from jaxpar.train.state_memory import state_bytes, teacher_bytes
+from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import make_train_step
+from jaxpar.train.teacher_memory import teacher_bytes
 
 
 class CompiledStep(NamedTuple):

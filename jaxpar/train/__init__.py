@@ -12,11 +12,12 @@ Its rooms, in the order in which they are read: `experiment` is what a config ne
 `metrics` what is measured of it, with `sinks` for where that goes. Then the folders `optimizer`,
 `step` and `plans`, which make an experiment; `activations`, `state_memory` and `require_memory` say
 what memory it takes. `guard` and `goodput` watch a training. `runs` keeps it in a folder, `restore`
-loads what a folder has, and `distil` is its teacher. `run_data` and `stateful` are what a run reads
-and carries besides; `open_run` puts all of this together. `evaluate` and `evaluations` measure what
-is trained, and `loop`, the last of these, trains.
+loads what a folder has, and `distil` is its teacher, with `teacher_memory` for what this takes.
+`run_data` and `stateful` are what a run reads and carries besides; `open_run` puts all of this
+together. `evaluate` and `evaluations` measure what is trained, and `loop`, the last of these,
+trains.
 
-For a model that was trained there are `trained`, which loads it, `generation`, and `pruned_run`,
+For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.
 """
 
@@ -28,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpar.train.experiment import Experiment
     from jaxpar.train.generation import generate
+    from jaxpar.train.generation.trained import open_trained
     from jaxpar.train.loop import run
     from jaxpar.train.optimizer import Optimizer
     from jaxpar.train.optimizer.per_matrix import muon_dimensions
     from jaxpar.train.plans import make_experiment, make_plan
     from jaxpar.train.restore import config_of, export_run
     from jaxpar.train.step import batch_rows, init_state, make_eval_step, make_train_step, put_batch
-    from jaxpar.train.trained import open_trained
 
 _MODULES = {
     "Experiment": "experiment",
@@ -49,7 +50,7 @@ _MODULES = {
     "make_plan": "plans",
     "make_train_step": "step",
     "muon_dimensions": "optimizer.per_matrix",
-    "open_trained": "trained",
+    "open_trained": "generation.trained",
     "put_batch": "step",
     "run": "loop",
 }

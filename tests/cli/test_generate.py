@@ -23,7 +23,7 @@ from jaxpar.models.hf import peft
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train.generation import Generator
 from jaxpar.train.generation.prompts import continuation
-from jaxpar.train.trained import decode_mesh
+from jaxpar.train.generation.trained import decode_mesh
 
 MODEL = ModelConfig(
     "llama", vocab_size=256, layers=1, embed=16, heads=2, mlp=32, max_seq_len=32, init_std=0.5

@@ -10,8 +10,9 @@ from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat import load_examples
 from jaxpar.data.chat.answers import ConversationWriter, open_writer
-from jaxpar.data.chat.chat_template import ChatTemplate, names_read
 from jaxpar.data.chat.conversations import read_conversation
+from jaxpar.data.chat.template.files import ChatTemplate
+from jaxpar.data.chat.template.render import names_read
 
 pytest.importorskip("jinja2")
 

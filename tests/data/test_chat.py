@@ -7,8 +7,9 @@ import pytest
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat.answers import ConversationWriter, open_writer
-from jaxpar.data.chat.chat_template import ChatTemplate, load_template, render
 from jaxpar.data.chat.conversations import read_conversation
+from jaxpar.data.chat.template.files import ChatTemplate, load_template
+from jaxpar.data.chat.template.render import render
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 
 pytest.importorskip("jinja2")

@@ -9,10 +9,11 @@ import threading
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat import chat_template
 from jaxpar.data.chat.answers import ConversationWriter, open_writer
-from jaxpar.data.chat.chat_template import ChatTemplate, load_template, render
 from jaxpar.data.chat.conversations import read_conversation
+from jaxpar.data.chat.template import render as rendering
+from jaxpar.data.chat.template.files import ChatTemplate, load_template
+from jaxpar.data.chat.template.render import render
 
 pytest.importorskip("jinja2")
 
@@ -234,7 +235,7 @@ def test_the_date_of_a_template_is_told(tmp_path):
 def test_a_renderer_that_somebody_ends_is_started_again():
     template = ChatTemplate("{{ messages[0].role }}", {}, "t")
     assert render(TALK[:1], template) == "user"
-    chat_template._worker()._process.terminate()
+    rendering._worker()._process.terminate()
     assert render(TALK[:1], template) == "user"
 
 
@@ -244,7 +245,7 @@ def stopped_renderer():
     continued.
     """
     render(TALK[:1], ChatTemplate("started", {}, "t"))
-    process = chat_template._worker()._process
+    process = rendering._worker()._process
     process.send_signal(signal.SIGSTOP)
     yield process
     process.kill()
@@ -294,7 +295,7 @@ LOOP = "{% for i in range(10 ** 5) %}"
     ],
 )
 def test_a_template_without_end_is_stopped_in_a_line(endless, said, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    monkeypatch.setattr(rendering, "SECONDS", 1)
     with pytest.raises(UserError, match=said) as refused:
         render(TALK, ChatTemplate(endless, {}, "t"))
     assert "\n" not in str(refused.value)

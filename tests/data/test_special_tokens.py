@@ -19,8 +19,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.data.chat import load_examples
 from jaxpar.data.chat.answers import ConversationWriter
-from jaxpar.data.chat.chat_template import ChatTemplate, load_template
 from jaxpar.data.chat.end_of_turn import end_of_turn
+from jaxpar.data.chat.template.files import ChatTemplate, load_template
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.documents.tokenized import Documents
 from jaxpar.data.streams.token_files import tokenize

@@ -115,7 +115,7 @@ Fault = Callable[[Launched, random.Random], None]
 
 def final(folder: Path, step: int) -> list[np.ndarray]:
     """The parameters at the end of a run."""
-    from jaxpar.train.trained import open_trained
+    from jaxpar.train.generation.trained import open_trained
 
     params = open_trained(folder, step=step).generator.params
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from jaxpar.base.config import Bos, Config, override
 from jaxpar.train.evaluate import evaluate_folder
-from jaxpar.train.trained import read_config
+from jaxpar.train.generation.trained import read_config
 
 tokenizers = pytest.importorskip("tokenizers")
 

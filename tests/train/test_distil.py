@@ -28,8 +28,8 @@ from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import keep_config
-from jaxpar.train.state_memory import teacher_bytes
 from jaxpar.train.step import batch_shapes, empty_batch, gradients, loss_weights
+from jaxpar.train.teacher_memory import teacher_bytes
 
 SEQ = 16
 SIZES = {

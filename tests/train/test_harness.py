@@ -15,7 +15,7 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
-from jaxpar.train.trained import open_trained
+from jaxpar.train.generation.trained import open_trained
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.chat.conversations import Conversation
 from jaxpar.data.vocabulary.tokenizer import load_tokenizer
 from jaxpar.train.generation.prompts import read_prompts, stop_ids
-from jaxpar.train.trained import Trained
+from jaxpar.train.generation.trained import Trained
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,7 @@ copied here first, and what is made here is sent there:
   while is tried again (`outages`).
 - A `UserError` and the console name such copies by their URLs (`errors.with_urls`).
 
-`jaxpar.train.runs.bucket` keeps run folders in buckets, and `jaxpar.data.streams.ranged` reads
+`jaxpar.train.runs.bucket` keeps run folders in buckets, and `jaxpar.data.ranged` reads
 token files by range. A path that is only ever local is refused by `errors.require_local`.
 """
 

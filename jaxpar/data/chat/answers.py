@@ -1,4 +1,12 @@
-"""Which characters of a written conversation its assistant has to write."""
+"""Which characters of a written conversation its assistant has to write.
+
+    messages   user: Hi, assistant: Yes
+    text       <user>Hi</s><bot>Yes</s>
+    spans      [(17, 24)], which is Yes</s>: the answer, and what closes it
+
+A template may mark them itself, by `{% generation %}` (`ConversationWriter._marked`). Without marks
+they are found by writing the conversation up to each answer (`turns`).
+"""
 
 from __future__ import annotations
 
@@ -9,18 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json, suggest
-from jaxpar.data.chat.chat_template import (
-    GIVEN,
-    ChatTemplate,
-    Message,
-    Rendered,
-    Span,
-    load_template,
-    names_read,
-    try_render,
-)
 from jaxpar.data.chat.conversations import Conversation
-from jaxpar.data.chat.template_forms import Forms, find_forms, shape_messages
+from jaxpar.data.chat.template.files import ChatTemplate, load_template
+from jaxpar.data.chat.template.forms import Forms, find_forms, shape_messages
+from jaxpar.data.chat.template.render import GIVEN, Message, Rendered, Span, names_read, try_render
 from jaxpar.data.chat.turns import Turns
 from jaxpar.data.chat.unwritten import find_unwritten
 
@@ -75,7 +75,7 @@ class ConversationWriter:
         """Write a conversation with what comes before an answer.
 
         Raises:
-          UserError: the template refuses it; see `chat_template.render`.
+          UserError: the template refuses it; see `template.render`.
         """
         messages = shape_messages(conversation.messages, self.forms, self.template.origin)
         return self._whole(messages, self._names(conversation), prompted=True)[1]
@@ -162,7 +162,15 @@ class ConversationWriter:
         names: Mapping[str, Any],
         learned: Sequence[int],
     ) -> list[Span]:
-        """Return the marked spans of the turns that are learned from; a turn may have several."""
+        """Return the marked spans of the turns that are learned from; a turn may have several.
+
+        Of two turns, of which the second is learned, where the first has a thought and an answer
+        that are marked each:
+
+            generated   [thought, answer, answer of the second]
+            firsts      [0, 2]: before the first turn nothing is marked, before the second two are
+            spans       [answer of the second]
+        """
         generated = list(whole.generated or ())
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(learned) == len(turns):

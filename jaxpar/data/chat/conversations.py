@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json, short
-from jaxpar.data.chat.chat_template import Message
+from jaxpar.data.chat.template.render import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {

@@ -8,7 +8,7 @@ import re
 
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat.answers import ConversationWriter
-from jaxpar.data.chat.template_forms import shape_messages
+from jaxpar.data.chat.template.forms import shape_messages
 from jaxpar.data.vocabulary.tokenizer import HFTokenizer, Tokenizer
 
 _MARK = "An answer, which stands for any other"

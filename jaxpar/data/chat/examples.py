@@ -20,10 +20,10 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.chat.answers import ConversationWriter, missing_names, open_writer
-from jaxpar.data.chat.chat_template import Span
 from jaxpar.data.chat.conversations import read_conversation
+from jaxpar.data.chat.template.render import Span
 from jaxpar.data.parts import PartDefaults
-from jaxpar.data.streams.ranged import RangedFile
+from jaxpar.data.ranged import RangedFile
 from jaxpar.data.streams.texts import text_files
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.data.vocabulary.tokenizer import (

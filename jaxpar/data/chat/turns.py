@@ -1,5 +1,24 @@
 """Finds what of a written conversation an assistant's turn has said, where the template does not
 mark it.
+
+A turn is what its answer adds to the conversation before it, with the generation prompt, where the
+template writes these alike (`Turns._added`):
+
+    text      <user>Q</s><bot>A</s><user>R</s><bot>B</s>      the whole conversation
+    prompt    <user>Q</s><bot>                                before the answer
+    ended     <user>Q</s><bot>A</s>                           up to the answer
+    turn      A</s>                                           `ended` without `prompt`
+
+Many templates write an answer otherwise once others follow it, by leaving out its thought, say.
+Then the conversation is written with another answer in its place, one character ▮, and the turn is
+where the two texts differ (`Turns._replaced`, by `_place`):
+
+    ended     <user>Q</s><bot><think></think>A</s>            is no beginning of the text
+    replaced  <user>Q</s><bot>▮</s><user>R</s><bot>B</s>
+    answer    A                                               in the text in place of ▮
+    rest      </s><user>R</s><bot>B</s>                       the same in both
+    turn      A</s>                                           with what closes it
+                                                              (`_closing_length`)
 """
 
 from __future__ import annotations
@@ -9,8 +28,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat.chat_template import Message, Span
-from jaxpar.data.chat.template_forms import Forms, shape_messages
+from jaxpar.data.chat.template.forms import Forms, shape_messages
+from jaxpar.data.chat.template.render import Message, Span
 
 STAND_IN = "\ue0ef"
 """A character for private use that stands for an answer, or for other words of a message."""
@@ -199,6 +218,12 @@ def _place(text: str, replaced: str | None, prompt: _Prompt) -> _Place | None:
 
     None where that cannot be told: what follows the answer may not differ, and where the generation
     prompt does not tell where it begins, nothing but white space before it.
+
+        text                <user>Q</s><bot><think></think>A</s>
+        replaced            <user>Q</s><bot><think></think>▮</s>
+        prompt              <user>Q</s><bot>
+        begin, answer       after <bot>, `<think></think>A`
+        body, rest          `A`, `</s>`
     """
     if replaced is None or replaced.count(STAND_IN) != 1:
         return None
@@ -230,6 +255,12 @@ def _closing_length(at_the_end: str, within: str) -> int | None:
     The two may differ only from where each begins another marker, such as `<|endoftext|>` and
     `<|user|>`. Where they share none, the first marker closes the turn: `<|end|>`, or `<|user|>`
     where the next turn is all that ends one. None where they share a part of something else.
+
+        at_the_end              within                  what closes the turn
+        <|end|>                 <|end|><|user|>R        <|end|>
+        <|end|><|endoftext|>    <|end|><|user|>R        <|end|>
+                                <|user|>R               <|user|>
+        bye                     but <|user|>R           None: `b` is no marker
     """
     if at_the_end and within.startswith(at_the_end):
         return len(at_the_end)
@@ -246,7 +277,7 @@ def _closing_length(at_the_end: str, within: str) -> int | None:
 
 
 def _whole_markers(text: str) -> str:
-    """Return a text without the part of a marker that it ends with."""
+    """Return a text without the part of a marker that it ends with: `</s>` of `</s><|us`."""
     return re.sub(r"[<\[][^>\]\s]*$", "", text)
 
 

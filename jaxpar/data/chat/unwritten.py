@@ -1,5 +1,14 @@
 """Finds what of a conversation its chat template does not write: a thought, a call, the message of
 a role.
+
+Words that are long and stand in the text are written. All others are tried: the conversation is
+written once more with ▮, a character that no text has, in their place. Where the text stays the
+same, the template has not written them:
+
+    message     {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    text        <bot>4</s>
+    content     with ▮ it is <bot>▮</s>, so it is written
+    reasoning   with ▮ it is <bot>4</s>, so it is not: "reasoning_content of assistant messages"
 """
 
 from __future__ import annotations
@@ -9,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat.chat_template import REASONING, Message
+from jaxpar.data.chat.template.render import REASONING, Message
 from jaxpar.data.chat.turns import STAND_IN, Write
 
 _LONG = 16

@@ -1,6 +1,5 @@
 """Whole documents, of data sets and of files. To be read in this order: what documents lie in, and
 how it is opened (`document_sources`); the blocks of them that the processes of a run tokenize
-together (`blocks`), in an order that a checkpoint finds again (`document_order`); the documents as
-they come of both, tokenized and packed (`tokenized`); and the count of those that are no text
-(`skipped`).
+together (`blocks`), in an order that a checkpoint finds again (`document_order`); and the documents
+as they come of both, tokenized and packed (`tokenized`).
 """

@@ -27,9 +27,9 @@ from jaxpar.data.documents.document_order import (
     together,
 )
 from jaxpar.data.documents.document_sources import Opened, OpenedSource, Unreadable
-from jaxpar.data.documents.skipped import Skipped
 from jaxpar.data.parts import PartDefaults
-from jaxpar.data.streams.ranged import RangedFile
+from jaxpar.data.ranged import RangedFile
+from jaxpar.data.skipped import Skipped
 from jaxpar.data.streams.texts import NOTHING_IN_IT, left_out
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_document, make_tokenizer

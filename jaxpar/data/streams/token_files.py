@@ -22,6 +22,7 @@ from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, is_url, read_json, reading, require_local
 from jaxpar.base.storage import as_url, local_path
 from jaxpar.base.whole_files import replacing, write_whole
+from jaxpar.data.ranged import RangedFile, RangedIds
 from jaxpar.data.streams.id_files import (
     IdFile,
     look_at,
@@ -29,7 +30,6 @@ from jaxpar.data.streams.id_files import (
     require_guess,
     require_ids,
 )
-from jaxpar.data.streams.ranged import RangedFile, RangedIds
 from jaxpar.data.streams.texts import NOTHING_IN_IT, left_out, source_files
 from jaxpar.data.streams.tokens import Tokens
 from jaxpar.data.streams.urls import data_here

@@ -14,9 +14,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.parts import PartDefaults
+from jaxpar.data.ranged import RangedFile, RangedIds
 from jaxpar.data.streams.id_files import unknown_id
 from jaxpar.data.streams.mapped import require_uncut
-from jaxpar.data.streams.ranged import RangedFile, RangedIds
 
 HostBatch = dict[str, np.ndarray]
 """`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and

@@ -26,9 +26,9 @@ from jaxpar.models import Batch, Params
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.distil.answers import answered_shapes, compile_answers, teacher_experiment
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.generation.trained import folder_tokenizer
 from jaxpar.train.restore import load_params, sum_of_bits
 from jaxpar.train.runs.bucket import folder_here
-from jaxpar.train.trained import folder_tokenizer
 
 
 class Teacher(NamedTuple):

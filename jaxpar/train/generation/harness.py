@@ -15,12 +15,12 @@ from typing import Any
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.data.chat.answers import ConversationWriter, open_writer
-from jaxpar.data.chat.chat_template import special_tokens
 from jaxpar.data.chat.conversations import Conversation
+from jaxpar.data.chat.template.files import special_tokens
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER
 from jaxpar.train.generation.prompts import encode_text, stop_ids
 from jaxpar.train.generation.sampling import Sampling
-from jaxpar.train.trained import Trained, require_tokenizer
+from jaxpar.train.generation.trained import Trained, require_tokenizer
 
 # By name, as the package need not be installed where types are checked.
 lm_eval: Any = import_module("lm_eval")

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.chat.answers import open_writer
-from jaxpar.data.chat.chat_template import find_template
 from jaxpar.data.chat.conversations import Conversation, read_conversation
 from jaxpar.data.chat.end_of_turn import ends_of_turn
+from jaxpar.data.chat.template.files import find_template
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER, read_special_tokens
 from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_prompt, read_text
 from jaxpar.models.hf import peft
-from jaxpar.train.trained import Trained, require_tokenizer
+from jaxpar.train.generation.trained import Trained, require_tokenizer
 
 Given = str | Conversation
 """A text, or a conversation with what else its template may read."""

@@ -15,8 +15,8 @@ from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.registry import SOURCES
 from jaxpar.base.whole_files import write_whole
 from jaxpar.data.chat.answers import open_writer
-from jaxpar.data.chat.chat_template import read_templates
 from jaxpar.data.chat.end_of_turn import ends_of_turn
+from jaxpar.data.chat.template.files import read_templates
 from jaxpar.data.streams.urls import tokenizer_here
 from jaxpar.data.vocabulary.special_tokens import (
     GENERATION,

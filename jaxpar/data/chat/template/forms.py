@@ -2,7 +2,19 @@
 as objects.
 
 Some templates take either, some only one, and write nothing, or Python's own form of a dictionary,
-where they are given the other. So each is tried on conversations whose words are known.
+where they are given the other. So each is tried on conversations whose words are known:
+
+    template        {{ m.role }}: {{ m.content }}
+    given text      user: Questionword
+    given parts     user: [{'type': 'text', 'text': 'Questionword'}]
+
+The second is Python's form of a list, so this template needs text: `Forms.needs_text` has all
+roles, and `needs_parts` none. Calls of tools are tried alike, with arguments as an object and as
+JSON; it writes none, so `Forms.arguments` is empty. `shape_messages` then gives it what it can
+write:
+
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    {"role": "user", "content": "Hi"}
 """
 
 from __future__ import annotations
@@ -14,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json
-from jaxpar.data.chat.chat_template import ChatTemplate, Message, plain_message, try_render
+from jaxpar.data.chat.template.files import ChatTemplate
+from jaxpar.data.chat.template.render import Message, plain_message, try_render
 
 _WORDS = {"system": "Instructionword", "user": "Questionword", "assistant": "Answerword"}
 _VALUE = "Argumentword"

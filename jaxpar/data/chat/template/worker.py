@@ -2,9 +2,20 @@
 and memory, no more.
 
 It is started as a script, so that it imports nothing but Jinja. Each line of its input is a JSON
-object with templates and names to render; each line of its output is the list of what they became.
+object with a template and names to render it with; each line of its output is the list of what it
+became. Both are one line each, which are broken here:
+
+    {"template": "{{ greeting }} {{ who }}", "names": [{"greeting": "Hi"}, {"who": 7}],
+     "now": "2026-01-31T00:00:00", "seconds": 20}
+    [{"text": "Hi ", "generated": null, "undefined": ["who"]},
+     {"text": " 7", "generated": null, "undefined": ["greeting"]}]
+
+With `"names": null` the answer is which names the template reads and does not set itself:
+
+    [{"names": ["greeting", "who"]}]
+
 A computation that does not come to its end, even one inside a single operation, ends the process;
-`chat_template`, which started it, then says so.
+`render`, which started it, then says so.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from jaxpar.models import Model
 from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.generation import Generator, decode_plan
+from jaxpar.train.generation.generator import Generator, decode_plan
 from jaxpar.train.restore import folder_config, load_params
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
