@@ -35,6 +35,10 @@ def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
     It is enough to look at neighbours: what is started after the second comes after the first as
     well.
 
+        %w = while(%s), body=%body          with an all-reduce in its body
+        %a = all-reduce(%x)                 %x does not depend on %w: the pair is found
+        %a = all-reduce(%y)                 %y is computed of a part that %w makes: none is found
+
     Args:
       text: the text of a scheduled module, `compiled.as_text()`.
 

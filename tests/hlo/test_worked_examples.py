@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from jaxpar.hlo.collective_order import find_unordered
 from jaxpar.hlo.live import live_arrays
 from jaxpar.hlo.live.aliases import leaf, pairs
-from jaxpar.hlo.live.in_place import replaceable
+from jaxpar.hlo.live.in_place import _is_read_in_place, replaceable
 from jaxpar.hlo.origin import decode, inherit, origin_of, source_line
 from jaxpar.hlo.program.module import Frame
 from jaxpar.hlo.program.parse import parse_module, parse_shape
@@ -197,3 +198,103 @@ def test_a_loop():
     assert loop.starts == (Needs(), Needs(tasks=(0,)))
     assert loop.ends == (Needs(tasks=(0,)), Needs(tasks=(1,)))
     assert [(one.name, one.needs.states) for one in loop.body] == [("j", (0,)), ("y", (1,))]
+
+
+def loop_text(body: str, state: str, first: str) -> str:
+    return text(
+        f"""
+  %x0 = f32[8] parameter(0)
+  %zero = s32[] constant(0)
+{first}
+  ROOT %w = {state} while(%s0), condition=%cond, body=%body""",
+        f"""
+%body (p: {state}) -> {state} {{
+  %p = {state} parameter(0)
+{body}
+}}
+
+%cond (c: {state}) -> pred[] {{
+  %c = {state} parameter(0)
+  %k = s32[] get-tuple-element(%c), index=0
+  %four = s32[] constant(4)
+  ROOT %less = pred[] compare(%k, %four), direction=LT
+}}
+""",
+    )
+
+
+def test_a_wait_for_the_trip_before():
+    gather = "dimensions={0}, replica_groups={{0,1}}"
+    program = read_program(
+        loop_text(
+            f"""
+  %i = s32[] get-tuple-element(%p), index=0
+  %g = (f32[8], f32[16]) get-tuple-element(%p), index=1
+  %x = f32[8] get-tuple-element(%p), index=2
+  %d = f32[16] all-gather-done(%g)
+  %s = (f32[8], f32[16]) all-gather-start(%x), {gather}
+  ROOT %q = (s32[], (f32[8], f32[16]), f32[8]) tuple(%i, %s, %x)""",
+            "(s32[], (f32[8], f32[16]), f32[8])",
+            f"""
+  %s1 = (f32[8], f32[16]) all-gather-start(%x0), {gather}
+  %s0 = (s32[], (f32[8], f32[16]), f32[8]) tuple(%zero, %s1, %x0)""",
+        )
+    )
+    loop = program.nodes[-1]
+    assert isinstance(loop, Loop)
+    assert loop.body[0] == Wait("d", 1, previous_trip=True)
+    assert isinstance(loop.body[1], Task) and loop.body[1].name == "s"
+
+
+def test_uses_of_elements():
+    def found(last: str) -> bool:
+        module = parse_module(
+            text(f"""
+  %p = f32[8] parameter(0)
+  %e = f32[8] exponential(%p)
+  ROOT %n = f32[8] {last}""")
+        )
+        return _is_read_in_place(module.computations[module.entry], "p")
+
+    assert found("negate(%e)")
+    assert not found("reverse(%e), dimensions={0}")
+
+
+def test_what_is_asynchronous_in_memory():
+    gather = "dimensions={0}, replica_groups={{0,1}}"
+    arrays = live_arrays(
+        parse_module(
+            text(f"""
+  %x = f32[8] parameter(0)
+  %s = (f32[8], f32[16]) all-gather-start(%x), {gather}
+  %c = (f32[8], f32[8], u32[]) copy-start(%x)
+  ROOT %d = f32[16] all-gather-done(%s)""")
+        )
+    ).arrays
+    assert [(one.makers, one.bytes) for one in arrays if one.whole] == [
+        (["x", "s", "c"], 32),
+        (["s"], 64),
+    ]
+
+
+def test_collectives_without_an_order():
+    groups = "replica_groups={{0,1}}, to_apply=%sum"
+    body = f"""
+  %i = s32[] get-tuple-element(%p), index=0
+  %v = f32[8] get-tuple-element(%p), index=1
+  %r = f32[8] all-reduce(%v), {groups}
+  ROOT %q = (s32[], f32[8]) tuple(%i, %r)"""
+    first = """
+  %s0 = (s32[], f32[8]) tuple(%zero, %x0)"""
+
+    def pairs_of(operand: str) -> list[tuple[str, str]]:
+        whole = loop_text(body, "(s32[], f32[8])", first).replace(
+            "ROOT %w = (s32[], f32[8]) while(%s0), condition=%cond, body=%body",
+            "%w = (s32[], f32[8]) while(%s0), condition=%cond, body=%body\n"
+            "  %y = f32[8] get-tuple-element(%w), index=1\n"
+            f"  ROOT %a = f32[8] all-reduce({operand}), {groups}",
+        )
+        return [(one.name, other.name) for one, other in find_unordered(whole)]
+
+    assert pairs_of("%x0") == [("w", "a")]
+    assert pairs_of("%y") == []

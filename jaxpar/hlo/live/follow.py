@@ -247,7 +247,11 @@ class _Reading:
         return ends[0] if ends else []
 
     def _finished(self, instruction: Instruction, started: list[int]) -> list[int]:
-        """What an asynchronous start has made, of the shapes of its end."""
+        """What an asynchronous start has made, of the shapes of its end.
+
+        %s = (f32[8], f32[16]) all-gather-start(%x)
+        %d = f32[16] all-gather-done(%s)             the second array of %s, by its bytes
+        """
         found = []
         left = list(reversed(started))
         for shape in reversed(list(instruction.shape.leaves())):
@@ -260,7 +264,11 @@ class _Reading:
         return found[::-1]
 
     def _started(self, instruction: Instruction, used: list[int], results: list[int]) -> None:
-        """A start hands on its operands in front of what it makes, and a copy's behind it."""
+        """A start hands on its operands in front of what it makes, and a copy's behind it.
+
+        (f32[8], f32[16]) all-gather-start(%x)       its result 0 lies where %x does
+        (f32[8], f32[8], u32[]) copy-start(%x)       its result 1 does
+        """
         if not (instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv")):
             return
         if instruction.opcode == "copy-start":

@@ -62,7 +62,13 @@ def _changes(computation: Computation, user: Instruction, name: str) -> bool:
 
 
 def _is_read_in_place(computation: Computation, name: str) -> bool:
-    """Whether every element is read for the same element of the results, and for nothing else."""
+    """Whether every element is read for the same element of the results, and for nothing else.
+
+    %p = f32[8] parameter(0)
+    %e = f32[8] exponential(%p)
+    ROOT %n = f32[8] negate(%e)             yes: every use from %p to the end is elementwise
+    ROOT %n = f32[8] reverse(%e)            no: element 0 is read for element 7
+    """
     elements = computation.instructions[name].shape.elements
     waiting = [name]
     seen = set()

@@ -222,7 +222,7 @@ class _Reader:
         if len(finished) == len(operands):
             return made
         # Some results are operands handed on: they belong to a collective that goes on during this
-        # fusion.
+        # fusion. `{1}: (0, {})` says that result 1 is operand 0, so it has that operand's value.
         pairs = _ALIAS.findall(instruction.attributes.get("output_to_operand_aliasing", ""))
         handed_on = {int(result): operands[int(operand)] for result, operand in pairs}
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
@@ -305,6 +305,12 @@ class _Reader:
     def _close_waits(self, inside: Nodes, ends: list[Value]) -> None:
         """Point waits for loop state at the previous trip's task; a task from before the loop is
         not waited for.
+
+            %g = get-tuple-element(%p), index=1     %p is the body's parameter
+            %d = all-gather-done(%g)                0  Wait d: inside.waits has (0, 1)
+            %s = all-gather-start(%x)               1  Task s
+            ROOT %q = tuple(%i, %s)                 ends[1].start is 1: node 0 is Wait(d, task=1,
+                                                    previous_trip=True)
         """
         for position, index in inside.waits:
             name = inside.nodes[position].name
@@ -345,6 +351,10 @@ def _finish(instruction: Instruction, operands: list[Value], into: Nodes) -> Val
 def _receive(instruction: Instruction, sent: int | None, into: Nodes) -> Value:
     """Read the receiving half of a transfer whose task is the send, and wait for its end where the
     data is needed.
+
+        %s = send(%x, %token)       0  Task s, asynchronous
+        %r = recv(%token)           no node
+        %d = recv-done(%r)          1  Wait(d, task=0)
     """
     if instruction.opcode != "recv-done" or sent is None:
         return NOTHING

@@ -4,6 +4,14 @@ The lock is a file and no lock of the system, which network file systems do not 
 buckets never: there it is an object. The owner touches it every `BEAT` seconds. Clocks of two
 machines are not compared: who finds the lock of another machine watches it, and takes it over if it
 does not beat.
+
+    the lock that is found                                    what becomes of it
+    none                                                      it is made
+    of a process that runs on this machine                    refused
+    of a process of this machine that has ended               taken over
+    of another machine, and it beats within `WATCH`           refused
+    of another machine, and it does not, or is gone           taken over
+    one that cannot be read, half a second later neither      taken over
 """
 
 from __future__ import annotations
