@@ -126,3 +126,16 @@ def test_what_is_not_in_the_main_memory_does_not_count():
     assert bytes_at(entry.format(tiles=":T(1024)", space=1)) == [K, K + 4]
     assert bytes_at(entry.format(tiles="", space=5)) == [K, K + 4]
     assert bytes_at(entry.format(tiles="", space=1)) == [2 * K, 2 * K + 4]
+
+
+def test_a_copy_from_the_hosts_memory_is_there_to_its_last_use():
+    """It was taken for what it is a copy of, whose bytes are the host's."""
+    found = bytes_at("""
+  %x = f32[1024]{0:S(5)} parameter(0)
+  %c = (f32[1024], f32[1024]{0:S(5)}, u32[]) copy-start(%x)
+  %e = f32[1024] copy-done(%c)
+  %a = f32[1024] reverse(%e), dimensions={0}
+  %b = f32[2048] concatenate(%a, %e), dimensions={0}
+  ROOT %r = f32[1024] slice(%b), slice={[0:1024]}
+""")
+    assert found == [K + 4, K + 4, 2 * K, 4 * K, 3 * K]

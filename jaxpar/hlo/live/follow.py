@@ -251,7 +251,11 @@ class _Reading:
 
         %s = (f32[8], f32[16]) all-gather-start(%x)
         %d = f32[16] all-gather-done(%s)             the second array of %s, by its bytes
+        %c = (f32[8], f32[8], u32[]) copy-start(%x)
+        %e = f32[8] copy-done(%c)                    the first: the second is %x, of as many bytes
         """
+        if instruction.opcode == "copy-done":
+            return started[:1]
         found = []
         left = list(reversed(started))
         for shape in reversed(list(instruction.shape.leaves())):
