@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
     JAX.
     """
     if name == "__version__":
-        return import_module("importlib.metadata").version("jaxpar")
+        return import_module("jaxpar.base.version").jaxpar_version()
     if name in _WINGS:
         return import_module(f"jaxpar.{name}")
     for module, names in _NAMES.items():

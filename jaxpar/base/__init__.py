@@ -4,8 +4,8 @@ standard library only, and in `storage` alone filelock and fsspec too.
 Plain things come first: `errors` and `console` speak to the user; `arguments`, `ranges`,
 `durations` and `meanings` judge what a user gives; `toml` reads and writes files of settings,
 `old_keys` those of earlier versions; `registry` has what is chosen by a name. `whole_files` writes
-files, `sealed` gives a text a checksum, `storage` opens URLs, and `machine` says what this machine
-has.
+files, `sealed` gives a text a checksum, `storage` opens URLs, `machine` says what this machine has,
+and `version` which jaxpar this is.
 
 `hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told. `jax_compat` is
 the only place for names of JAX that are not public, and `batch_arrays` names the arrays in which a

@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from jaxpar.base.errors import UserError, short, suggest, visible
 from jaxpar.base.process.early_signals import end_quietly, leave_on_signals
+from jaxpar.base.version import jaxpar_version
 
 
 class Command(NamedTuple):
@@ -156,9 +157,7 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
 def _command(words: list[str]) -> int:
     """Run the command that the first word names; list them where none is named."""
     if words[:1] == ["--version"]:
-        from importlib.metadata import version
-
-        print(f"jaxpar {version('jaxpar')}")
+        print(f"jaxpar {jaxpar_version()}")
         return 0
     if not words or words[0] in _HELP:
         width = max(map(len, COMMANDS))

@@ -10,12 +10,13 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError, is_url
 from jaxpar.base.toml import flatten
+from jaxpar.base.version import UNKNOWN, jaxpar_version
 
 REPOSITORY = "https://github.com/jaxpar/jaxpar"
 FILES = "/tmp/jaxpar_files"
@@ -172,7 +173,14 @@ def _package_here(extra: str) -> Package:
         commit = _installed_commit()
     if commit:
         return Package(f"jaxpar[{extra}] @ git+{REPOSITORY}@{commit}", note=note)
-    return Package(f"jaxpar[{extra}]=={version('jaxpar')}")
+    here = jaxpar_version()
+    if here == UNKNOWN:
+        raise UserError(
+            "nothing installed the jaxpar that runs here, so its version is not known: say which "
+            f"one the machines are to install, as --package=jaxpar[{extra}]==0.1.0, a wheel, or "
+            f"git+{REPOSITORY}@COMMIT"
+        )
+    return Package(f"jaxpar[{extra}]=={here}")
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.version import jaxpar_version
 from jaxpar.launch.script_run import VENV, ScriptRun
 from jaxpar.launch.staging import FILES, StagedFile, exports, local_inputs
 
@@ -55,7 +55,7 @@ def slurm_values(run: ScriptRun) -> dict[str, Any]:
             "--container-workdir=$PWD",
             "--container-mounts=$PWD:$PWD",
         ]
-    wanted = f"jaxpar {version('jaxpar')}"
+    wanted = f"jaxpar {jaxpar_version()}"
     check = f"""[[ $(jaxpar --version) == "{wanted}" ]] || {{
   echo "this script is for {wanted}, and here is $(jaxpar --version)" >&2
   exit 2

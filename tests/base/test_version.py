@@ -1,0 +1,51 @@
+"""Which jaxpar runs, where nothing has installed it: its source is on the path, as on a cluster
+that builds no packages.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import jax
+import pytest
+
+import jaxpar
+from jaxpar.base import version
+from jaxpar.base.config import Config
+from jaxpar.base.console import banner
+from jaxpar.base.errors import UserError
+from jaxpar.cli.main import main
+from jaxpar.launch import staging
+from jaxpar.train.plans import make_plan
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version, "version", nothing)
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_a_source_on_the_path_has_no_version_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert jaxpar.__version__ == "0+unknown"
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "jaxpar 0+unknown\n"
+    assert banner(make_plan(Config(), jax.devices()[:1]), {})[0].endswith(
+        "jaxpar 0+unknown, jax unknown, jaxlib unknown, flax unknown, optax unknown, "
+        "orbax-checkpoint unknown, grain unknown, numpy unknown"
+    )
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_a_script_asks_which_version_it_is_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_git", lambda *given: "")
+    monkeypatch.setattr(staging, "_installed_commit", lambda: "")
+    with pytest.raises(UserError, match=r"its version is not known: .* --package=jaxpar\[cuda\]"):
+        staging._package_here("cuda")
+
+
+def test_what_is_installed_has_its_own() -> None:
+    assert jaxpar.__version__ == importlib.metadata.version("jaxpar")
+    assert version.installed_version("no-such-package") == "unknown"
