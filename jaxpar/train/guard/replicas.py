@@ -123,6 +123,11 @@ class StateCopies:
             self._check = ReplicaCheck(experiment.state, experiment.plan.mesh)
             say(replicas_note(self._check))
 
+    @property
+    def compares(self) -> bool:
+        """Whether anything is compared at all."""
+        return self._check is not None
+
     def is_due(self, step: int) -> bool:
         """Whether the copies are compared after a step because of its number."""
         return self._every > 0 and step % self._every == 0
