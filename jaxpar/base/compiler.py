@@ -64,6 +64,21 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
     return found | own
 
 
+REPEATING_FLAG = "xla_gpu_exclude_nondeterministic_ops"
+"""XLA's flag for the same bits in every run: without it a GPU adds the rows of a gradient that come
+to one place, as a token's, in any order."""
+_REPEATING = re.compile(rf"--({REPEATING_FLAG}|xla_gpu_deterministic_ops)(=(true|1))?(\s|$)")
+
+
+def repeats_to_the_bit(platform: str) -> bool:
+    """Whether the same program on the same arrays gives the same bits each time.
+
+    Args:
+      platform: of the devices. A CPU and a TPU repeat; a GPU does where XLA_FLAGS ask for it.
+    """
+    return platform != "gpu" or bool(_REPEATING.search(os.environ.get("XLA_FLAGS", "")))
+
+
 def option_notes(mesh: Mesh, words: Iterable[str]) -> list[str]:
     """Say what becomes of a user's options on a mesh other than as they say.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from grain import DatasetIterator
 
-from jaxpar.base.compiler import options_text, step_options
+from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bit, step_options
 from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
@@ -468,6 +468,11 @@ def banner_lines(
     }
     if config.train.init and run.is_new:
         facts["weights"] = config.train.init
+    if not repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform):
+        facts["repeats"] = (
+            f"not in every bit; XLA_FLAGS=--{REPEATING_FLAG}=true makes it so, and slower "
+            "(docs/reliability.md)"
+        )
     if options := step_options(run.experiment.plan.mesh, config.compiler.options):
         facts["compiler"] = options_text(options)
     return list(banner(run.experiment.plan, facts))

@@ -14,13 +14,22 @@ import pytest
 from experiments import experiment_of
 from tiers import needs_cuda, needs_libtpu
 
-from jaxpar.base.compiler import option_notes, options_text, read_options, step_options
+from jaxpar.base.compiler import (
+    option_notes,
+    options_text,
+    read_options,
+    repeats_to_the_bit,
+    step_options,
+)
 from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_chip
 from jaxpar.base.jax_compat import SCOPED_VMEM, TPU_FLAGS, compiler_options, options_of
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.toml import presets, to_toml
+from jaxpar.kernels.attention import libraries
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan, plan_notes
@@ -204,3 +213,26 @@ def test_a_gpus_compiler_takes_them_and_a_users_win() -> None:
         )
     ).lower(lowering_platforms=("cuda",)).compile()
     assert step_options(mesh, [f"{GPU_OPTION}=7"])[GPU_OPTION] == 7
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "repeats"),
+    [
+        ("cpu", "", True),
+        ("tpu", "", True),
+        ("gpu", "", False),
+        ("gpu", "--xla_gpu_exclude_nondeterministic_ops=true", True),
+        ("gpu", "--a=b --xla_gpu_exclude_nondeterministic_ops --c=d", True),
+        ("gpu", "--xla_gpu_deterministic_ops=1", True),
+        ("gpu", "--xla_gpu_exclude_nondeterministic_ops=false", False),
+        ("gpu", "--xla_gpu_deterministic_ops_of_another_name=true", False),
+    ],
+)
+def test_a_gpu_repeats_to_the_bit_where_xla_is_told_to(
+    platform: str, flags: str, repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert repeats_to_the_bit(platform) == repeats
+    call = (np.zeros((1, 8, 2, 64), jnp.bfloat16),) * 2
+    why = libraries.refusal("cudnn", *call, Causal(), Call(), "gpu")
+    assert ("repeat to the bit" in why) == (platform == "gpu" and repeats)

@@ -31,6 +31,7 @@ class Steps:
     def __init__(self, config: Config):
         experiment = make_experiment(config)
         plan = experiment.plan
+        self.several = plan.mesh.size > 1
         shape = (config.train.batch, config.data.seq_len + 1)
         ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
         step = make_train_step(experiment.model, config, plan)
@@ -62,6 +63,39 @@ class Steps:
         return (time.perf_counter() - began) / count
 
 
+def measure_guard(config: Config, turns: int, steps: int, every: int) -> dict[str, list[float]]:
+    """Return the seconds of a step in each turn, by part of the guard; `none` is without any.
+
+    Args:
+      config: of the training. Copies are compared where several devices have some.
+      turns: how often each part runs its steps.
+      steps: of a part in a turn.
+      every: steps from one comparison to the next.
+    """
+    training = Steps(config)
+    guard = Guard(TrainConfig(on_nonfinite="skip", on_spike="rollback", spike_deviations=1e6))
+
+    def compare(row: StepNumbers) -> None:
+        if row.step % every == 0:
+            assert not training.replicas.mismatches(training.state)
+
+    parts: dict[str, Callable[[StepNumbers], Any] | None] = {
+        "none": None,
+        "each step read and judged": guard.judge,
+    }
+    if training.several:
+        parts[f"copies compared every {every} steps"] = compare
+    for after in parts.values():
+        training.run(every + 1, after)  # which compiles what is to be compiled
+    seconds = {name: list[float]() for name in parts}
+    with Watchdog(1800.0) as watchdog:
+        for _ in range(turns):
+            for name, after in parts.items():
+                seconds[name].append(training.run(steps, after))
+                watchdog.beat()
+    return seconds
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser()
@@ -74,26 +108,7 @@ def main() -> None:
         {"mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "mesh.platform": "cpu"},
     )
     start(config.mesh)
-    steps = Steps(config)
-    guard = Guard(TrainConfig(on_nonfinite="skip", on_spike="rollback", spike_deviations=1e6))
-
-    def compare(row: StepNumbers) -> None:
-        if row.step % asked.every == 0:
-            assert not steps.replicas.mismatches(steps.state)
-
-    parts: dict[str, Callable[[StepNumbers], Any] | None] = {
-        "none": None,
-        "each step read and judged": guard.judge,
-        f"copies compared every {asked.every} steps": compare,
-    }
-    for after in parts.values():
-        steps.run(asked.every + 1, after)  # which compiles what is to be compiled
-    seconds = {name: list[float]() for name in parts}
-    with Watchdog(1800.0) as watchdog:
-        for _ in range(asked.turns):
-            for name, after in parts.items():
-                seconds[name].append(steps.run(asked.steps, after))
-                watchdog.beat()
+    seconds = measure_guard(config, asked.turns, asked.steps, asked.every)
     usual = statistics.median(seconds["none"])
     print(f"none: {1e3 * usual:.1f} ms a step, {asked.turns} turns of {asked.steps} steps")
     for name, times in seconds.items():

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,7 @@ from on_gpu.block_sparse import Product, sparse_rows
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 from on_gpu.stopwatch import durations, ready_step, time_once
 from on_gpu.tiles import OTHERS, tile_rows
+from on_gpu.training import guard_rows, killed_rows, loop_rows, repeated_rows
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.config.checks import check
@@ -400,6 +402,27 @@ def _trace(small: bool, out: Path, say: Say) -> list[BenchRow]:
     ]
 
 
+# Trainings: the guard, the loop, kills.
+
+
+def _guard(small: bool, out: Path, say: Say) -> list[BenchRow]:
+    """GPT-2 124M's step, with its numbers read each time and without, in turns."""
+    (turns, steps) = (2, 2) if small else (9, 10)
+    return guard_rows(_config(_GPT2, {"mesh.data": 1}, small), turns, steps)
+
+
+def _repeated(kernel: str, small: bool, out: Path, say: Say) -> list[BenchRow]:
+    """GPT-2 124M's step, twenty times and twenty times again."""
+    changes: Changes = {"train.batch": 8, "kernels.attention": "chunked" if small else kernel}
+    return repeated_rows(_config(_GPT2, changes, small), 2 if small else 20, say)
+
+
+_REPEATED: dict[str, Callable[[bool, Path, Say], list[BenchRow]]] = {
+    f"gpt2_124m, batch 8, {kernel}": partial(_repeated, kernel)
+    for kernel in ("pallas_gpu", "cudnn", "chunked")
+}
+DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
+"""No operation whose result may differ from run to run."""
 _KERNELS = [
     (kernel, mask, h, "bfloat16")
     for mask in ("causal", "window", "documents", "bigbird", "odd lengths", "full")
@@ -472,6 +495,32 @@ PIECES: dict[str, Piece] = {
     ),
     "rehearse": Piece(
         {name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True
+    ),
+    # A training has a process of its own, beside the one that asks for it.
+    "training": Piece(
+        {
+            **_REPEATED,
+            "the guard": _guard,
+            "killed": partial(killed_rows, "auto"),
+            "the loop": loop_rows,
+        },
+        small=5,
+        alone=True,
+        case_seconds=300.0,
+        environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    ),
+    "deterministic": Piece(
+        {
+            "gpt2_124m, batch 8, pallas_gpu": _REPEATED["gpt2_124m, batch 8, pallas_gpu"],
+            "killed": partial(killed_rows, "pallas_gpu"),
+            **_REPEATED,
+        },
+        alone=True,
+        case_seconds=300.0,
+        environment={
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip(),
+        },
     ),
     "trace": Piece(
         {"gpt2_124m, batch 32": _trace},

@@ -20,7 +20,7 @@ from jaxpar.base.config import Config
 from jaxpar.bench.measure import random_batch
 from jaxpar.models import Model
 from jaxpar.train.plans import make_plan
-from jaxpar.train.step import init_state, make_train_step
+from jaxpar.train.step import TrainState, init_state, make_train_step
 
 Instruction = tuple[str, str]
 """A (module, name) pair, as the profiler reports it: `("jit_step", "dot.3")`."""
@@ -35,6 +35,7 @@ class Ready(NamedTuple):
       run: takes one step and waits for it.
       seconds: the rough seconds of a step.
       stats: the result of `compiled.memory_analysis()`.
+      state: returns the state that the last step has made.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Ready(NamedTuple):
     run: Callable[[], None]
     seconds: float
     stats: Any
+    state: Callable[[], TrainState]
 
 
 def ready_step(config: Config) -> Ready:
@@ -61,7 +63,12 @@ def ready_step(config: Config) -> Ready:
 
     run()
     return Ready(
-        compiled.as_text() or "", plan.mesh, run, time_once(run), compiled.memory_analysis()
+        text=compiled.as_text() or "",
+        mesh=plan.mesh,
+        run=run,
+        seconds=time_once(run),
+        stats=compiled.memory_analysis(),
+        state=lambda: state,
     )
 
 

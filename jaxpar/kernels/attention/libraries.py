@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array
 
+from jaxpar.base.compiler import repeats_to_the_bit
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version
 from jaxpar.kernels.attention.call import Arrays, Call
@@ -74,6 +75,10 @@ def refusal(
             (_first_query(call) is None, "places that are known only at run time"),
         ],
         "cudnn": [
+            (
+                platform == "gpu" and repeats_to_the_bit(platform),
+                "programs that repeat to the bit (XLA_FLAGS), of which it has failed to run some",
+            ),
             (q_BSHh.dtype == jnp.float32, "float32"),
             (band.segments is not None, "documents"),
             (call.softcap != 0, "a soft cap"),
