@@ -83,6 +83,7 @@ def dead(link: str, page: Path, pages: dict[Path, Page]) -> str:
     return "has no such anchor"
 
 
+@pytest.mark.slow
 def test_no_link_is_dead(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
     links = [(page, link) for page, found in pages.items() for link in (*found.links, *found.loads)]
@@ -99,6 +100,7 @@ def test_no_link_is_dead(site: Path) -> None:
     assert len(links) > 1000
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:
     for path in site.rglob("*.html"):
         loads = [load for load in Page(path).loads if urlsplit(load).netloc]

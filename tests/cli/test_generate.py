@@ -63,6 +63,7 @@ def generate(capsys):
     return call
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_alike_on_the_screen_and_in_files(generate, folder, tmp_path) -> None:
     rows = [
         json.loads(line)
@@ -135,6 +136,7 @@ def test_a_hugging_face_folder_is_evaluated(folder, tmp_path, capsys) -> None:
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_and_read_with_the_words_of_its_model(
     generate, folder, tmp_path, plan_of, capsys
 ) -> None:

@@ -721,6 +721,7 @@ def test_convert_there_and_back_gives_the_same_tensors(run, checkpoint, tmp_path
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_comes_along_and_training_asks_for_data(
     run, refused, checkpoint, text, tmp_path, monkeypatch
 ):

@@ -284,6 +284,7 @@ def test_a_line_may_have_a_name_that_is_ours(tmp_path):
 LOOP = "{% for i in range(10 ** 5) %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endless", "said"),
     [

@@ -245,7 +245,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", some(CONFIGS, 3))
+@pytest.mark.parametrize("name", some(CONFIGS, 12))
 def test_flops_of_a_training_step(name: str) -> None:
     assert_flops_as_expected(program_of(CONFIGS[name]), CONFIGS[name])
 

@@ -378,6 +378,7 @@ LARGE = dataclasses.replace(
 LAYER = 128 * 1024 * 4
 
 
+@pytest.mark.slow
 def test_import_holds_a_part_of_a_tensor_at_a_time(tmp_path, monkeypatch):
     """One device's part of one tensor, as it is read and as it is stored: not the parameter, not
     all its layers.
@@ -395,6 +396,7 @@ def test_import_holds_a_part_of_a_tensor_at_a_time(tmp_path, monkeypatch):
     assert LAYER / 4 < peak < 1.5 * LAYER
 
 
+@pytest.mark.slow
 def test_export_holds_one_tensor_at_a_time(tmp_path):
     model = Model(LARGE)
     source = write(tmp_path / "source", LARGE)

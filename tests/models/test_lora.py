@@ -72,6 +72,7 @@ def test_the_pairs_add_their_product_to_the_matrices(family: str) -> None:
     np.testing.assert_allclose(got.loss, want.loss, rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> None:
     """Frozen matrices may be bfloat16, LoRA's are float32; at the start B is zero, so the loss is

@@ -132,7 +132,9 @@ def test_its_loss_and_gradients_are_those_of_one_device_on_data_fsdp_and_tensor(
     "changes",
     [
         {"mesh.stage": 2, "mesh.fsdp": 1, "memory.policy": "full"},
-        {"mesh.context": 2, "mesh.data": 1, "data.pack": True},
+        pytest.param(
+            {"mesh.context": 2, "mesh.data": 1, "data.pack": True}, marks=pytest.mark.slow
+        ),
     ],
     ids=["stages", "context, packed"],
 )
@@ -177,6 +179,7 @@ def test_what_is_kept_of_it_is_counted_and_a_policy_that_keeps_nothing_is_said()
         experiment_of(Mean, **{"memory.keep.up": "save"})
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_a_checkpoint_is_not_read_as_a_model_of_other_parts(tmp_path: Path) -> None:
     """The parameters have the same names and shapes, and mean something else."""

@@ -276,7 +276,7 @@ def attended(
     return reorder(y, inverse(order), 1)
 
 
-@pytest.mark.parametrize("name", some(COPIED, 2))
+@pytest.mark.parametrize("name", some(COPIED, 6))
 def test_kv_heads_are_copied_where_more_devices_split_heads(name: str) -> None:
     mesh, rules, heads, kv_heads = COPIED[name]
     kv = (D, kv_heads, h)
@@ -315,6 +315,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(SPLIT, 2))
 def test_attention_is_split_over_the_sequence_where_heads_do_not_divide(name: str) -> None:
     mesh, heads, kv_heads = SPLIT[name]

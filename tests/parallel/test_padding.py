@@ -77,6 +77,7 @@ def test_padding_is_the_filled_end_of_a_row_in_which_no_label_counts() -> None:
     np.testing.assert_array_equal(text_tokens(packed), want)
 
 
+@pytest.mark.slow
 def test_padding_takes_no_expert_in_scores_or_a_teacher_s_answers() -> None:
     """Where experts choose tokens, what they choose is what they choose in the loss.
 

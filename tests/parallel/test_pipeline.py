@@ -563,6 +563,7 @@ def loops(nodes: Any) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "v"),
     [

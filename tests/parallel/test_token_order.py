@@ -72,6 +72,7 @@ def test_each_device_halves_its_own_sequences():
     assert halves(None, TOKENS, plan) == (None, None)
 
 
+@pytest.mark.slow
 def test_each_device_has_its_share_of_both_halves_of_a_sequence():
     plan = plan_on(Overlap(domino="sequence"), data=2, tensor=2)
     tokens = jnp.arange(2 * 8).reshape(2, 8)

@@ -56,6 +56,7 @@ def test_auto_is_what_a_device_has_less_a_margin():
         budget_bytes("auto", Hardware(), jax.devices()[0])
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_and_spent():
     config = override(config_of("llama", fsdp=2), {"memory.budget": "100GiB", "model.layers": 3})
     said: list[str] = []

@@ -275,6 +275,7 @@ TIERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIERS)
 def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     """Beside whole steps that keep everything, and everything but one activation."""

@@ -40,6 +40,7 @@ def test_one_device_sends_nothing():
     )
 
 
+@pytest.mark.slow
 def test_many_unrolled_layers_are_counted_in_seconds():
     layers = 12
     config = load_config("gpt2_1558m")
@@ -147,6 +148,7 @@ RINGS = Overlap("ring", "bidirectional")
 ZERO1 = ShardingRules(embed=(), state_embed=("data",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -169,6 +171,7 @@ def test_a_step_of_other_rules_and_forms_sends_what_it_asks_for(config):
     assert_sent_as_asked(*compiled(config))
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_two_chunks_sends_what_it_asks_for():
     config = staged(
         config_of("gpt2", stage=2, data=4), "interleaved", 4, pipeline_virtual=2, train_batch=16
@@ -177,6 +180,7 @@ def test_a_pipeline_of_two_chunks_sends_what_it_asks_for():
     assert_sent_as_asked(asked, made, summed_later(config, asked))
 
 
+@pytest.mark.slow
 def test_a_step_here_gathers_once_what_every_microbatch_needs():
     """XLA:CPU moves gathers of the weights out of the loop over microbatches, and sends less than
     is asked for.

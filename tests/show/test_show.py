@@ -110,6 +110,7 @@ def test_a_mesh_that_the_model_does_not_fit_is_refused(picture):
     assert not picture.exists()
 
 
+@pytest.mark.slow
 def test_more_devices_than_heads_are_said(picture, capsys):
     show(replace(TINY, mesh=MeshSpec(tensor=8)), picture)
     said = capsys.readouterr().out.splitlines()

@@ -83,6 +83,7 @@ def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_c
     assert state["up"][...].addressable_shards[0].data.size * 4 == state["up"][...].size
 
 
+@pytest.mark.slow
 def test_a_strangers_mesh_is_verified_trained_saved_and_restored_on_another(tmp_path) -> None:
     """Two steps on data x model, and two more on another mesh, are four steps on one device."""
     mesh = jax.make_mesh((2, 4), ("data", "model"))

@@ -91,6 +91,7 @@ def _stack() -> OwnModel:
     return OwnModel("Stack", init, loss_of, axes, 256, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_list_of_blocks_is_not_updated_as_stacked_layers(name: str) -> None:
     """With the state in host memory, which for the library's blocks goes layer by layer."""
@@ -108,6 +109,7 @@ def test_a_list_of_blocks_is_not_updated_as_stacked_layers(name: str) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *after)
 
 
+@pytest.mark.slow
 def test_it_trains_and_goes_on_on_another_mesh(tmp_path: Path) -> None:
     whole = config_on(**MESH)
     first = jaxpar.override(whole, {"train.stop_at": 4})

@@ -209,6 +209,7 @@ def chat_file(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", some(["pipeline", "accumulation", "context, packed"], 3))
 def test_chat_tuning_of_experts_has_the_loss_of_its_definition(layout: str, tmp_path: Path) -> None:
     changes = SIZES | LAYOUTS[layout] | {"data.path": str(chat_file(tmp_path))}

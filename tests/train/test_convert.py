@@ -55,6 +55,7 @@ def config_for(folder: Path) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_path: Path) -> None:
     config = config_for(hf_folder)
     import_run(config, hf_folder, tmp_path / "run")

@@ -96,6 +96,7 @@ def logits(config: Config, params: object) -> np.ndarray:
     return np.asarray(jitted(params, {"tokens": jnp.asarray(tokens)}))
 
 
+@pytest.mark.slow
 def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_path: Path) -> None:
     config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2})
     whole = train(config, tmp_path / "whole")
@@ -186,6 +187,7 @@ def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_or_has_changed_is_said(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

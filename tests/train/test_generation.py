@@ -166,6 +166,7 @@ def test_scores_are_those_of_the_whole_model(model, params, plan_of: Callable[..
     assert Generator(model, params, plan).score([[3, 1, 4, *new]], [4])[0][1]
 
 
+@pytest.mark.slow
 def test_draws_depend_on_nothing_but_the_seed_and_the_place(
     model, params, plan_of: Callable[..., Plan]
 ) -> None:

@@ -111,6 +111,7 @@ def test_an_optimizer_of_ones_own_class_prunes_and_is_not_the_configs(tmp_path: 
         require_optimizer(experiment.optimizer, saved, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_says_that_it_goes_on_with_another_optimizer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

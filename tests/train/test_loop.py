@@ -263,6 +263,7 @@ def test_a_finished_run_is_not_run_again(
     assert (whole / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_whose_time_is_over_saves_and_the_same_call_goes_on(
     config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,6 +407,7 @@ def test_missing_data_is_said_before_a_budget_is_solved(
         train(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps_and_says_what_its_schedule_does(
     config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -421,6 +423,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_its_schedule_does(
     assert read_run_config(folder).train.steps == 22
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_on_another_mesh(
     config: Config, whole: Path, tmp_path: Path
 ) -> None:

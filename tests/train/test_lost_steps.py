@@ -103,7 +103,11 @@ def stop_at_row_two(step: int, row: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("what", "saved"),
-    [("data", 3), ("evaluation", 4), ("rows", 3)],
+    [
+        ("data", 3),
+        pytest.param("evaluation", 4, marks=pytest.mark.slow),
+        pytest.param("rows", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had_been_none(
     config: Config,
@@ -133,6 +137,7 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
     assert {*range(saved + 1, STEPS + 1)} <= found.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "failing"),
     [(6, 6), (2, 2)],

@@ -50,6 +50,7 @@ def prune(target: Target, params: Params | None = None, **changes: Any) -> tuple
     return jax.tree.map(np.asarray, before), jax.tree.map(np.asarray, after)
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_each_output_keeps_its_share_and_features_that_are_always_zero_go_first() -> None:
     config = override(Config(), SMALL | ONE)

@@ -65,8 +65,8 @@ def marked(name: str, fast: tuple[str, ...]) -> Any:
     return name if name in fast else pytest.param(name, marks=pytest.mark.slow)
 
 
-# Of each kind one: moments like parameters, factored ones, some by matrix, an average beside them.
-QUICK = (GIVEN, "adafactor")
+# Of the other kinds (factored moments, some by matrix, an average beside them) each takes seconds.
+QUICK = (GIVEN,)
 EVERY = [marked(name, QUICK) for name in (*NAMES, GIVEN)]
 
 
@@ -196,6 +196,7 @@ def test_factored_moments_are_of_a_layers_matrix() -> None:
     assert by_row["down"].sharding.spec == ROWS and by_column["down"].sharding.spec == COLUMNS
 
 
+@pytest.mark.slow
 def test_adafactor_and_muon_update_a_layer_as_if_it_were_alone() -> None:
     """Of optax's own, on one layer's matrix as two dims."""
     axes = {"blocks": {"q": ("layers", "embed", "heads", "head_dim")}}
@@ -233,7 +234,7 @@ def test_the_matrices_of_a_model_are_known_by_their_axes() -> None:
     assert dimensions["blocks"]["q"] == ((1,), (2, 3))
 
 
-@pytest.mark.parametrize("name", [marked(name, ("adafactor", GIVEN)) for name in (*NAMES, GIVEN)])
+@pytest.mark.parametrize("name", [marked(name, (GIVEN,)) for name in (*NAMES, GIVEN)])
 def test_a_run_goes_on_on_another_mesh(name: str, tmp_path: Path) -> None:
     """From eight devices to two stages of two: to within 1e-5 of one that was never interrupted."""
     state, _ = on_eight(name)
@@ -254,6 +255,7 @@ def test_a_run_goes_on_on_another_mesh(name: str, tmp_path: Path) -> None:
     assert_near(after.params, want.params, 1e-5)
 
 
+@pytest.mark.slow
 def test_schedule_free_evaluates_its_average_and_restores_it(tmp_path: Path) -> None:
     state, _ = on_eight("schedule_free")
     eight = config("schedule_free", data=2, fsdp=2, tensor=2)
@@ -277,6 +279,7 @@ def test_schedule_free_evaluates_its_average_and_restores_it(tmp_path: Path) -> 
     checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [marked(name, ("sgd",)) for name in ("lion", "sgd", "muon", "adafactor")]
 )
@@ -462,6 +465,7 @@ def test_a_given_optimizer_that_makes_no_plain_step_is_refused(
         _ = experiment.state
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> None:
     """The two keep arrays of the same form, and mean something else."""
@@ -484,6 +488,7 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
         restore_state(checkpoints, 0, other, whole=False)  # its parameters are anyone's
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_a_rate_in_the_state_is_reported() -> None:
     one = config(GIVEN)

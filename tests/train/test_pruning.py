@@ -125,6 +125,7 @@ def run_steps_with_gradients(
     return seen, states, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_magnitude_follows_the_cubic_schedule_and_what_is_pruned_stays_zero() -> None:
     seen, states = run_steps(config_of(), 8)
@@ -142,6 +143,7 @@ def test_magnitude_follows_the_cubic_schedule_and_what_is_pruned_stays_zero() ->
     assert [float(x) for x in jnp.mean(seen[-1]["blocks"]["down"] != 0, axis=(1, 2))] == [0.25] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_rigl_keeps_as_many_and_grows_where_the_gradient_is_largest() -> None:
     config = config_of(pruning__method="rigl", pruning__regrow=0.5, pruning__end=8)

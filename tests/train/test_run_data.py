@@ -223,6 +223,7 @@ def test_long_files_are_known_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(set(found[:3])) == 3 and found[3] == found[2]  # between two samples
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_off_goes_on_over_the_mended_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,7 @@ ZERO1 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", some(itertools.product(ZERO1, MODELS), 3), ids="-".join)
 def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses(pair, one_device):
     case, model = pair
@@ -388,6 +389,7 @@ def test_each_device_adds_up_its_own_microbatches(changes: dict[str, Any]) -> No
     assert (max(sums) == 1) == ("model.dropout" not in changes)
 
 
+@pytest.mark.slow
 def test_packed_documents_give_the_same_losses_on_a_mesh(
     one_device: dict[str, list[float]],
 ) -> None:
@@ -416,6 +418,7 @@ def test_bfloat16_compute_keeps_float32_state_and_stays_near(
     assert losses != want
 
 
+@pytest.mark.slow
 def test_dropout_gives_the_same_losses_on_every_mesh(one_device: dict[str, list[float]]) -> None:
     config = config_of("gpt2", **{"model.dropout": 0.2})
     one, _ = run(config, MeshSpec(), steps=5)
@@ -466,6 +469,7 @@ def test_every_microbatch_drops_by_a_key_of_its_own() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_seed_are_equal_to_the_bit() -> None:
     config = config_of("llama", **{"model.dropout": 0.1})
     mesh = MeshSpec(data=2, fsdp=2, tensor=2)

@@ -157,6 +157,7 @@ def marked(name: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in PLANS])
 def test_training_is_the_same_with_state_in_host_memory(name: str) -> None:
     config, changes = PLANS[name]
@@ -184,6 +185,7 @@ def test_training_is_the_same_with_state_in_host_memory(name: str) -> None:
         assert kinds == wanted
 
 
+@pytest.mark.slow
 def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     """Onto the device, too: where it lies is no part of a checkpoint."""
     config = override(config_of("llama", fsdp=2), SMALL | STATE)
@@ -242,6 +244,7 @@ def test_moments_in_bfloat16_train_alike(mesh: dict[str, int]) -> None:
     assert first["head"]["norm"]["scale"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_the_update_is_adamw_on_clipped_gradients() -> None:
     """Beside optax's own chain, from the gradients that the step itself reports nothing of but
     their norm.
@@ -390,6 +393,7 @@ def test_moments_follow_gradients_that_grow_and_shrink(
         np.testing.assert_allclose(found[1], exact[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """They were bfloat16 where first moments were."""
     config = override(config_of("llama"), SMALL | {"precision.moments": "bfloat16"})
@@ -425,6 +429,7 @@ def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
 
 
 # untied, and tied
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["llama", pytest.param("gpt2", marks=pytest.mark.slow)],

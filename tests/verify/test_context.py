@@ -78,7 +78,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", some([*PLANS], 4))
+@pytest.mark.parametrize("name", some([*PLANS], 8))
 def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(PLANS[name], jax.devices())
     assert found.equal, str(found)
@@ -170,6 +170,7 @@ def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) 
     assert wrong == names
 
 
+@pytest.mark.slow
 def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

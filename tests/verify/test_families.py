@@ -140,6 +140,7 @@ REFUSED = pytest.mark.xfail(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

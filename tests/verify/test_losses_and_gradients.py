@@ -68,6 +68,7 @@ def test_every_copy_is_fetched(plan_of: Callable[..., Plan]) -> None:
     np.testing.assert_array_equal(copies(x), [x])
 
 
+@pytest.mark.slow
 def test_the_reference_weighs_the_losses_of_routers_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

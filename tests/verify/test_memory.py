@@ -205,6 +205,7 @@ def test_the_table_of_memory(name: str, capsys: pytest.CaptureFixture[str]) -> N
             assert largest_difference(got, under_plan(on_device, "float32", exact=True)) <= AGAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -221,6 +222,7 @@ def test_what_is_kept_changes_no_gradient(name: str, changes: Changes) -> None:
     assert check.equal, str(check)
 
 
+@pytest.mark.slow
 def test_a_wrong_offload_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in openxla/xla#46231, where the backward pass read another layer's: what comes back is of
     the wrong rows.

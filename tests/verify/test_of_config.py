@@ -118,7 +118,7 @@ COVERING = [
         ("llama", True, True, 3),
         marks=pytest.mark.slow,
     ),
-    ((1, 2, 2), ("llama", False, True, 1, 1024)),
+    pytest.param((1, 2, 2), ("llama", False, True, 1, 1024), marks=pytest.mark.slow),
 ]
 
 
@@ -156,6 +156,7 @@ def test_rings_give_the_gradients_of_one_device(
     assert found.setup.config.overlap == Overlap(gather, scatter)
 
 
+@pytest.mark.slow
 def test_halves_of_the_batch_give_the_gradients_of_one_device() -> None:
     config = override(
         config_of((2, 1, 4), "llama", True, True, 3),
@@ -225,6 +226,7 @@ FEW_HEADS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "family", "heads", "kv_heads", "says"), FEW_HEADS)
 def test_more_devices_than_heads(
     mesh: tuple[int, int, int], family: str, heads: int, kv_heads: int, says: str
@@ -303,6 +305,7 @@ def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
     assert found.setup.config.model.embed % 4 == 0, "else it could not be split"
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_far_from_float32_as_on_one_device() -> None:
     config = override(
         config_of((1, 2, 1), "llama", False, False, 1), {"precision.compute": "bfloat16"}

@@ -271,6 +271,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return draw(st.sampled_from([*MODELS])), {"stage": P, axis: 2}, changes
 
 
+@pytest.mark.slow
 @settings(max_examples=1, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_a_pipeline_at_random(plan: Plan) -> None:

@@ -285,6 +285,7 @@ def verified(plan: tuple[str, dict[str, int], dict[str, Any]]) -> verify.Verific
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(plans(layers=(2, 3)))
 def test_a_plan_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
