@@ -148,6 +148,7 @@ class Evaluations:
         params: Params,
         log: MetricsLog,
         final: bool = False,
+        batch_done: Callable[[], None] = lambda: None,
     ) -> float | None:
         """Evaluate a step, and print and write its loss.
 
@@ -156,6 +157,7 @@ class Evaluations:
           params: its parameters.
           log: where the loss is written.
           final: whether it is the evaluation after the last step of all.
+          batch_done: is called before the first batch, when its program is there, and after each.
 
         Returns:
           The loss in nats a token; None where the run was told to stop before its end.
@@ -166,14 +168,21 @@ class Evaluations:
         self._running.program = EVALUATION
         try:
             with self._clock.during("evaluation"):
-                loss = self._evaluate(step, params, log, final)
+                loss = self._evaluate(step, params, log, final, batch_done)
         except _Stopped:
             self.cut_short = True
             loss = None
         self._running.program = STEP  # after any other error, it is known which program it is of
         return loss
 
-    def _evaluate(self, step: int, params: Params, log: MetricsLog, final: bool) -> float:
+    def _evaluate(
+        self,
+        step: int,
+        params: Params,
+        log: MetricsLog,
+        final: bool,
+        batch_done: Callable[[], None],
+    ) -> float:
         corpus = self._run.corpus
         experiment = self._run.experiment
         train = experiment.config.train
@@ -185,8 +194,10 @@ class Evaluations:
         progress = _Progress(self._say, limit, final, self._patience)
         with self._clock.during("compiling"):
             program = self._await_program()
+        batch_done()
 
         def tick(count: int) -> None:
+            batch_done()
             progress.tick(count)
             if self._stop.reached():
                 raise _Stopped

@@ -41,6 +41,21 @@ main()
 """
 """`jaxpar` whose fourth step never begins."""
 
+HANGING_EVALUATION = """
+import time
+import jaxpar.train.evaluate as evaluate
+from jaxpar.cli.main import main
+real, calls = evaluate.put_batch, []
+def sleep_for_ever(*args):
+    calls.append(1)
+    if len(calls) > 2:
+        time.sleep(1e6)
+    return real(*args)
+evaluate.put_batch = sleep_for_ever
+main()
+"""
+"""`jaxpar` whose third batch of an evaluation never begins."""
+
 
 def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
@@ -58,6 +73,22 @@ def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -
     text = "\n".join(stacks)
     assert "in sleep_for_ever" in text and text.count("hread 0x") >= 2
     assert len(read_metrics(tmp_path / "run")) >= 1
+
+
+def test_an_evaluation_that_hangs_ends_likewise(tmp_path: Path) -> None:
+    words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
+    words += ["--train.eval-every=5", "--train.eval-batches=8", "--train.hang-seconds=5"]
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING_EVALUATION, *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 76, ended.stderr
+    said, *stacks = ended.stderr.splitlines()
+    assert said.startswith("jaxpar: error: no batch of the evaluation has finished for ")
+    assert "in sleep_for_ever" in "\n".join(stacks)
 
 
 def test_a_process_that_the_others_do_not_join_ends_in_one_line(tmp_path: Path) -> None:

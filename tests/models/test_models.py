@@ -314,7 +314,7 @@ def packed_on_one_device(config: ModelConfig) -> tuple[Any, Any, Any]:
     return params, batch, loss_and_gradients(config, ONE, params, batch)
 
 
-@pytest.mark.parametrize("rules", some(RULES, 2))
+@pytest.mark.parametrize("rules", some(RULES, 4))
 def test_any_rules_give_the_loss_and_the_gradients_of_one_device(
     config: ModelConfig, rules: str
 ) -> None:

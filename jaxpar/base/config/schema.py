@@ -298,7 +298,8 @@ class TrainConfig:
     """After how many bad steps in all a run stops all the same."""
     hang_seconds: Annotated[float, Range(1.0, 1e7, also=(0,))] = 1800.0
     """Seconds after which a step that has not finished ends the process, with exit code 76 and the
-    stack of every thread, where 20 times the median of the last steps is not more; 0 = never."""
+    stack of every thread, where 20 times the median of the last steps is not more; or a batch of an
+    evaluation; 0 = never."""
     check_replicas: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps between two comparisons of what devices hold copies of: parameters and the optimizer's
     state must be the same in every bit. They are compared before a checkpoint too; 0 = never. See

@@ -26,8 +26,9 @@ _FACTOR = 20
 
 
 class Watchdog:
-    """A limit of the time that a step takes: `least` seconds, or 20 times the median of the last
-    steps where that is more. It is a context manager, and watches inside.
+    """A limit of the time that a step takes, or a batch of an evaluation: `least` seconds, or 20
+    times the median of the last steps where that is more. It is a context manager, and watches
+    inside.
     """
 
     def __init__(self, least: float, end: Callable[[str], None] | None = None):
@@ -44,6 +45,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._since = time.monotonic()
         self._pauses = 0
+        self._batches = False
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -57,7 +59,7 @@ class Watchdog:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Watch nothing inside, as in an evaluation or a save, which no step is to be compared
-        with.
+        with; but batches from the first `batch_done` on.
         """
         with self._lock:
             self._pauses += 1
@@ -66,7 +68,16 @@ class Watchdog:
         finally:
             with self._lock:
                 self._pauses -= 1
+                self._batches = False
                 self._since = time.monotonic()
+
+    def batch_done(self) -> None:
+        """Note, inside `paused`, that a batch of an evaluation has finished, or that the first may
+        begin: the next is to finish in the time that a step may take.
+        """
+        with self._lock:
+            self._batches = self._pauses > 0
+            self._since = time.monotonic()
 
     @property
     def limit(self) -> float:
@@ -98,12 +109,15 @@ class Watchdog:
         """Look at the clock until the steps are done."""
         while not self._done.wait(min(self._least / 4, 1.0)):
             limit = self.limit
+            what = "step"
             with self._lock:
+                if self._batches:
+                    what = "batch of the evaluation"
                 waited = time.monotonic() - self._since
-                overdue = waited > limit and not self._pauses
+                overdue = waited > limit and (self._batches or not self._pauses)
             if overdue:
                 self._end(
-                    f"no step has finished for {waited:.0f} s, and the limit is {limit:.0f} s "
+                    f"no {what} has finished for {waited:.0f} s, and the limit is {limit:.0f} s "
                     f"(train.hang_seconds={self._least:g}): a device, another process or the data "
                     "do not answer; the stacks of all threads follow, the newest call first"
                 )

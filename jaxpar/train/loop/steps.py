@@ -191,6 +191,7 @@ def _evaluate(tools: Tools, step: int, final: bool = False) -> None:
     with tools.timing.apart("evaluation"):
         with tools.batches.reading():
             params = tools.runner.evaluation_params()
-            loss = parts.evaluations.evaluate(step, params, parts.log, final)
+            batch_done = tools.timing.watchdog.batch_done
+            loss = parts.evaluations.evaluate(step, params, parts.log, final, batch_done)
         if loss is not None and not final:
             parts.run.checkpoints.record(step, loss)

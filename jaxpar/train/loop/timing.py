@@ -69,8 +69,8 @@ class Timing:
 
     @contextmanager
     def apart(self, cause: Cause, after: PyTree = None) -> Iterator[None]:
-        """What is done inside is no part of the steps: neither their speed, nor a hang, nor the
-        time that the next one is expected to take.
+        """What is done inside is no part of the steps: neither their speed, nor a hang of one, nor
+        the time that the next one is expected to take.
 
         Args:
           cause: what it is.
