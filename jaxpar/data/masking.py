@@ -9,6 +9,7 @@ Shapes: B rows, S sequence length, V ids.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ _SPACES = "\u0120\u010a\u0109\u010d\u2581"
 """What pieces have for a space, a line's end or a tab in front: byte-level BPE, and SentencePiece's
 last.
 """
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece writes a byte of a character that it has no piece for."""
 
 
 @dataclass(frozen=True)
@@ -201,17 +204,27 @@ def _special_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int) -> Words:
-    """Which ids may begin, and which may end, inside a word."""
+    """Which ids may begin, and which may end, inside a word.
+
+    Raises:
+      UserError: the tokenizer's pieces do not say where a word begins.
+    """
     pieces = _pieces(tokenizer)
     begins_V = np.zeros(vocab_size, bool)
     ends_V = np.zeros(vocab_size, bool)
     special = set(_special_ids(tokenizer))
-    by_mark = any(piece.startswith("##") for piece in pieces.values())  # WordPiece
+    mark = ""
+    if isinstance(tokenizer, HFTokenizer):
+        if _has_whole_words(tokenizer):
+            return Words(begins_V, ends_V)
+        mark = _mark_inside(tokenizer)
+        if not mark:
+            _require_marks(tokenizer, pieces)
     for id, piece in pieces.items():
         if id >= vocab_size or id in special or not piece:
             continue
-        if by_mark:
-            begins_V[id] = piece.startswith("##")
+        if mark:
+            begins_V[id] = piece.startswith(mark)
             ends_V[id] = True
         else:
             begins_V[id] = _in_word(piece[0])
@@ -219,13 +232,62 @@ def _words(tokenizer: Tokenizer, vocab_size: int) -> Words:
     return Words(begins_V, ends_V)
 
 
+def _has_whole_words(tokenizer: HFTokenizer) -> bool:
+    """Whether each id is a word."""
+    from tokenizers import models
+
+    return isinstance(tokenizer.inner.model, models.WordLevel)
+
+
+def _mark_inside(tokenizer: HFTokenizer) -> str:
+    """What each piece begins with that goes on with a word, as `##` in WordPiece; empty = nothing.
+
+    The model says so. Its pieces do not: those of GPT-2 have a `##` that is a heading of Markdown.
+    """
+    from tokenizers import models
+
+    model = tokenizer.inner.model
+    if isinstance(model, models.WordPiece | models.BPE):
+        return model.continuing_subword_prefix or ""
+    return ""
+
+
+def _require_marks(tokenizer: HFTokenizer, pieces: dict[int, str]) -> None:
+    """Refuse pieces of which none has a space, or what stands for one: a whole line would be a
+    word.
+    """
+    from tokenizers import models
+
+    model = tokenizer.inner.model
+    if isinstance(model, models.BPE) and model.end_of_word_suffix:
+        return
+    if any(char.isspace() or char in _SPACES for piece in pieces.values() for char in piece):
+        return
+    raise UserError(
+        "data.mask_whole_words=true needs to know where a word begins, and no piece of this "
+        "tokenizer has a space or a mark of one: leave it out"
+    )
+
+
 def _pieces(tokenizer: Tokenizer) -> dict[int, str]:
     """The text of each id; that of a byte past ASCII is a letter."""
     if isinstance(tokenizer, BytesTokenizer):
-        return {id: chr(id) if id < 128 else "\u00e9" for id in range(tokenizer.vocab_size)}
+        return {id: _char_of(id) for id in range(tokenizer.vocab_size)}
     if isinstance(tokenizer, CharsTokenizer):
         return dict(enumerate(tokenizer.chars))
-    return {id: piece for piece, id in tokenizer.inner.get_vocab().items()}
+    found = {id: piece for piece, id in tokenizer.inner.get_vocab().items()}
+    for id, piece in found.items():
+        byte = _BYTE.fullmatch(piece)
+        if byte is not None:
+            found[id] = _char_of(int(byte[1], 16))
+    return found
+
+
+def _char_of(byte: int) -> str:
+    """A byte's character, of one past ASCII some letter."""
+    if byte < 128:
+        return chr(byte)
+    return "\u00e9"
 
 
 def _in_word(char: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
-from jaxpar.data.masking import Masking, corrupt, make_masking
+from jaxpar.data.masking import Masking, _first_of_word, corrupt, make_masking
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 
 pytestmark = pytest.mark.quick
@@ -116,6 +116,72 @@ def test_pieces_of_a_word_are_those_with_a_mark(tmp_path: Path) -> None:
     assert np.all(chosen[:, 1] == chosen[:, 2])
     assert np.all(chosen[:, 4] == chosen[:, 5]) and np.all(chosen[:, 5] == chosen[:, 6])
     assert np.any(chosen[:, 1] != chosen[:, 3]) and np.any(chosen[:, 3] != chosen[:, 4])
+
+
+WORDS_OF_PIECES = {
+    "byte-level BPE with a heading of Markdown": (
+        "BPE",
+        ["Ġun", "believ", "able", "Ġdog", "##", "s"],
+        [0, 1, 2, 3, 5, 4],
+        [0, 0, 0, 3, 3, 5],
+    ),
+    "BPE with a mark of what goes on": (
+        "BPE ##",
+        ["un", "##able", "dog"],
+        [0, 1, 2, 2],
+        [0, 0, 2, 3],
+    ),
+    "BPE with a mark of what ends": (
+        "BPE </w>",
+        ["un", "able</w>", "dog</w>"],
+        [0, 1, 2, 2],
+        [0, 0, 2, 3],
+    ),
+    "SentencePiece with bytes": (
+        "Unigram",
+        ["\u2581un", "able", "\u2581", "##", "<0xC3>", "<0xA9>", "<0x0A>"],
+        [0, 1, 2, 1, 3, 0, 4, 5, 6, 1],
+        [0, 0, 2, 3, 4, 5, 5, 5, 8, 9],
+    ),
+    "whole words": ("WordLevel", ["dog", "##", "cat"], [0, 2, 1, 0], [0, 1, 2, 3]),
+}
+
+
+def saved_tokenizer(folder: Path, kind: str, pieces: list[str]) -> Any:
+    """A tokenizer of pieces that no text is made into, as its file has it."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the hf extra is not installed")
+    from jaxpar.data.vocabulary.tokenizer import load_tokenizer
+
+    vocab = {piece: id for id, piece in enumerate([*pieces, "<mask>"])}
+    models = tokenizers.models
+    model = {
+        "BPE": lambda: models.BPE(vocab, []),
+        "BPE ##": lambda: models.BPE(vocab, [], continuing_subword_prefix="##"),
+        "BPE </w>": lambda: models.BPE(vocab, [], end_of_word_suffix="</w>"),
+        "Unigram": lambda: models.Unigram([(piece, 0.0) for piece in vocab]),
+        "WordLevel": lambda: models.WordLevel(vocab, unk_token="<mask>"),
+    }[kind]()
+    inner = tokenizers.Tokenizer(model)
+    inner.add_special_tokens(["<mask>"])
+    inner.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", WORDS_OF_PIECES)
+def test_the_model_of_a_tokenizer_says_which_pieces_make_a_word(tmp_path: Path, name: str) -> None:
+    kind, pieces, row, firsts = WORDS_OF_PIECES[name]
+    tokenizer = saved_tokenizer(tmp_path, kind, pieces)
+    made = make_masking(replace(MASKED, mask_whole_words=True), 16, tokenizer)
+    assert made is not None
+    batch = {"tokens": np.array([row], np.int32)}
+    assert _first_of_word(batch, made).tolist() == [firsts]
+
+
+def test_pieces_that_say_nothing_of_words_are_refused(tmp_path: Path) -> None:
+    tokenizer = saved_tokenizer(tmp_path, "BPE", ["un", "able", "dog"])
+    with pytest.raises(UserError, match="where a word begins"):
+        make_masking(replace(MASKED, mask_whole_words=True), 16, tokenizer)
+    assert make_masking(MASKED, 16, tokenizer) is not None
 
 
 def test_padding_is_left_alone_and_a_short_text_has_one_token_to_say() -> None:
