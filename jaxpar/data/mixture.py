@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.base.errors import UserError
 from jaxpar.data.parts import Part
 from jaxpar.data.skipped import Skipped
+from jaxpar.data.streams.tokens import Tokens
 
 SAMPLED = 2**24
 """Tokens of a sample, those of all parts together: a part may be a file that no memory holds."""
@@ -15,11 +17,24 @@ SAMPLED = 2**24
 
 @dataclass(frozen=True)
 class Mixture:
-    """Parts of one kind, mixed in each batch so that each has its share of the sequences."""
+    """Parts of one kind, mixed in each batch so that each has its share of the sequences.
+
+    Raises:
+      UserError: some parts are `Tokens`, of which windows are cut, and others give whole rows.
+    """
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...]
     """Their shares, which add up to 1."""
+
+    def __post_init__(self) -> None:
+        windowed = [isinstance(part, Tokens) for part in self.parts]
+        if any(windowed) and not all(windowed):
+            kinds = ", ".join(f"{part.origin} as {type(part).__name__}" for part in self.parts)
+            raise UserError(
+                f"a mixture has Tokens in all of its parts or in none, and data.source gives "
+                f"{kinds}: give all of them as one kind"
+            )
 
     @property
     def origin(self) -> str:

@@ -99,6 +99,19 @@ def test_a_part_of_a_class_of_ones_own_makes_batches(own: None) -> None:
         load_corpus(DataConfig(source="counting", seq_len=8), 50)
 
 
+def test_a_mixture_of_tokens_and_of_rows_is_refused() -> None:
+    @register_source("both")
+    def both(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Any:
+        return [Tokens(np.arange(100, dtype=np.uint16), None, paths[0]), Counting(paths[1])], None
+
+    data = DataConfig(source="both", mixture=("ids 0.5", "talks 0.5"), seq_len=4)
+    try:
+        with pytest.raises(UserError, match="ids as Tokens, talks as Counting: give all"):
+            load_corpus(data, 100)
+    finally:
+        SOURCES.remove("both")
+
+
 def test_a_config_is_checked_by_what_is_registered(own: None) -> None:
     check(override(Config(), {"data.source": "squares", "data.path": "here"}))
     with pytest.raises(
