@@ -184,6 +184,21 @@ def test_an_older_call_is_a_call_and_its_functions_are_tools():
         learned(CHATML, row)
 
 
+def test_an_older_call_may_be_text_and_stand_beside_itself():
+    function = {"name": "look", "arguments": "{}"}
+    for more in (
+        {"content": "I look: ", "function_call": json.dumps(function)},
+        {"content": "I look: ", "function_call": json.dumps([function])},
+        {"content": "I look: ", "function_call": function, "tool_calls": [call()]},
+        {"content": "I look: ", "function_call": function, "tool_calls": [function]},
+        {"content": "I look: ", "function_call": None, "tool_calls": [call()]},
+    ):
+        row = {"messages": [USER, {"role": "assistant", **more}]}
+        assert learned(CALLS.replace("c.function", "(c.function or c)"), row) == [
+            "I look: look{}<|im_end|>\n"
+        ]
+
+
 @pytest.mark.parametrize(
     ("text", "message", "said"),
     [

@@ -156,6 +156,16 @@ def test_a_turn_without_content_suits_templates_that_need_one_or_null():
             "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}],
         },
         {"conversations": [SYSTEM, USER, ASSISTANT]},
+        {"messages": None, "conversations": [SYSTEM, USER, ASSISTANT]},
+        {"messages": None, "prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
+        {"system": "Be brief.", "messages": [SYSTEM, USER, ASSISTANT]},
+        {
+            "messages": [
+                SYSTEM | {"from": None, "value": None},
+                {"from": "human", "value": "Hi", "role": None, "content": None},
+                ASSISTANT,
+            ]
+        },
         {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
         {"messages": [SYSTEM, {"role": "user", "content": PARTS}, ASSISTANT]},
     ],
@@ -196,11 +206,33 @@ def test_a_template_of_parts_gets_parts():
         ({"from": "nobody", "value": "a"}, "message 1 has the role 'nobody'"),
         ({"from": ["gpt"], "value": "a"}, "message 1 has the role \"\\['gpt'\\]\", not one of"),
         ({"role": {"a": 1}, "content": "a"}, "message 1 has the role"),
+        (
+            ASSISTANT | {"function_call": "look"},
+            "message 1 has a function_call that is no object, nor JSON of one",
+        ),
+        (ASSISTANT | {"function_call": ["a"]}, "message 1 has a function_call that is no object"),
+        (
+            ASSISTANT | {"function_call": {"name": "w"}, "tool_calls": [CALL]},
+            "message 1 has a function_call beside other tool_calls",
+        ),
     ],
 )
 def test_a_message_that_is_none_is_refused(message, said):
     with pytest.raises(UserError, match=said):
         read_conversation({"messages": [message]})
+
+
+def test_a_system_text_beside_another_system_message_is_refused():
+    for row in (
+        {"messages": [SYSTEM, USER, ASSISTANT]},
+        {"prompt": [{"from": "system", "value": "Be brief."}, USER], "completion": [ASSISTANT]},
+    ):
+        with pytest.raises(UserError, match="begin with another system message: keep one"):
+            read_conversation({"system": "Be long.", **row})
+
+
+def test_what_has_no_messages_but_null_is_no_conversation():
+    assert read_conversation({"messages": None, "prompt": "a", "completion": "b"}) is None
 
 
 def test_the_template_for_tools_and_others_by_name_are_taken(tmp_path):

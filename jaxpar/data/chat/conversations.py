@@ -22,7 +22,7 @@ _SHAREGPT_ROLES = {
     "function_response": "tool",
     "function": "tool",
 }
-_CALL = "function_call"
+_OLDER_CALL = "function_call"
 """In ShareGPT's form the role of an assistant's turn that is a call, as JSON; in OpenAI's older one
 a key of a turn.
 """
@@ -56,29 +56,28 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
     A line has `messages`, with roles and contents as in OpenAI's and Hugging Face's formats; or
     `conversations`, which may be in ShareGPT's form, of `from` and `value`; or a `prompt` and a
     `completion` that are lists of messages. A `system` message may stand beside them. OpenAI's
-    older calls and `functions` become those that templates know.
+    older calls and `functions` become those that templates know. A null is as if it were not there.
 
     Raises:
       UserError: what it has is no conversation; the message says which of the messages is none.
     """
     learned_from = 0
-    if "messages" in row or "conversations" in row:
-        if "messages" in row:
-            talk = row["messages"]
-        else:
-            talk = row["conversations"]
-    elif isinstance(row.get("prompt"), list):
+    talk = row.get("messages")
+    if talk is None:
+        talk = row.get("conversations")
+    if talk is None and isinstance(row.get("prompt"), list):
         completion = row.get("completion") or []
         if not isinstance(completion, list):
             raise UserError("prompt is a list of messages, and completion is none")
         learned_from = len(row["prompt"])
         talk = [*row["prompt"], *completion]
-    else:
+    if talk is None:
         return None
     if not isinstance(talk, list) or not talk:
         raise UserError("messages is no list with a message in it")
     names = {key: value for key, value in row.items() if key not in _TALKS and value is not None}
-    if system := names.pop("system", None):  # as LLaMA-Factory has it, beside the turns
+    system = names.pop("system", None)  # as LLaMA-Factory has it, beside the turns
+    if system and not _begins_with_system(talk, system):
         talk = [{"role": "system", "content": system}, *talk]
         learned_from += learned_from > 0
     messages = [_read_message(number, message) for number, message in enumerate(talk, 1)]
@@ -96,6 +95,23 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
     }
     without_weight = {i for i, message in enumerate(messages) if _weight(i, message) == 0}
     return Conversation(messages, names, learned_from, frozenset(without_weight))
+
+
+def _begins_with_system(talk: Sequence[Any], system: Any) -> bool:
+    """Return whether messages begin with the system's text that stands beside them.
+
+    Raises:
+      UserError: they begin with another.
+    """
+    first = _read_message(1, talk[0])
+    if first["role"] != "system":
+        return False
+    if first.get("content") == system:
+        return True
+    raise UserError(
+        "a system text stands beside messages that begin with another system message: keep one of "
+        "the two"
+    )
 
 
 def _weight(i: int, message: Message) -> int:
@@ -121,11 +137,11 @@ def _listed(key: str, value: Any) -> Any:
 
 
 def _read_message(number: int, message: Any) -> Message:
-    if isinstance(message, dict) and "role" not in message and "from" in message:
-        message = _from_sharegpt(message)
     if not isinstance(message, dict):
         raise _no_message(number)
-    message = _with_tool_calls(message)
+    if message.get("role") is None and message.get("from") is not None:
+        message = _from_sharegpt(message)
+    message = _with_tool_calls(number, message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(
@@ -147,17 +163,54 @@ def _read_message(number: int, message: Any) -> Message:
     return message
 
 
-def _with_tool_calls(message: Message) -> Message:
+def _with_tool_calls(number: int, message: Message) -> Message:
     """Return a message of OpenAI's older form, with a `function_call` or a function's result, as
     templates know it.
+
+    Raises:
+      UserError: its call is no object, or stands beside other calls.
     """
-    others = {key: value for key, value in message.items() if key != _CALL}
+    others = {key: value for key, value in message.items() if key != _OLDER_CALL}
     if others.get("role") == "function":
         others["role"] = "tool"
-    call = message.get(_CALL)
-    if isinstance(call, dict) and not others.get("tool_calls"):
-        others["tool_calls"] = [{"type": "function", "function": call}]
+    call = message.get(_OLDER_CALL)
+    if not call:
+        return others
+    functions = _functions(call)
+    if functions is None:
+        raise UserError(f"message {number} has a {_OLDER_CALL} that is no object, nor JSON of one")
+    made = [{"type": "function", "function": one} for one in functions]
+    calls = others.get("tool_calls")
+    if not calls:
+        others["tool_calls"] = made
+    elif not isinstance(calls, list) or any(one not in map(_function, calls) for one in functions):
+        raise UserError(f"message {number} has a {_OLDER_CALL} beside other tool_calls")
     return others
+
+
+def _functions(call: Any) -> list[dict[str, Any]] | None:
+    """Return the functions of an older call, which may be one or several, as objects or as JSON
+    text; None where it is no such thing.
+    """
+    if isinstance(call, str):
+        try:
+            call = parse_json(call, _OLDER_CALL)
+        except UserError:
+            return None
+    if isinstance(call, list):
+        listed = call
+    else:
+        listed = [call]
+    if all(isinstance(one, dict) for one in listed):
+        return listed
+    return None
+
+
+def _function(call: Any) -> Any:
+    """Return the function of a call, which may be OpenAI's or the function alone."""
+    if isinstance(call, dict):
+        return call.get("function", call)
+    return call
 
 
 def _no_message(number: int) -> UserError:
@@ -185,25 +238,20 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of ShareGPT's form as one with a role and a content; a call becomes
     `tool_calls`.
     """
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    others = {
+        key: value
+        for key, value in message.items()
+        if key not in ("from", "value") and value is not None
+    }
     said = message["from"]
     value = message.get("value")
-    if said == _CALL:
-        calls = value
-        if isinstance(value, str):
-            try:
-                calls = parse_json(value, _CALL)
-            except UserError:
-                calls = None
-        if isinstance(calls, list):
-            listed = calls
-        else:
-            listed = [calls]
-        if not all(isinstance(one, dict) for one in listed):
+    if said == _OLDER_CALL:
+        functions = _functions(value)
+        if functions is None:
             return {"role": "assistant", "content": value, **others}
         return {
             "role": "assistant",
-            "tool_calls": [{"type": "function", "function": one} for one in listed],
+            "tool_calls": [{"type": "function", "function": one} for one in functions],
             **others,
         }
     if isinstance(said, str):

@@ -236,9 +236,8 @@ def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
         case {"prompt": str(prompt), "completion": str(completion)}:
             text = prompt + completion
             return _Written(text, [(len(prompt), len(text))], closed=True)
-    raise UserError(
-        f"found the keys {', '.join(row)}, not messages, or prompt and completion as text"
-    )
+    keys = ", ".join(key for key, value in row.items() if value is not None) or "with no value"
+    raise UserError(f"found the keys {keys}, not messages, or prompt and completion as text")
 
 
 def _encode(
