@@ -251,6 +251,64 @@ def test_what_else_the_template_does_not_write_is_said():
     }
 
 
+LONG = "She asked where it is, and it is here."
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        (ANSWER | {"reasoning_content": LONG}, "reasoning_content of assistant"),
+        (
+            {"role": "assistant", "content": f"<think>{LONG}</think>{LONG}"},
+            "the thought in the content of assistant",
+        ),
+        ({"role": "developer", "content": LONG}, "the content of developer"),
+    ],
+)
+def test_what_is_not_written_is_said_also_where_another_says_the_same(message, what):
+    text = CHATML.replace("m.content", "m.content.split('</think>')[-1]").replace(
+        "for m in messages", "for m in messages if m.role != 'developer'"
+    )
+    row = {"messages": [{"role": "user", "content": LONG}, message, USER, ANSWER]}
+    notes = writer_of(text).answers(read_conversation(row)).notes
+    assert notes == {f"its chat template does not write {what} messages"}
+
+
+def test_a_learned_answer_in_the_words_of_the_question_is_not_taken_for_written():
+    text = CHATML.replace("m.content", "m.content if m.role == 'user' else 'Yes.'")
+    row = {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]}
+    with pytest.raises(UserError, match="message 2 has the content, which the chat template t"):
+        learned(text, row)
+
+
+def test_a_long_conversation_is_looked_at_in_one_more_writing(monkeypatch):
+    writer = writer_of(CHATML)
+    row = read_conversation({"messages": [USER, ANSWER] * 20})
+    asked = []
+    write = writer.write
+    monkeypatch.setattr(
+        writer, "write", lambda talks, names: asked.extend(talks) or write(talks, names)
+    )
+    writer.answers(row, find=False)
+    assert len(asked) == 1
+
+
+def test_tools_and_documents_that_the_template_does_not_write_are_said():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    row = {"messages": [USER, ANSWER], "tools": tools, "documents": [{"text": "Here."}], "id": 7}
+    looks = "{% if tools %}{% endif %}"
+    both = "{{ tools | tojson }}{{ documents | tojson }}"
+    for text, wanted in (
+        (CHATML, {"tools", "documents"}),
+        (looks + CHATML, {"tools", "documents"}),
+        ("{{ documents }}" + CHATML, {"tools"}),
+        (both + CHATML, set()),
+    ):
+        notes = writer_of(text).answers(read_conversation(row)).notes
+        assert notes == {f"its chat template does not write {what}" for what in wanted}
+    assert not writer_of(CHATML).answers(read_conversation({"messages": [USER, ANSWER]})).notes
+
+
 def test_a_system_text_beside_messages_is_their_first():
     rows = (
         {"messages": [USER, ANSWER]},

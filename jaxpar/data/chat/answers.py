@@ -33,6 +33,8 @@ _OPEN = (
     "its chat template writes nothing that closes an answer, so that the model does not "
     "learn to end one"
 )
+_TOLD = frozenset({"tools", "documents"})
+"""What a line has beside its messages that is a part of the conversation."""
 
 
 class Answers(NamedTuple):
@@ -105,6 +107,7 @@ class ConversationWriter:
         origin = self.template.origin
         write = partial(self.write, names=names)
         unwritten = find_unwritten(messages, learned, whole.text, write, origin)
+        unwritten |= self._unwritten_names(conversation, messages, whole.text)
         notes = {f"its chat template does not write {what}" for what in unwritten}
         if not find:
             if learned:
@@ -135,6 +138,23 @@ class ConversationWriter:
         read = names_read(self.template)
         own = {key: value for key, value in conversation.names.items() if key in read}
         return self.names | own
+
+    def _unwritten_names(
+        self, conversation: Conversation, messages: Sequence[Message], text: str
+    ) -> set[str]:
+        """Return which of the tools and documents of a conversation make no difference to what is
+        written.
+        """
+        names = self._names(conversation)
+        found: set[str] = set()
+        for name in _TOLD.intersection(conversation.names):
+            if name in names:
+                (without,) = self.write([(messages, False)], {**names, name: None})
+            else:
+                without = text
+            if without == text:
+                found.add(name)
+        return found
 
     def _whole(
         self, messages: list[Message], names: Mapping[str, Any], prompted: bool

@@ -32,7 +32,9 @@ from jaxpar.data.chat.template.forms import Forms, shape_messages
 from jaxpar.data.chat.template.render import Message, Span
 
 STAND_IN = "\ue0ef"
-"""A character for private use that stands for an answer, or for other words of a message."""
+"""A character for private use that stands for an answer, or for other words of a message; ▮ in the
+examples.
+"""
 BY_MARKS = "mark its answers by {% generation %} and {% endgeneration %} in the template"
 Write = Callable[[Sequence[tuple[Sequence[Message], bool]]], list[str | None]]
 """Writes conversations, each with or without a generation prompt; None where the template

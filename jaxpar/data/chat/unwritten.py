@@ -1,29 +1,31 @@
 """Finds what of a conversation its chat template does not write: a thought, a call, the message of
 a role.
 
-Words that are long and stand in the text are written. All others are tried: the conversation is
-written once more with ▮, a character that no text has, in their place. Where the text stays the
-same, the template has not written them:
+The conversation is written once more, with a mark of its own after everything that is said. What
+has its mark in that text is written, whatever else has the same words:
 
     message     {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
     text        <bot>4</s>
-    content     with ▮ it is <bot>▮</s>, so it is written
+    marked      <bot>4▮0▮</s>, so the content is written, and the reasoning with its ▮1▮ may not be
+
+What lost its mark is tried alone: the conversation is written with ▮, a character that no text has,
+in its place. Where the text stays the same, the template has not written it:
+
     reasoning   with ▮ it is <bot>4</s>, so it is not: "reasoning_content of assistant messages"
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat.template.render import REASONING, Message
 from jaxpar.data.chat.turns import STAND_IN, Write
 
-_LONG = 16
-"""So many characters do not stand in a text by chance."""
-_CALL = "a call of a tool"
+_TOOL_CALL = "a call of a tool"
 _END_OF_THOUGHT = "</think>"
 _ARGUMENTS = {STAND_IN: STAND_IN}
 
@@ -34,10 +36,10 @@ class _Said(NamedTuple):
     number: int
     """That of the message, from 0."""
     what: str
-    words: str
-    """The words that a template writes; empty where they might stand elsewhere too."""
     changed: Message
-    """The message with other words."""
+    """The message with other words in its place."""
+    add: Callable[[Message, str], Message]
+    """Returns a message with a text after what is said, which may have been added to elsewhere."""
 
 
 def find_unwritten(
@@ -59,16 +61,9 @@ def find_unwritten(
       UserError: of a message that is learned from it writes nothing, or not a call.
     """
     said = [one for number, message in enumerate(messages) for one in _all_said(number, message)]
-    doubtful = [one for one in said if len(one.words) < _LONG or one.words not in text]
+    doubtful = _without_mark(messages, said, write)
     asked = [
-        (
-            [
-                *messages[: one.number],
-                one.changed,
-                *messages[one.number + 1 :],
-            ],
-            False,
-        )
+        ([*messages[: one.number], one.changed, *messages[one.number + 1 :]], False)
         for one in doubtful
     ]
     found = write(asked) if asked else []
@@ -76,7 +71,7 @@ def find_unwritten(
     for one in lost:
         everything = [other for other in said if other.number == one.number]
         nothing_left = all(other in lost for other in everything)
-        if one.number in learned and (one.what == _CALL or nothing_left):
+        if one.number in learned and (one.what == _TOOL_CALL or nothing_left):
             raise UserError(
                 f"message {one.number + 1} has {one.what}, which the chat template {origin} "
                 "does not write there, so "
@@ -86,49 +81,80 @@ def find_unwritten(
     return {f"{one.what} of {messages[one.number]['role']} messages" for one in lost}
 
 
+def _without_mark(messages: Sequence[Message], said: Sequence[_Said], write: Write) -> list[_Said]:
+    """Return what does not stand, with a mark after it, in what the template writes; all of it
+    where it refuses the marks.
+    """
+    marked = list(messages)
+    marks = [f"{STAND_IN}{i}{STAND_IN}" for i in range(len(said))]
+    for one, mark in zip(said, marks, strict=True):
+        marked[one.number] = one.add(marked[one.number], mark)
+    (text,) = write([(marked, False)])
+    if text is None:
+        return list(said)
+    return [one for one, mark in zip(said, marks, strict=True) if mark not in text]
+
+
 def _all_said(number: int, message: Message) -> Iterator[_Said]:
     content = message.get("content")
     if isinstance(content, str) and content.strip():
-        yield _Said(number, "the content", content.strip(), {**message, "content": STAND_IN})
+        whole = {**message, "content": STAND_IN}
+        yield _Said(number, "the content", whole, _add_to_content)
         thought, end, _ = content.removeprefix("<think>").rpartition(_END_OF_THOUGHT)
         if thought.strip():
             changed = content.replace(thought + end, STAND_IN + end)
             yield _Said(
                 number,
                 "the thought in the content",
-                thought.strip(),
                 {**message, "content": changed},
+                partial(_add_to_thought, thought + end),
             )
     elif isinstance(content, list):
-        words = "".join(part["text"] for part in content)
-        changed = [{"type": "text", "text": STAND_IN}]
-        yield _Said(number, "the content", words.strip(), {**message, "content": changed})
+        parts = [{"type": "text", "text": STAND_IN}]
+        yield _Said(number, "the content", {**message, "content": parts}, _add_to_content)
     names = [
         name for name in REASONING if isinstance(message.get(name), str) and message[name].strip()
     ]
     if names:
-        changed = dict.fromkeys(names, STAND_IN)
-        yield _Said(
-            number,
-            REASONING[0],
-            message[names[0]].strip(),
-            {**message, **changed},
-        )
+        changed = {**message, **dict.fromkeys(names, STAND_IN)}
+        yield _Said(number, REASONING[0], changed, partial(_add_to_keys, names))
     calls = list(message.get("tool_calls") or ())
     for i, call in enumerate(calls):
-        yield _Said(
-            number,
-            _CALL,
-            "",
-            {
-                **message,
-                "tool_calls": [
-                    *calls[:i],
-                    _other_call(call),
-                    *calls[i + 1 :],
-                ],
-            },
-        )
+        changed = {**message, "tool_calls": [*calls[:i], _other_call(call), *calls[i + 1 :]]}
+        yield _Said(number, _TOOL_CALL, changed, partial(_add_to_call, i))
+
+
+def _add_to_content(message: Message, mark: str) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    if not content:
+        return message
+    last = {**content[-1], "text": content[-1]["text"] + mark}
+    return {**message, "content": [*content[:-1], last]}
+
+
+def _add_to_thought(thought: str, message: Message, mark: str) -> Message:
+    """Return a message with a mark before the `</think>` with which a thought ends."""
+    marked = thought.removesuffix(_END_OF_THOUGHT) + mark + _END_OF_THOUGHT
+    return {**message, "content": message["content"].replace(thought, marked)}
+
+
+def _add_to_keys(names: Sequence[str], message: Message, mark: str) -> Message:
+    return {**message, **{name: message[name] + mark for name in names}}
+
+
+def _add_to_call(number: int, message: Message, mark: str) -> Message:
+    """Return a message with a mark after the name of one of its calls."""
+    calls = list(message["tool_calls"])
+    calls[number] = _renamed(calls[number], mark)
+    return {**message, "tool_calls": calls}
+
+
+def _renamed(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _renamed(call["function"], mark)}
+    return {**call, "name": f"{call.get('name')}{mark}"}
 
 
 def _other_call(call: Any) -> dict[str, Any]:
