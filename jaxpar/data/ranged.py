@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -68,6 +69,15 @@ class RangedFile:
 
     def __str__(self) -> str:
         return self.url
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another is the same object of the same bucket, with the same content."""
+        if not isinstance(other, RangedFile):
+            return NotImplemented
+        return self.url == other.url and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash((self.url, self._identity))
 
     def read(self, start: int, stop: int) -> bytes:
         """Read the bytes from `start` up to `stop`, from any thread.
@@ -219,14 +229,24 @@ def _remove_old_blocks() -> None:
     for _, size, file in found:
         if too_much <= 0:
             return
-        file.unlink(missing_ok=True)
-        too_much -= size
+        with suppress(OSError):  # another process has removed it, or it is another user's
+            file.unlink()
+            too_much -= size
 
 
 def _states() -> Iterator[tuple[float, int, Path]]:
     """When each block was last read, its bytes and its file."""
-    for folder in _blocks().iterdir():
-        for file in folder.iterdir():
-            with suppress(FileNotFoundError):
-                stat = file.stat()
-                yield stat.st_mtime, stat.st_size, file
+    for folder in _inside(_blocks()):
+        for file in _inside(folder):
+            with suppress(OSError):
+                found = file.stat()
+                if stat.S_ISREG(found.st_mode):
+                    yield found.st_mtime, found.st_size, file
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where there is none, or none that can be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -214,6 +214,14 @@ def test_a_copy_that_another_process_removes_meanwhile_is_none(bucket, monkeypat
     assert local_path(f"{bucket.url}/b").exists()
 
 
+def test_a_copy_for_which_there_is_no_place_is_refused_in_a_line(bucket, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a file where a folder was to be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    bucket.write("a", b"one")
+    with pytest.raises(UserError, match=r"cannot write .*: Not a directory"):
+        local_path(f"{bucket.url}/a")
+
+
 def test_copies_that_were_not_asked_for_lately_go_first(bucket, monkeypatch):
     bucket.write("a/x", bytes(1000))
     bucket.write("b/x", bytes(1000))

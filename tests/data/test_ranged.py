@@ -109,6 +109,39 @@ def test_the_cache_has_an_end(bucket, tmp_path, monkeypatch):
     assert 0 < sum(kept) < 5000 + 2 * 8 * 1100  # what was fetched since it was last looked at
 
 
+def test_what_is_no_block_in_the_cache_is_left_alone(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranged, "CACHE_BYTES", 5000)
+    monkeypatch.setattr(ranged, "_LOOK_EVERY", 2)
+    blocks = tmp_path / "cache" / "jaxpar" / "buckets" / "blocks"
+    (blocks / "a" / "b").mkdir(parents=True)
+    (blocks / ".DS_Store").write_bytes(b"x")
+    bucket.write("x.bin", bytes(50_000))
+    assert RangedFile(f"{bucket.url}/x.bin").read(0, 50_000) == bytes(50_000)
+    assert (blocks / "a" / "b").is_dir() and (blocks / ".DS_Store").is_file()
+
+
+def test_a_file_is_read_where_no_cache_can_be_made(bucket, tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder was to be")
+    bucket.write("x.bin", bytes(range(200)) * 20)
+    assert RangedFile(f"{bucket.url}/x.bin").read(0, 4000) == bytes(range(200)) * 20
+
+
+def test_a_file_that_stands_twice_in_the_data_is_identified_once(both):
+    for data in both:
+        path = data.path
+        data = replace(data, path="", mixture=(f"{path} 0.5", f"{path} 0.5"), val_fraction=0.0)
+        pieces = identify(load_corpus(data, 300))
+        assert len(pieces) == 2  # the ids, and where documents begin
+
+
+def test_an_object_with_another_content_is_another(bucket):
+    bucket.write("x.bin", bytes(200))
+    before = RangedFile(f"{bucket.url}/x.bin")
+    assert before == RangedFile(f"{bucket.url}/x.bin")
+    bucket.write("x.bin", bytes(201))
+    assert before != RangedFile(f"{bucket.url}/x.bin")
+
+
 def test_a_token_file_in_a_bucket_that_is_cut_short_is_refused(both, bucket):
     whole = bucket.read("ids.bin")
     bucket.write("ids.bin", whole[:-100])

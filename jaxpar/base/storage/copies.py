@@ -18,7 +18,7 @@ from jaxpar.base.errors import UserError, is_url, name_by_url, read_json
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage.bucket import Bucket, Found
 from jaxpar.base.storage.outages import say
-from jaxpar.base.whole_files import write_whole
+from jaxpar.base.whole_files import write_whole, writing
 
 COPIES_BYTES = 64 * 2**30
 """What the copies of this machine may take before old ones are removed."""
@@ -52,7 +52,8 @@ def local_path(
     folder = _copies() / hashlib.sha256(f"{bucket.url} {part}".encode()).hexdigest()[:16]
     target = folder / PurePosixPath(bucket.url.partition("://")[2]).name
     name_by_url(target, bucket.url)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         single = bucket.find()
         if single is not None:
