@@ -17,6 +17,8 @@ from jaxpar.data.chat.template.render import render
 
 pytest.importorskip("jinja2")
 
+from jaxpar.data.chat.template import worker
+
 
 def spans_of(messages, template):
     """A conversation as text, and which characters of it are the assistant's."""
@@ -303,6 +305,47 @@ def test_a_killed_renderer_is_no_template_without_end(stopped_renderer):
     assert render(TALK[:1], ChatTemplate("written", {}, "t")) == "written"
 
 
+def test_the_time_is_that_of_each_writing(monkeypatch):
+    seen = []
+    monkeypatch.setattr(worker, "_limit_time", lambda seconds: seen.append("limit"))
+    monkeypatch.setattr(worker, "_answer", lambda template, names: seen.append(names))
+    asked = {"template": "", "names": [1, 2], "now": "2026-01-31T00:00:00", "seconds": 20}
+    worker._reply(json.dumps(asked))
+    assert seen == ["limit", "limit", 1, "limit", 2, "limit"]
+
+
+def test_a_line_that_the_memory_does_not_hold_is_answered(monkeypatch):
+    def full(line):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.json, "loads", full)
+        reply = worker._reply("{}")
+    assert json.loads(reply) == {"error": "it takes more than 2 GiB of memory"}
+    monkeypatch.setattr(rendering._worker(), "_exchange", lambda line: (reply + "\n", None))
+    with pytest.raises(UserError, match="t refuses a conversation: it takes more than 2 GiB"):
+        render(TALK, ChatTemplate("a", {}, "t"))
+
+
+def test_conversations_are_asked_for_in_lines_that_the_process_can_hold(monkeypatch):
+    monkeypatch.setattr(rendering, "_BATCH", 100)
+    monkeypatch.setattr(rendering, "_LONGEST", 1000)
+    lines = []
+    exchange = rendering._worker()._exchange
+    monkeypatch.setattr(
+        rendering._worker(), "_exchange", lambda line: lines.append(line) or exchange(line)
+    )
+    talks = [[{"role": "user", "content": str(i) * 45}] for i in range(5)]
+    found = rendering.try_render(
+        ChatTemplate("{{ messages[0].content }}", {}, "t"), [(talk, False) for talk in talks], {}
+    )
+    assert [one.text for one in found] == [talk[0]["content"] for talk in talks]
+    assert 2 <= len(lines) <= 5
+    assert rendering.try_render(ChatTemplate("a", {}, "t"), [], {}) == []
+    with pytest.raises(UserError, match=r"a conversation of 1,\d\d\d characters, as JSON, is too"):
+        render([{"role": "user", "content": "a" * 1000}], ChatTemplate("a", {}, "t"))
+
+
 def test_a_line_may_have_a_name_that_is_ours(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(
         "{{ today }} {{ strftime_now('%Y') }} {{ template }}"
@@ -322,8 +365,8 @@ LOOP = "{% for i in range(10 ** 5) %}"
     [
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{{ 'x' * 10 ** 12 }}", "takes more than 2 GiB of memory"),
-        ("{{ 10 ** (10 ** 10) }}", "does not come to an end: it was stopped after 1 seconds"),
-        (f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", "does not come to an end"),
+        ("{{ 10 ** (10 ** 10) }}", "t was stopped after 1 seconds of computing for one conv"),
+        (f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", "comes to no end"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
     ],
 )

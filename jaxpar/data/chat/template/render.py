@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +27,11 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.chat.template.files import ChatTemplate
 
 SECONDS = 20
-"""So long may a template compute for one conversation."""
+"""So long may a template compute each time that it writes a conversation."""
+_BATCH = 2**22
+"""So many characters of conversations are given to the process at once, or one that is longer."""
+_LONGEST = 2**27
+"""Characters of a conversation with which the process, whose memory has a limit, can begin."""
 Message = Mapping[str, Any]
 """At least a `role`, and what is said, as in OpenAI's and Hugging Face's chat formats."""
 Span = tuple[int, int]
@@ -164,25 +168,22 @@ class _Worker:
             moment = now
         else:
             moment = datetime(now.year, now.month, now.day)
-        asked = {
-            "template": template,
-            "names": names,
-            "now": moment.isoformat(),
-            "seconds": SECONDS,
-        }
-        try:
-            line = json.dumps(asked, default=lambda value: f"<{type(value).__name__}>")
-        except RecursionError as error:
-            raise UserError("its lists and objects are too deep") from error
+        asked = {"template": template, "now": moment.isoformat(), "seconds": SECONDS}
+        found: list[dict[str, Any]] = []
+        for line in _lines(asked, names):
+            found += self._answers(line, origin)
+        return found
+
+    def _answers(self, line: str, origin: str) -> list[dict[str, Any]]:
+        """Return what the process made of the names in a line."""
         with self._lock:
             answer, code = self._exchange(line)
             if not answer and code != _OUT_OF_TIME:  # somebody has ended it, and not this template
                 answer, code = self._exchange(line)
         if not answer and code == _OUT_OF_TIME:
             raise UserError(
-                f"the chat template {origin} does not come to an end: it was stopped after "
-                f"{SECONDS} seconds of "
-                "computing"
+                f"the chat template {origin} was stopped after {SECONDS} seconds of computing for "
+                "one conversation: it comes to no end, or the conversation is too long for it"
             )
         if not answer:
             raise UserError(
@@ -190,7 +191,13 @@ class _Worker:
                 f"code {code}: see whether "
                 "the machine is short of memory, and try it again"
             )
-        return json.loads(answer)
+        found = json.loads(answer)
+        if isinstance(found, dict):
+            raise UserError(
+                f"the process that renders the chat template {origin} refuses a conversation: "
+                f"{found['error']}"
+            )
+        return found
 
     def _exchange(self, line: str) -> tuple[str, int | None]:
         """Return the answer to a line, or nothing and the code with which the process has ended."""
@@ -249,6 +256,35 @@ class _Worker:
     def close(self) -> None:
         with self._lock:
             self._end()
+
+
+def _lines(asked: Mapping[str, Any], names: Sequence[Any] | None) -> Iterator[str]:
+    """Yield the lines that ask for a template with each of the names, or for what it reads.
+
+    A process that was given all at once would hold a long conversation as often as it is written.
+    """
+    if names is None:
+        yield _to_json({**asked, "names": None})
+        return
+    beginning = _to_json(asked).removesuffix("}")
+    batch: list[str] = []
+    for i, one in enumerate(names, 1):
+        batch.append(_to_json(one))
+        if len(batch[-1]) > _LONGEST:
+            raise UserError(
+                f"a conversation of {len(batch[-1]):,} characters, as JSON, is too long for a chat "
+                f"template, which takes up to {_LONGEST:,}"
+            )
+        if i == len(names) or sum(map(len, batch)) >= _BATCH:
+            yield f'{beginning}, "names": [{", ".join(batch)}]}}'
+            batch = []
+
+
+def _to_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=lambda value: f"<{type(value).__name__}>")
+    except RecursionError as error:
+        raise UserError("its lists and objects are too deep") from error
 
 
 @lru_cache(maxsize=1)

@@ -14,8 +14,9 @@ With `"names": null` the answer is which names the template reads and does not s
 
     [{"names": ["greeting", "who"]}]
 
-A computation that does not come to its end, even one inside a single operation, ends the process;
-`render`, which started it, then says so.
+A computation that takes longer than these seconds for one of the names, even one inside a single
+operation, ends the process; `render`, which started it, then says so. A line that does not fit into
+the memory is answered by an object with an `error`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ except ImportError:  # Windows has no limits of this kind
 
 MEMORY = 2 * 2**30
 """Bytes that a template may take."""
+_TOO_LARGE = f"it takes more than {MEMORY >> 30} GiB of memory"
 LONGEST = 2**26
 """Characters that it may write."""
 MARK_CHOICES = "".join(map(chr, range(0xE0F0, 0xE100)))
@@ -177,7 +179,7 @@ def _answer(template: str, names: dict[str, Any]) -> dict[str, Any]:
             else:
                 generated = None
     except MemoryError:
-        return {"error": f"it takes more than {MEMORY >> 30} GiB of memory"}
+        return {"error": _TOO_LARGE}
     except Exception as error:  # whatever a stranger's program raises
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return {"error": said[:300]}
@@ -323,16 +325,29 @@ def main() -> None:
             with contextlib.suppress(OSError, ValueError):  # macOS knows no limit of memory
                 resource.setrlimit(what, (limit if most < 0 else min(limit, most), most))
     for line in sys.stdin:
+        sys.stdout.write(_reply(line) + "\n")
+        sys.stdout.flush()
+
+
+def _reply(line: str) -> str:
+    """The answer to a line of the input."""
+    try:
         asked = json.loads(line)
-        _limit_time(asked["seconds"])
         _Date.now = datetime.fromisoformat(asked["now"])
         template = asked["template"]
+        _limit_time(asked["seconds"])
         if asked["names"] is None:
             found = [_names(template)]
         else:
-            found = [_answer(template, one) for one in asked["names"]]
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+            found = []
+            for one in asked["names"]:
+                _limit_time(asked["seconds"])
+                found.append(_answer(template, one))
+        # what is left is not the template's, and neither is reading the next line
+        _limit_time(asked["seconds"])
+        return json.dumps(found)
+    except MemoryError:
+        return json.dumps({"error": _TOO_LARGE})
 
 
 if __name__ == "__main__":
