@@ -281,9 +281,22 @@ def test_a_learned_answer_in_the_words_of_the_question_is_not_taken_for_written(
         learned(text, row)
 
 
+def test_a_template_that_looks_at_the_end_of_words_is_not_misled_by_a_mark():
+    """Without the mark it leaves out what follows a question mark."""
+    text = (
+        "{% set ns = namespace(asked=false) %}{% for m in messages %}[{{ m.role }}]"
+        "{{ '' if ns.asked else m.content }}<t>{% set ns.asked = m.content.endswith('?') %}"
+        "{% endfor %}"
+    )
+    row = {"messages": [USER, {"role": "tool", "content": LONG}, ANSWER]}
+    notes = writer_of(text).answers(read_conversation(row)).notes
+    assert notes == {"its chat template does not write the content of tool messages"}
+
+
 def test_a_long_conversation_is_looked_at_in_one_more_writing(monkeypatch):
-    writer = writer_of(CHATML)
-    row = read_conversation({"messages": [USER, ANSWER] * 20})
+    writer = writer_of(CHATML.replace("m.content", "m.content | trim"))
+    spaced = ANSWER | {"content": "<think>\nHm. \n</think>\n\nHere.\n"}
+    row = read_conversation({"messages": [USER, spaced] * 20})
     asked = []
     write = writer.write
     monkeypatch.setattr(

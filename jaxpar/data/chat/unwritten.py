@@ -2,7 +2,8 @@
 a role.
 
 The conversation is written once more, with a mark of its own after everything that is said. What
-has its mark in that text is written, whatever else has the same words:
+has its mark in that text is written, whatever else has the same words, as long as the text is the
+same but for the marks:
 
     message     {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
     text        <bot>4</s>
@@ -17,6 +18,7 @@ in its place. Where the text stays the same, the template has not written it:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,7 +63,7 @@ def find_unwritten(
       UserError: of a message that is learned from it writes nothing, or not a call.
     """
     said = [one for number, message in enumerate(messages) for one in _all_said(number, message)]
-    doubtful = _without_mark(messages, said, write)
+    doubtful = _without_mark(messages, said, text, write)
     asked = [
         ([*messages[: one.number], one.changed, *messages[one.number + 1 :]], False)
         for one in doubtful
@@ -81,18 +83,20 @@ def find_unwritten(
     return {f"{one.what} of {messages[one.number]['role']} messages" for one in lost}
 
 
-def _without_mark(messages: Sequence[Message], said: Sequence[_Said], write: Write) -> list[_Said]:
+def _without_mark(
+    messages: Sequence[Message], said: Sequence[_Said], text: str, write: Write
+) -> list[_Said]:
     """Return what does not stand, with a mark after it, in what the template writes; all of it
-    where it refuses the marks.
+    where the template looks at words, and writes something else because of the marks.
     """
     marked = list(messages)
     marks = [f"{STAND_IN}{i}{STAND_IN}" for i in range(len(said))]
     for one, mark in zip(said, marks, strict=True):
         marked[one.number] = one.add(marked[one.number], mark)
-    (text,) = write([(marked, False)])
-    if text is None:
+    (found,) = write([(marked, False)])
+    if found is None or re.sub(f"{STAND_IN}[0-9]+{STAND_IN}", "", found) != text:
         return list(said)
-    return [one for one, mark in zip(said, marks, strict=True) if mark not in text]
+    return [one for one, mark in zip(said, marks, strict=True) if mark not in found]
 
 
 def _all_said(number: int, message: Message) -> Iterator[_Said]:
@@ -124,24 +128,30 @@ def _all_said(number: int, message: Message) -> Iterator[_Said]:
         yield _Said(number, _TOOL_CALL, changed, partial(_add_to_call, i))
 
 
+def _with_mark(words: str, mark: str) -> str:
+    """Return words with a mark before the white space at their end, which templates leave out."""
+    kept = words.rstrip()
+    return kept + mark + words[len(kept) :]
+
+
 def _add_to_content(message: Message, mark: str) -> Message:
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": content + mark}
+        return {**message, "content": _with_mark(content, mark)}
     if not content:
         return message
-    last = {**content[-1], "text": content[-1]["text"] + mark}
+    last = {**content[-1], "text": _with_mark(content[-1]["text"], mark)}
     return {**message, "content": [*content[:-1], last]}
 
 
 def _add_to_thought(thought: str, message: Message, mark: str) -> Message:
     """Return a message with a mark before the `</think>` with which a thought ends."""
-    marked = thought.removesuffix(_END_OF_THOUGHT) + mark + _END_OF_THOUGHT
+    marked = _with_mark(thought.removesuffix(_END_OF_THOUGHT), mark) + _END_OF_THOUGHT
     return {**message, "content": message["content"].replace(thought, marked)}
 
 
 def _add_to_keys(names: Sequence[str], message: Message, mark: str) -> Message:
-    return {**message, **{name: message[name] + mark for name in names}}
+    return {**message, **{name: _with_mark(message[name], mark) for name in names}}
 
 
 def _add_to_call(number: int, message: Message, mark: str) -> Message:
