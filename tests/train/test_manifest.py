@@ -4,8 +4,10 @@ training and left out by a reader, and the step before is taken.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
+import os
 from pathlib import Path
 
 import jax
@@ -230,15 +232,36 @@ def test_a_step_that_is_read_is_not_removed(tmp_path: Path) -> None:
         checkpoints.save(3, state, {})
         checkpoints.wait()
         checkpoints.remove_old()
-        assert steps_in(folder) == [1, 3] and steps_in_use(tmp_path) == {1}
+        assert steps_in(folder) == [1, 3] and steps_in_use(tmp_path, []) == {1}
     checkpoints.save(4, state, {})
     checkpoints.close()
     assert steps_in(folder) == [4]
     dead = tmp_path / ".reading-0"
     dead.write_text('{"step": 4, "machine": "", "pid": 1, "began": ""}')
-    assert steps_in_use(tmp_path) == {4}, "another machine's, which may run"
+    assert steps_in_use(tmp_path, []) == {4}, "another machine's, which may run"
     dead.write_text("{")
-    assert not steps_in_use(tmp_path) and not dead.exists()
+    assert not steps_in_use(tmp_path, []) and not dead.exists()
+
+
+@pytest.mark.parametrize(("name", "found"), [("5-ab", {5}), ("ab", {1, 2})])
+def test_a_mark_that_the_file_system_does_not_give_stays_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: set[int]
+) -> None:
+    """One failed read took the mark away, and the step could be removed while it was read."""
+    mark = tmp_path / f".reading-{name}"
+    mark.write_text('{"step": 5, "machine": "", "pid": 1, "began": ""}')
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert steps_in_use(tmp_path, [1, 2]) == found
+    assert steps_in_use(tmp_path, [1, 2]) == {5}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        assert steps_in_use(tmp_path, [1, 2]) == {1, 2}
+    assert not steps_in_use(tmp_path / "absent", [1, 2])
 
 
 def test_the_list_of_checkpoints_names_what_is_damaged(

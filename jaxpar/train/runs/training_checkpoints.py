@@ -239,7 +239,7 @@ class TrainingCheckpoints(Checkpoints):
             run_together(self._finish)
             self._losses.forget(step)  # of a checkpoint that was there before and is not
             run_together(lambda: self._require_room(state))
-            self._read_now.look()
+            self._read_now.look(self.steps())
             try:
                 run_together(lambda: self._begin_save(step, state, data_state))
             except BaseException:
@@ -393,7 +393,7 @@ class TrainingCheckpoints(Checkpoints):
         kept = {
             *steps[-self._config.keep :],
             self.best() if self._config.keep_best else None,
-            *steps_in_use(self.folder.parent),
+            *steps_in_use(self.folder.parent, steps),
         }
         return [step for step in steps if step not in kept]
 
