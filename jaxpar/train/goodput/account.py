@@ -27,7 +27,9 @@ WRITE_EVERY = 5.0
 has lost no more than this of its account.
 """
 _MOST_MARKS = 64
-"""Saves whose place in the account is kept: a run goes on from one of the last."""
+"""How many saves have their place in the account kept. Of more the older ones are thinned out: a
+run goes on from one of the last, and from an older one where those are damaged or were local.
+"""
 _MOST_APART = 1.0
 """By how many seconds an account may miss its wall time, which only a damaged line does."""
 _LATEST = 1e11
@@ -75,9 +77,20 @@ class Life:
     marks: list[Mark] = field(default_factory=list)
 
     def productive_until(self, step: int) -> float:
-        """The productive seconds of the steps up to one that another process went on from."""
-        known = [mark.productive for mark in self.marks if mark.step <= step]
-        return min(max(known, default=0.0), self.seconds["productive"])
+        """The productive seconds of the steps up to one; between two marks they are taken to be
+        alike.
+        """
+        productive = self.seconds["productive"]
+        places = [Mark(self.lowest, 0.0), *self.marks, Mark(self.step, productive)]
+        before = [place for place in places if place.step <= step]
+        after = [place for place in places if place.step > step]
+        if not before:
+            return 0.0
+        if not after:
+            return productive
+        share = (step - before[-1].step) / (after[0].step - before[-1].step)
+        between = share * (after[0].productive - before[-1].productive)
+        return min(max(before[-1].productive + between, 0.0), productive)
 
     def as_json(self) -> str:
         """The line of the file."""
@@ -136,7 +149,8 @@ def add_up(lives: Sequence[Life]) -> Totals:
 
     The work of a process after the lowest step that a later one went on from was lost. The time
     between two processes is `down`. Where one began before the other had ended, as one that waits
-    for a lock, the time that both ran counts once.
+    for a lock, the time that both ran counts once: it is taken out of the later one's start-up, and
+    what is more than that out of its other causes, goodput last.
 
     Args:
       lives: the accounts, in their order.
@@ -154,11 +168,19 @@ def add_up(lives: Sequence[Life]) -> Totals:
         if gap >= 0:
             seconds["down"] += gap
         else:
-            seconds["startup"] -= min(-gap, seconds["startup"])
+            _take_out(seconds, -gap)
         until = max(until, life.ended)
         for cause, value in seconds.items():
             total[cause] += value
     return Totals(total, len(lives), sum(life.saves for life in lives))
+
+
+def _take_out(seconds: dict[Cause, float], both: float) -> None:
+    """Take the time that two processes ran out of the seconds of one, goodput last."""
+    for cause in ("startup", *[*CAUSES][::-1]):
+        taken = min(both, seconds[cause])
+        seconds[cause] -= taken
+        both -= taken
 
 
 def _kept(lives: Sequence[Life]) -> list[float]:
@@ -241,7 +263,7 @@ class Account:
         self._lowest = 0
         self._step = 0
         self._saves = 0
-        self._marks = deque[Mark](maxlen=_MOST_MARKS)
+        self._marks = list[Mark]()
         self._ends = deque[Mark](maxlen=4)
         """Where the last few steps ended."""
         self._file: Path | None = None
@@ -273,6 +295,7 @@ class Account:
           UserError: the file cannot be read or written.
         """
         self._lowest = self._step = first
+        self._ends.append(Mark(first, self._productive()))
         self._owns = owns
         if self._file is not None:  # a second try, from an older step
             return
@@ -305,6 +328,8 @@ class Account:
         self._step = step
         self._saves += 1
         self._marks.append(Mark(step, self._productive()))
+        if len(self._marks) > _MOST_MARKS:
+            del self._marks[: _MOST_MARKS // 2 : 2]
         self.note(at_once=True)
 
     def skip(self, step: int) -> None:
@@ -328,11 +353,12 @@ class Account:
         Args:
           step: the step.
         """
+        life = self._life()
+        self._move_back(life.seconds["productive"] - life.productive_until(step))
         while self._marks and self._marks[-1].step > step:
             self._marks.pop()
-        kept = self._marks[-1].productive if self._marks else 0.0
-        self._move_back(self._productive() - kept)
         self._ends.clear()
+        self._ends.append(Mark(step, self._productive()))
         self._step = step
         self._lowest = min(self._lowest, step)
 
