@@ -20,6 +20,7 @@ from jaxpar.train.goodput import (
     read_lives,
 )
 from jaxpar.train.goodput.account import Mark
+from jaxpar.train.goodput.measured import measure_run
 
 pytestmark = pytest.mark.quick
 
@@ -241,6 +242,27 @@ def test_a_run_that_goes_back_over_many_saves_keeps_what_is_before_them(tmp_path
     # to the second where the mark is there
     assert written.productive_until(1990) == 2490
     assert written.productive_until(1985) == 2485
+
+
+def test_the_cost_of_a_save_is_that_of_the_run_folder(tmp_path):
+    """The mean was over both tiers, so that the best interval was too short."""
+    hands = Hands()
+    account = open_account(tmp_path, hands)
+    for step in range(1, 11):
+        with account.clock.during("saving"):
+            account.saving(step)
+            if step % 5:
+                hands.turn(1.0)
+                account.saved_locally(1.0)
+            else:
+                hands.turn(30.0)
+    account.close()
+    assert measure_run(tmp_path).costs.save == 30
+    line = json.loads((tmp_path / GOODPUT).read_text())
+    assert (line.pop("local_saves"), line.pop("local_seconds")) == (8, 8.0)
+    # as an earlier version has written it
+    (tmp_path / GOODPUT).write_text(json.dumps(line))
+    assert measure_run(tmp_path).costs.save == 6.8
 
 
 def test_accounts_go_on_in_the_next_process(tmp_path):

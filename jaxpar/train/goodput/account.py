@@ -42,6 +42,8 @@ _KINDS = {
     "lowest": int,
     "step": int,
     "saves": int,
+    "local_saves": int,
+    "local_seconds": float,
     "seconds": dict[str, float],
     "marks": list[list[float]],
 }
@@ -66,6 +68,8 @@ class Life:
       saves: how many checkpoints it saved.
       seconds: what the time between these two went on, by cause.
       marks: its place at its saves, in order.
+      local_saves: how many of the checkpoints went to the local tier.
+      local_seconds: how long the steps waited for those.
     """
 
     began: float
@@ -75,6 +79,8 @@ class Life:
     saves: int
     seconds: dict[Cause, float]
     marks: list[Mark] = field(default_factory=list)
+    local_saves: int = 0
+    local_seconds: float = 0.0
 
     def productive_until(self, step: int) -> float:
         """The productive seconds of the steps up to one; between two marks they are taken to be
@@ -96,7 +102,8 @@ class Life:
         """The line of the file."""
         seconds = {cause: round(value, 3) for cause, value in self.seconds.items() if value}
         marks = [[mark.step, round(mark.productive, 3)] for mark in self.marks]
-        written = vars(self) | {"seconds": seconds, "marks": marks}
+        local_seconds = round(self.local_seconds, 3)
+        written = vars(self) | {"seconds": seconds, "marks": marks, "local_seconds": local_seconds}
         return json.dumps(written) + "\n"
 
 
@@ -231,7 +238,8 @@ def _life_of(line: bytes) -> Life | None:
     except (UserError, KeyError, TypeError, ValueError):
         return None
     apart = abs(sum(seconds.values()) - (life.ended - life.began))
-    counts = (life.lowest, life.step, life.saves, *seconds.values(), *map(min, life.marks))
+    numbers = (life.lowest, life.step, life.saves, life.local_saves, life.local_seconds)
+    counts = (*numbers, *seconds.values(), *map(min, life.marks))
     if apart > _MOST_APART or min(counts) < 0 or not 0 <= life.began <= life.ended <= _LATEST:
         return None
     return life
@@ -263,6 +271,8 @@ class Account:
         self._lowest = 0
         self._step = 0
         self._saves = 0
+        self._local_saves = 0
+        self._local_seconds = 0.0
         self._marks = list[Mark]()
         self._ends = deque[Mark](maxlen=4)
         """Where the last few steps ended."""
@@ -331,6 +341,15 @@ class Account:
         if len(self._marks) > _MOST_MARKS:
             del self._marks[: _MOST_MARKS // 2 : 2]
         self.note(at_once=True)
+
+    def saved_locally(self, seconds: float) -> None:
+        """Note that the last save went to the local tier.
+
+        Args:
+          seconds: how long the steps waited for it.
+        """
+        self._local_saves += 1
+        self._local_seconds += seconds
 
     def skip(self, step: int) -> None:
         """Count a step that has just run as a bad one.
@@ -411,7 +430,17 @@ class Account:
         seconds = self.clock.seconds()
         ended = self._began + sum(seconds.values())
         marks = list(self._marks)
-        return Life(self._began, ended, self._lowest, self._step, self._saves, seconds, marks)
+        return Life(
+            began=self._began,
+            ended=ended,
+            lowest=self._lowest,
+            step=self._step,
+            saves=self._saves,
+            seconds=seconds,
+            marks=marks,
+            local_saves=self._local_saves,
+            local_seconds=self._local_seconds,
+        )
 
     def _write(self) -> None:
         """Write the file as a whole, but never its folder, which somebody may have moved."""
