@@ -94,14 +94,21 @@ class RunLock:
 
     def _take(self, say: Say) -> None:
         while not self._create():
-            owner = self._read_settled()
-            if owner is not None and self._is_alive(owner, say):
+            judged = self._read_settled()
+            if judged is not None and self._is_alive(judged, say):
+                # another may have taken it over while it was watched
+                owner = self._read_settled() or judged
                 raise UserError(
                     f"{self._folder} is being trained by {owner.text}: wait until it ends, or use "
                     "another --run folder"
                 )
-            whose = "that cannot be read" if owner is None else f"of {owner.text}, which has ended,"
+            whose = (
+                "that cannot be read" if judged is None else f"of {judged.text}, which has ended,"
+            )
             say(f"the lock {self._file} {whose} is taken over")
+            # `say` may have waited, and what is there now may be the lock of one that was quicker
+            if self._read_settled() != judged:
+                continue
             self._remove()
             if self._create():
                 time.sleep(_SETTLE)
