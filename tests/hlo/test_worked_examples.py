@@ -78,7 +78,8 @@ def test_aliases():
         ("jit(step)/update/add", "update", "update"),
         ("jit(step)/reduce_sum", "", "other"),
         ("block/(mlp/mul:attention/dot_general)", "block", "forward"),
-        ("jit(step)/backward/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("jit(step)/backward_tick/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("jit(step)/jvp(block)/core/splash/splash/pallas_call", "block/core", "forward"),
     ],
 )
 def test_scopes_and_phases(path, scope, phase):
