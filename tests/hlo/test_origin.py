@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.hlo.origin import decode, default_dirs, inherit, origin_of, source_line
+from jaxpar.hlo.origin.line import OWN
 from jaxpar.hlo.program.module import Frame
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Collective, Loop, Node, Origin, Task, Wait, walk
@@ -139,6 +140,21 @@ def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
     assert source_line([*frames[:2], block, *frames[2:], script], DIRS) == "palm.py:12"
     assert source_line([*frames, script], DIRS) == "models/layers.py:55"
     assert source_line([Frame("/repo/models_of_mine/x.py", 1, 0)], DIRS) == ""
+
+
+def test_a_line_is_told_where_the_working_directory_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [Frame(f"{tmp_path}/mine/block.py", 12, 0)]
+    everything = (*DIRS, OWN)
+    monkeypatch.chdir(tmp_path)
+    assert source_line(own, everything) == "mine/block.py:12"
+
+    def deleted() -> Path:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "cwd", deleted)
+    assert source_line(own, everything) == "block.py:12"
 
 
 def test_the_room_that_all_linears_go_through_is_passed_over() -> None:
