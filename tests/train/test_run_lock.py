@@ -163,6 +163,28 @@ def test_who_has_lost_the_folder_is_told_by_its_heartbeat(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_the_heartbeat_goes_on_where_the_file_system_does_not_say_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended in an error of its thread, and another machine could take the lock over."""
+    lock = RunLock(tmp_path / "run", print)
+    asked = threading.Event()
+
+    def fail(path: Path) -> bool:
+        asked.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    content = lock._file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fail)
+        lock._file.unlink()
+        assert asked.wait(5)
+        lock._file.write_bytes(content)
+    lock._thread.join(0.3)
+    assert lock._thread.is_alive() and not lock.lost
+    lock.close()
+
+
 @pytest.mark.parametrize("times", [1, 1000])
 def test_a_lock_that_the_file_system_does_not_give_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TextIO
 
 import jax
 
-from jaxpar.base.errors import UserError, parse_json, read_json, require_kinds
+from jaxpar.base.errors import UserError, parse_json, read_json, reading, require_kinds
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.process.together import run_together
 from jaxpar.base.storage import Bucket
@@ -64,6 +64,12 @@ class _Owner(NamedTuple):
         """For a message."""
         host = self.machine.partition(" ")[0]
         return f"process {self.pid} on {host}, since {self.since}"
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path is there; a UserError where the file system does not say."""
+    with reading(path):
+        return path.exists()
 
 
 class RunLock:
@@ -185,7 +191,7 @@ class RunLock:
             return 0
 
     def _is_there(self) -> bool:
-        return self._file.exists()
+        return _exists(self._file)
 
     def _touch(self) -> None:
         with suppress(OSError):
@@ -213,7 +219,7 @@ class RunLock:
                 f"{self._folder} was taken over by {owner.text}, which found no sign of this one: "
                 "only that one goes on"
             )
-        if not self._folder.exists():
+        if not _exists(self._folder):
             return (
                 f"the run folder {self._folder} is no longer there: bring it back to where it was, "
                 "and start again from its last checkpoint"
