@@ -452,7 +452,7 @@ def _take_lock(file: Path) -> None:
 def _read_mark(file: Path) -> None:
     from jaxpar.train.runs.claims.in_use import steps_in_use
 
-    steps_in_use(file.parent)
+    steps_in_use(file.parent, [0])
 
 
 def _read_answers(file: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.hlo.origin import decode, default_dirs, inherit, origin_of, source_line
+from jaxpar.hlo.origin.line import OWN
 from jaxpar.hlo.program.module import Frame
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Collective, Loop, Node, Origin, Task, Wait, walk
@@ -63,7 +64,14 @@ TICK = "jit(step)/shard_map/while/body/closed_call"
         ("jit(step)/transpose(jvp())/while", "", "backward"),
         ("jit(step)/cond/branch_1_fun/block/mul", "block", "forward"),
         ("jit(step)/jvp()/block/core/splash/splash/pallas_call", "block/core", "forward"),
-        ("jit(step)/jvp()/block/core/splash/splash/reshape", "block/core", "forward"),
+        ("jit(step)/splash/splash/pallas_call", "", "other"),
+        # of a user's own program
+        ("jit(f)/jvp(layer)/layer/attention/dot_general", "layer/layer/attention", "forward"),
+        ("jit(f)/transpose(jvp(layer))/layer/mul", "layer/layer", "backward"),
+        ("jit(f)/layer/layer/core/splash/splash/pallas_call", "layer/layer/core", "forward"),
+        ("jit(f)/forward/dot_general", "forward", "forward"),
+        ("jit(f)/backward/dot_general", "backward", "forward"),
+        ("jit(f)/transpose(jvp(forward))/mlp/mul", "forward/mlp", "backward"),
         ("jit(step)/add", "", "other"),
         ("convert.4", "", "other"),
         ("", "", "other"),
@@ -76,26 +84,30 @@ def test_paths(path: str, scope: str, phase: str) -> None:
 @pytest.mark.parametrize(
     ("path", "scope", "phase"),
     [
-        ("forward/embed/shard_map/all_gather", "embed", "forward"),
-        ("forward/while/body/closed_call/block/mlp/dot_general", "block/mlp", "forward"),
-        ("forward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "forward"),
-        ("forward/jvp(loss)/dot_general", "loss", "forward"),
-        ("forward/transpose(jvp(head))/mul", "head", "backward"),
-        ("forward/cond/branch_1_fun/jvp(loss)/dot_general", "loss", "forward"),
-        ("forward/send/shard_map/ppermute", "send", "forward"),
-        ("forward/add", "", "forward"),
-        ("backward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("forward_tick/embed/shard_map/all_gather", "embed", "forward"),
+        ("forward_tick/while/body/closed_call/block/mlp/dot_general", "block/mlp", "forward"),
+        ("forward_tick/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "forward"),
+        ("forward_tick/jvp(loss)/dot_general", "loss", "forward"),
+        ("forward_tick/transpose(jvp(head))/mul", "head", "backward"),
+        ("forward_tick/cond/branch_1_fun/jvp(loss)/dot_general", "loss", "forward"),
+        ("forward_tick/send/shard_map/ppermute", "send", "forward"),
+        ("forward_tick/add", "", "forward"),
         (
-            "backward/while/body/transpose(jvp(jvp()))/rematted_computation/block/mlp/mul",
+            "backward_tick/while/body/closed_call/jvp(block)/mlp/dot_general",
             "block/mlp",
             "recomputed",
         ),
         (
-            "backward/while/body/transpose(jvp(jvp()))/block/mlp/dot_general",
+            "backward_tick/while/body/transpose(jvp(jvp()))/rematted_computation/block/mlp/mul",
+            "block/mlp",
+            "recomputed",
+        ),
+        (
+            "backward_tick/while/body/transpose(jvp(jvp()))/block/mlp/dot_general",
             "block/mlp",
             "backward",
         ),
-        ("backward/transpose(backward)/jvp(embed)/scatter-add", "embed", "backward"),
+        ("backward_tick/transpose(backward_tick)/jvp(embed)/scatter-add", "embed", "backward"),
     ],
 )
 def test_in_a_pipelines_ticks_the_scopes_are_the_models(path: str, scope: str, phase: str) -> None:
@@ -128,6 +140,21 @@ def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
     assert source_line([*frames[:2], block, *frames[2:], script], DIRS) == "palm.py:12"
     assert source_line([*frames, script], DIRS) == "models/layers.py:55"
     assert source_line([Frame("/repo/models_of_mine/x.py", 1, 0)], DIRS) == ""
+
+
+def test_a_line_is_told_where_the_working_directory_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [Frame(f"{tmp_path}/mine/block.py", 12, 0)]
+    everything = (*DIRS, OWN)
+    monkeypatch.chdir(tmp_path)
+    assert source_line(own, everything) == "mine/block.py:12"
+
+    def deleted() -> Path:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "cwd", deleted)
+    assert source_line(own, everything) == "block.py:12"
 
 
 def test_the_room_that_all_linears_go_through_is_passed_over() -> None:

@@ -10,7 +10,7 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.hlo.program.module import Instruction, Module, Shape
 from jaxpar.hlo.program.parse import parse_module, parse_shape
-from jaxpar.hlo.program.text import split
+from jaxpar.hlo.program.text import fields, split
 
 pytestmark = pytest.mark.quick
 
@@ -27,6 +27,11 @@ def module_of(body: str, header: str = "is_scheduled=true", tables: str = "") ->
 def instruction(line: str) -> Instruction:
     module = module_of(f"  {line}")
     return next(iter(module.computations["main"].instructions.values()))
+
+
+def test_what_looks_like_a_comment_in_quotes_is_none() -> None:
+    found = fields('a="x/*y*/z \\"/*", b=/*index=1*/2, c={"/*", 3/*four*/}')
+    assert found == {"a": 'x/*y*/z "/*', "b": "2", "c": '{"/*", 3}'}
 
 
 @pytest.mark.parametrize(

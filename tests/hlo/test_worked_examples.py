@@ -6,9 +6,9 @@ import pytest
 
 from jaxpar.hlo.collective_order import find_unordered
 from jaxpar.hlo.live import live_arrays
-from jaxpar.hlo.live.aliases import leaf, pairs
 from jaxpar.hlo.live.in_place import _is_read_in_place, replaceable
 from jaxpar.hlo.origin import decode, inherit, origin_of, source_line
+from jaxpar.hlo.program.aliases import leaf, pairs
 from jaxpar.hlo.program.module import Frame
 from jaxpar.hlo.program.parse import parse_module, parse_shape
 from jaxpar.hlo.program.tasks import Collective, Loop, Needs, Origin, Task, Wait
@@ -78,7 +78,8 @@ def test_aliases():
         ("jit(step)/update/add", "update", "update"),
         ("jit(step)/reduce_sum", "", "other"),
         ("block/(mlp/mul:attention/dot_general)", "block", "forward"),
-        ("jit(step)/backward/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("jit(step)/backward_tick/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("jit(step)/jvp(block)/core/splash/splash/pallas_call", "block/core", "forward"),
     ],
 )
 def test_scopes_and_phases(path, scope, phase):

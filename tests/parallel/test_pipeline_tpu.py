@@ -54,7 +54,9 @@ def rounds(module: Module) -> Iterator[Computation]:
     """
     for computation in module.computations.values():
         loops = [one.op_name for one in computation.instructions.values() if one.opcode == "while"]
-        if all(any(f"/{tick}/while" in loop for loop in loops) for tick in ("forward", "backward")):
+        if all(
+            any(f"/{tick}_tick/while" in loop for loop in loops) for tick in ("forward", "backward")
+        ):
             yield computation
 
 
@@ -77,15 +79,17 @@ def test_what_a_stage_sends_travels_beside_its_compute() -> None:
         if one.base == "collective-permute" and "/send/" in one.op_name
     ]
     assert all(one.opcode == "collective-permute-start" for one in sends)
-    (activation,) = [one for one in sends if "/forward/send/" in one.op_name]
-    (cotangent,) = [one for one in sends if "/forward/send/" not in one.op_name]
+    (activation,) = [one for one in sends if "/forward_tick/send/" in one.op_name]
+    (cotangent,) = [one for one in sends if "/forward_tick/send/" not in one.op_name]
     assert any(
-        "/backward/while" in one.op_name
+        "/backward_tick/while" in one.op_name
         for one in between(body, activation)
         if one.opcode == "while"
     )
     beside = [one.op_name for one in between(body, cotangent) if one.opcode in ("while", "fusion")]
-    assert any("/forward/while" in name or "/forward/jvp(loss)" in name for name in beside)
+    assert any(
+        "/forward_tick/while" in name or "/forward_tick/jvp(loss)" in name for name in beside
+    )
 
 
 @pytest.mark.long
@@ -100,8 +104,8 @@ def test_stages_on_four_slices_send_beside_their_compute() -> None:
     loops = [
         [other.op_name for other in between(body, one) if other.opcode == "while"] for one in sends
     ]
-    assert sum(any("/backward/while" in name for name in names) for names in loops) == 1
-    assert sum(any("/forward/while" in name for name in names) for names in loops) == 1
+    assert sum(any("/backward_tick/while" in name for name in names) for names in loops) == 1
+    assert sum(any("/forward_tick/while" in name for name in names) for names in loops) == 1
 
 
 def test_layers_one_after_another_compile() -> None:

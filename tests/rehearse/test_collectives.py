@@ -128,9 +128,9 @@ def test_scopes_are_those_of_the_reader():
         "transpose(jvp())/block/mlp": "block/mlp",
         "transpose(jvp())/rematted_computation/block/attention/core": "block/attention/core",
         "checkpointed/jvp(loss)": "checkpointed/loss",
-        "backward/transpose(jvp(jvp()))/rematted_computation/block/mlp": "block/mlp",
-        "backward/transpose(backward)/jvp(embed)": "embed",
-        "forward/send": "send",
+        "backward_tick/transpose(jvp(jvp()))/rematted_computation/block/mlp": "block/mlp",
+        "backward_tick/transpose(backward_tick)/jvp(embed)": "embed",
+        "forward_tick/send": "send",
         "": "",
     }
     assert {path: scope_of(asks("all-gather", "fsdp", 4, scope=path)) for path in paths} == paths

@@ -134,6 +134,18 @@ DAMAGES = {
 }
 
 
+def test_a_step_below_the_newest_is_refused_at_once(tmp_path: Path) -> None:
+    """Orbax saves none, and the next save said that the disk is full."""
+    state = {"w": np.zeros(3, np.float32)}
+    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig(keep=3))
+    checkpoints.save(5, state, {})
+    with pytest.raises(UserError, match=r"^step 3 is not saved: .* has step 5, and only newer"):
+        checkpoints.save(3, state, {})
+    checkpoints.save(6, state, {})
+    checkpoints.close()
+    assert Checkpoints(tmp_path).steps() == [5, 6]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_cannot_be_read_is_said_with_a_way_out(
     tmp_path: Path, plan_of: Callable[..., Plan], damage: str

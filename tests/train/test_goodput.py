@@ -20,6 +20,7 @@ from jaxpar.train.goodput import (
     read_lives,
 )
 from jaxpar.train.goodput.account import Mark
+from jaxpar.train.goodput.measured import measure_run
 
 pytestmark = pytest.mark.quick
 
@@ -150,6 +151,16 @@ def test_time_in_which_two_processes_were_there_counts_once():
     assert total.wall == 23 == second.ended - first.began
 
 
+def test_time_in_which_two_processes_were_there_counts_once_however_long_it_is():
+    """It was taken out of the start-up alone, and the wall time was longer than it is."""
+    first = life(0, {"productive": 100}, 0, 10)
+    second = life(50, {"startup": 1, "saving": 9, "productive": 90}, 10, 20)
+    total = add_up([first, second])
+    assert found(total.seconds) == {"productive": 150}
+    third = life(60, {"startup": 1, "productive": 9}, 20, 21)
+    assert add_up([first, second, third]).wall == 150
+
+
 def open_account(folder, hands, first=0):
     account = Account(began=hands.now, time_now=hands)
     account.open(folder, first)
@@ -185,6 +196,73 @@ def test_steps_that_are_rolled_back_are_no_goodput(tmp_path):
     assert found(account.totals().seconds) == {"guard": 9}
     assert account.totals().saves == 1
     account.close()
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_the_first_step_after_a_start_or_a_way_back_is_no_goodput_where_it_is_skipped(
+    tmp_path, first
+):
+    hands = Hands()
+    account = open_account(tmp_path, hands, first)
+    account.clock.enter("productive")
+    hands.turn(2.0)
+    account.step_ended(first + 1)
+    account.skip(first + 1)
+    assert found(account.totals().seconds) == {"guard": 2}
+    hands.turn(3.0)
+    account.saving(first + 2)
+    hands.turn(4.0)
+    account.step_ended(first + 3)
+    account.roll_back(first + 2)
+    hands.turn(5.0)
+    account.step_ended(first + 3)
+    account.skip(first + 3)
+    assert found(account.totals().seconds) == {"productive": 3, "guard": 2 + 4 + 5}
+    account.close()
+
+
+def test_a_run_that_goes_back_over_many_saves_keeps_what_is_before_them(tmp_path):
+    """The oldest of 64 marks were dropped, and with them all work before."""
+    hands = Hands()
+    account = open_account(tmp_path, hands)
+    account.clock.enter("productive")
+    for step in range(1, 2001):
+        # the first quarter of the steps takes twice as long
+        hands.turn(2.0 if step <= 500 else 1.0)
+        account.step_ended(step)
+        if step % 10 == 0:
+            account.saving(step)
+    account.close()
+    (written,) = read_lives(tmp_path).lives
+    assert len(written.marks) <= 64
+    back = life(hands.now, {"productive": 1}, 1000, 1001)
+    total = add_up([written, back])
+    assert total.seconds["productive"] == pytest.approx(1500, rel=0.01)
+    assert total.seconds["wasted"] == pytest.approx(1000, rel=0.01)
+    # to the second where the mark is there
+    assert written.productive_until(1990) == 2490
+    assert written.productive_until(1985) == 2485
+
+
+def test_the_cost_of_a_save_is_that_of_the_run_folder(tmp_path):
+    """The mean was over both tiers, so that the best interval was too short."""
+    hands = Hands()
+    account = open_account(tmp_path, hands)
+    for step in range(1, 11):
+        with account.clock.during("saving"):
+            account.saving(step)
+            if step % 5:
+                hands.turn(1.0)
+                account.saved_locally(1.0)
+            else:
+                hands.turn(30.0)
+    account.close()
+    assert measure_run(tmp_path).costs.save == 30
+    line = json.loads((tmp_path / GOODPUT).read_text())
+    assert (line.pop("local_saves"), line.pop("local_seconds")) == (8, 8.0)
+    # as an earlier version has written it
+    (tmp_path / GOODPUT).write_text(json.dumps(line))
+    assert measure_run(tmp_path).costs.save == 6.8
 
 
 def test_accounts_go_on_in_the_next_process(tmp_path):

@@ -4,9 +4,13 @@ training and left out by a reader, and the step before is taken.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +22,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
+from jaxpar.train.runs import list_checkpoints
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.claims.in_use import in_use, steps_in_use
 from jaxpar.train.runs.folder.manifest import (
@@ -230,15 +235,36 @@ def test_a_step_that_is_read_is_not_removed(tmp_path: Path) -> None:
         checkpoints.save(3, state, {})
         checkpoints.wait()
         checkpoints.remove_old()
-        assert steps_in(folder) == [1, 3] and steps_in_use(tmp_path) == {1}
+        assert steps_in(folder) == [1, 3] and steps_in_use(tmp_path, []) == {1}
     checkpoints.save(4, state, {})
     checkpoints.close()
     assert steps_in(folder) == [4]
     dead = tmp_path / ".reading-0"
     dead.write_text('{"step": 4, "machine": "", "pid": 1, "began": ""}')
-    assert steps_in_use(tmp_path) == {4}, "another machine's, which may run"
+    assert steps_in_use(tmp_path, []) == {4}, "another machine's, which may run"
     dead.write_text("{")
-    assert not steps_in_use(tmp_path) and not dead.exists()
+    assert not steps_in_use(tmp_path, []) and not dead.exists()
+
+
+@pytest.mark.parametrize(("name", "found"), [("5-ab", {5}), ("ab", {1, 2})])
+def test_a_mark_that_the_file_system_does_not_give_stays_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: set[int]
+) -> None:
+    """One failed read took the mark away, and the step could be removed while it was read."""
+    mark = tmp_path / f".reading-{name}"
+    mark.write_text('{"step": 5, "machine": "", "pid": 1, "began": ""}')
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert steps_in_use(tmp_path, [1, 2]) == found
+    assert steps_in_use(tmp_path, [1, 2]) == {5}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        assert steps_in_use(tmp_path, [1, 2]) == {1, 2}
+    assert not steps_in_use(tmp_path / "absent", [1, 2])
 
 
 def test_the_list_of_checkpoints_names_what_is_damaged(
@@ -260,6 +286,25 @@ def test_the_list_of_checkpoints_names_what_is_damaged(
     assert "no manifest" in rows[1] and "has other bytes" in rows[2]
     assert "2.5000" in rows[3] and "whole, the best" in rows[3]
     assert steps_in(folder) == [1, 2, 3], "nothing was moved"
+
+
+@pytest.mark.parametrize("looked_at", ["require_whole", "bytes_of"])
+def test_the_list_leaves_out_a_step_that_a_training_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str
+) -> None:
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1, 2)
+    (run / "config.toml").write_text(to_toml(Config()))
+    look = getattr(list_checkpoints, looked_at)
+
+    def remove_first(place: Path, *more: Any) -> Any:
+        if place.name == "1":
+            shutil.rmtree(place)
+        return look(place, *more)
+
+    monkeypatch.setattr(list_checkpoints, looked_at, remove_first)
+    found = list_checkpoints.list_checkpoints(run, "sizes")
+    assert [(row.step, row.problem) for row in found.rows] == [(2, "")]
 
 
 def test_a_step_of_which_the_disk_does_not_give_the_last_file_is_no_damaged_one(

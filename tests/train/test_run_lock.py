@@ -96,6 +96,35 @@ def test_the_lock_of_another_machine_is_watched(tmp_path: Path, beats: bool) -> 
     assert "watching" in said[0] and len(said) == (1 if beats else 2)
 
 
+def test_of_two_that_take_over_one_lock_the_later_is_refused(tmp_path: Path) -> None:
+    """One whose line took long to print removed the lock of the other, and both had it."""
+    write_lock(tmp_path)
+    locks = list[RunLock]()
+
+    def be_overtaken(line: str) -> None:
+        if not locks:
+            locks.append(RunLock(tmp_path, lambda line: None))
+
+    with pytest.raises(UserError, match=rf"is being trained by process {os.getpid()} on"):
+        RunLock(tmp_path, be_overtaken)
+    locks[0].require()
+    locks[0].close()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_refusal_names_who_has_taken_the_lock_over_meanwhile(tmp_path: Path) -> None:
+    write_lock(tmp_path, machine="elsewhere", pid=5)
+    quicker = threading.Timer(0.1, lambda: write_lock(tmp_path, machine="another", pid=6))
+
+    def begin(line: str) -> None:
+        assert "watching" in line
+        quicker.start()
+
+    with pytest.raises(UserError, match="is being trained by process 6 on another"):
+        RunLock(tmp_path, begin)
+    quicker.join()
+
+
 def test_a_lock_that_cannot_be_read_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(b"")
     said = list[str]()
@@ -132,6 +161,28 @@ def test_who_has_lost_the_folder_is_told_by_its_heartbeat(
     if loss == "taken over":
         assert (run / LOCK).exists(), "the other's"
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_heartbeat_goes_on_where_the_file_system_does_not_say_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended in an error of its thread, and another machine could take the lock over."""
+    lock = RunLock(tmp_path / "run", print)
+    asked = threading.Event()
+
+    def fail(path: Path) -> bool:
+        asked.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    content = lock._file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fail)
+        lock._file.unlink()
+        assert asked.wait(5)
+        lock._file.write_bytes(content)
+    lock._thread.join(0.3)
+    assert lock._thread.is_alive() and not lock.lost
+    lock.close()
 
 
 @pytest.mark.parametrize("times", [1, 1000])

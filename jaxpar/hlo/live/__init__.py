@@ -1,6 +1,6 @@
 """Which arrays of a scheduled program are in a device's memory when. To be read in this order: the
-result (`arrays`); which result may be written in an operand's place (`in_place`), or is said to be
-there (`aliases`); and the walk that finds both, with the rules of what counts once (`follow`).
+result (`arrays`); which result may be written in an operand's place (`in_place`); and the walk that
+finds that and what a program says of it, with the rules of what counts once (`follow`).
 """
 
 from jaxpar.hlo.live.arrays import LiveArray, Schedule

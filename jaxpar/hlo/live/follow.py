@@ -33,14 +33,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jaxpar.hlo.live.aliases import leaf, pairs
 from jaxpar.hlo.live.arrays import LiveArray, Schedule
-from jaxpar.hlo.live.in_place import replaceable
+from jaxpar.hlo.live.in_place import lies_alike, replaceable
+from jaxpar.hlo.program.aliases import leaf, pairs
 from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
 from jaxpar.hlo.program.opcodes import words
 
-_NAMES = words("tuple get-tuple-element bitcast optimization-barrier add-dependency domain")
+_NAMES = words("tuple get-tuple-element bitcast optimization-barrier")
 """These opcodes name arrays that are there, and make none."""
+
+_NAMES_FIRST = words("add-dependency domain")
+"""These name their first operand; another is a token, which only says what runs before."""
 
 _OF_THE_PROGRAM = -1
 """The memory space of constants, which are loaded with the program's code."""
@@ -86,8 +89,9 @@ class _Made(NamedTuple):
 
     place: int
     results: list[int]
-    read: list[int]
-    """Operands of which an element is read for the same element of a result alone."""
+    read: list[tuple[int, Shape]]
+    """Operands of which an element is read for the same element of a result alone, each with its
+    shape here."""
     changed: list[int]
     """Operands of which a part is changed."""
 
@@ -191,6 +195,8 @@ class _Reading:
             return used[at : at + len(list(instruction.shape.leaves()))]
         if opcode in _NAMES:
             return used
+        if opcode in _NAMES_FIRST:
+            return operands[0]
         self.order.append(instruction)
         place = len(self.order) - 1
         for buffer in used:
@@ -203,14 +209,19 @@ class _Reading:
         if opcode.endswith("-done") or opcode.endswith("-update"):
             return self._finished(instruction, used)
         results = self.new(instruction)
+        shapes = [computation.instructions[name].shape for name in instruction.operands]
         self._started(instruction, used, results)
-        self._told(instruction, operands, results)
+        self._told(instruction, shapes, operands, results)
         read, changed = replaceable(self.module, instruction)
         self.made.append(
             _Made(
                 place,
                 results,
-                [operands[number][0] for number in read if len(operands[number]) == 1],
+                [
+                    (operands[number][0], next(shapes[number].leaves()))
+                    for number in read
+                    if len(operands[number]) == 1
+                ],
                 [operands[number][0] for number in changed if len(operands[number]) == 1],
             )
         )
@@ -285,17 +296,17 @@ class _Reading:
                 self.join(operand, result)
 
     def _told(
-        self, instruction: Instruction, operands: list[list[int]], results: list[int]
+        self,
+        instruction: Instruction,
+        shapes: list[Shape],
+        operands: list[list[int]],
+        results: list[int],
     ) -> None:
         """Results of which the program says that they are in an operand's slot."""
         told = instruction.attributes.get("output_to_operand_aliasing", "")
         for result, number, part in pairs(told):
-            there = operands[number]
-            if len(there) == 1 or not part:
-                at = 0
-            else:
-                at = part[0]
-            if there:
+            if there := operands[number]:
+                at = leaf(shapes[number], part)
                 self.join(there[at], results[leaf(instruction.shape, result)])
 
     def share_slots(self) -> None:
@@ -313,9 +324,10 @@ class _Reading:
             if self.last_use[operand] == made.place and there.bytes == here.bytes:
                 self.join(operand, result)
                 return
-        for operand in made.read:
+        for operand, shape in made.read:
             there = self.arrays[self.root(operand)]
             ends_here = there.end == made.place > there.begin and here.begin == made.place
-            if ends_here and there.bytes == here.bytes and not there.whole:
+            alike = there.bytes == here.bytes and lies_alike(shape, self.arrays[result].shape)
+            if ends_here and alike and not there.whole:
                 self.join(operand, result)
                 return

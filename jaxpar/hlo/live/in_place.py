@@ -7,13 +7,14 @@ Two lists of operands, by their numbers, say so (`replaceable`):
     transpose(%a)                       reads [], changes []: an element is read for another one
     fusion(%a, %b)                      as the users of each parameter inside of the fusion say
 
-`follow` decides by these whether the result does lie there: the operand must end there too.
+`follow` decides by these whether the result does lie there: the operand must end there too, and the
+elements of both must lie in the same order (`lies_alike`).
 """
 
 from __future__ import annotations
 
 from jaxpar.hlo.program import opcodes
-from jaxpar.hlo.program.module import Computation, Instruction, Module
+from jaxpar.hlo.program.module import Computation, Instruction, Module, Shape
 from jaxpar.hlo.program.opcodes import words
 
 _RESHAPING = words("bitcast broadcast concatenate pad reverse transpose tuple reshape")
@@ -45,6 +46,16 @@ def replaceable(module: Module, instruction: Instruction) -> tuple[list[int], li
     return read, changed
 
 
+def lies_alike(operand: Shape, result: Shape) -> bool:
+    """Whether elements that are read one by one lie in memory in the order of the result's. Other
+    dims are those of a bitcast inside of a fusion, which moves none.
+
+    f32[8,4]{1,0} and f32[8,4]{0,1}      no: a copy between them reads all before it writes the last
+    f32[8,4]{1,0} and f32[32]{0}         yes
+    """
+    return operand.dims != result.dims or operand.order == result.order
+
+
 def _users(computation: Computation, name: str) -> list[Instruction]:
     """The users of an array, also under another shape."""
     found = []
@@ -68,15 +79,18 @@ def _is_read_in_place(computation: Computation, name: str) -> bool:
     %e = f32[8] exponential(%p)
     ROOT %n = f32[8] negate(%e)             yes: every use from %p to the end is elementwise
     ROOT %n = f32[8] reverse(%e)            no: element 0 is read for element 7
+    ROOT %n = f32[8,4]{0,1} copy(%e)        no: where %e is f32[8,4]{1,0}, elements change places
     """
     elements = computation.instructions[name].shape.elements
     waiting = [name]
     seen = set()
     while waiting:
         one = waiting.pop()
+        shape = computation.instructions[one].shape
         for user in computation.users.get(one, []):
             named = user.opcode in ("bitcast", "tuple")
-            if not (named or (user.opcode in _IN_PLACE and user.shape.elements == elements)):
+            alike = user.shape.elements == elements and lies_alike(shape, user.shape)
+            if not (named or (user.opcode in _IN_PLACE and alike)):
                 return False
             if user.name not in seen:
                 seen.add(user.name)

@@ -79,14 +79,17 @@ def _own_line(frames: list[Frame], dirs: PackageDirs) -> str:
     for frame in frames:
         installed = any(folder in frame.file for folder in _INSTALLED)  # of another Python, too
         if not installed and not any(_inside(frame.file, folder) for folder in known):
-            file = Path(frame.file)
-            here = Path.cwd()
-            if file.is_relative_to(here):
-                shown = file.relative_to(here)
-            else:
-                shown = file.name
-            return f"{shown}:{frame.line}"
+            return f"{_from_here(Path(frame.file))}:{frame.line}"
     return ""
+
+
+def _from_here(file: Path) -> str:
+    """Write a file from the working directory on; its name alone where it is not in there."""
+    try:
+        return str(file.relative_to(Path.cwd()))
+    # another folder, or the working directory is deleted
+    except (ValueError, OSError):
+        return file.name
 
 
 def _inside(file: str, folder: str) -> bool:

@@ -13,16 +13,18 @@ on the path of what the backward runs again, that is, what is recomputed. The ba
     jit(step)/update/add                                        update      update
     jit(step)/reduce_sum                                                    other
     block/(mlp/mul:attention/dot_general)                       block       forward
-    jit(step)/backward/jvp(block)/mlp/dot_general               block/mlp   recomputed
+    jit(step)/backward_tick/jvp(block)/mlp/dot_general          block/mlp   recomputed
+    jit(step)/jvp(block)/core/splash/splash/pallas_call         block/core  forward
 
-The last is of a pipeline: a forward in the tick of a backward.
+The last but one is of a pipeline: a forward in the tick of a backward. The last is a kernel, whose
+own name stands there twice.
 """
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 
 from jaxpar.hlo.program.opcodes import words
 from jaxpar.hlo.program.tasks import Phase
@@ -36,9 +38,9 @@ _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 UPDATE = "update"
-"""The scope of the optimizer's part of a step."""
-# the scopes of a pipeline's ticks, which enclose those of the model
-_TICKS = words("forward backward")
+"""The scope of the optimizer's part of a step, in a user's own program too."""
+# the scopes of a pipeline's ticks, which enclose those of the model (`parallel.pipeline.ticks`)
+_TICKS = words("forward_tick backward_tick")
 
 
 @lru_cache(maxsize=100_000)
@@ -103,14 +105,12 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
     )
     tick = scopes[0] if outside else ""
     scopes = scopes[outside:]
-    twice = next(
-        (n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]),
-        None,
-    )
-    scopes = scopes[:twice]  # a Pallas kernel's name, which stands there twice, is not a scope
+    # a Pallas kernel's name, which stands there twice, is not a scope
+    if pieces[-1] == "pallas_call" and len(scopes) > 1 and scopes[-1] == scopes[-2]:
+        scopes = scopes[:-2]
     if scopes[:1] == [UPDATE]:
         return scopes, "update"
-    in_backward = tick not in ("", "forward")
+    in_backward = tick == "backward_tick"
     if "rematted_computation" in pieces or (in_backward and inside and not backward):
         return scopes, "recomputed"
     if backward or in_backward:

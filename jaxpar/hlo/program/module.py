@@ -63,6 +63,14 @@ class Shape:
         return -(-self.elements * bits // 8)
 
     @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The dims from the innermost out; row by row where no layout is given."""
+        given = self.layout.partition(":")[0]
+        if given:
+            return tuple(int(dim) for dim in given.split(","))
+        return tuple(reversed(range(len(self.dims))))
+
+    @cached_property
     def stored_bytes(self) -> int:
         """The bytes in memory: those of data, and what fills the dims up to whole tiles."""
         if self.dtype == "tuple":
@@ -71,8 +79,7 @@ class Shape:
         if tile is None or not (self.dims and self.elements):
             return self.bytes
         sizes = [int(size) for size in tile[1].split(",")]
-        order = [int(dim) for dim in self.layout.partition(":")[0].split(",") if dim]
-        inner = [self.dims[dim] for dim in order]
+        inner = [self.dims[dim] for dim in self.order]
         for place, size in enumerate(reversed(sizes[-len(inner) :])):
             inner[place] = -(-inner[place] // size) * size
         return self.bytes * prod(inner) // self.elements

@@ -139,7 +139,8 @@ class Wait:
 
     name: str
     task: int
-    """The position, in the same list of nodes, of the task that is waited for."""
+    """The position, in the same list of nodes, of the task that is waited for; or of the loop whose
+    last trip has started it."""
     previous_trip: bool = False
     """Whether the task was started in the previous trip of the loop around this wait."""
 

@@ -9,7 +9,7 @@ import re
 _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{(\[\])},]')
 _OPEN = "{(["
 _CLOSE = "})]"
-_COMMENT = re.compile(r"/\*.*?\*/")
+_QUOTED_OR_COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|/\*.*?\*/')
 _WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 
 
@@ -37,8 +37,8 @@ def split(text: str) -> list[str]:
 
 
 def without_comments(text: str) -> str:
-    """Return a text without its comments, and without spaces around it."""
-    return _COMMENT.sub("", text).strip()
+    """Return a text without its comments, and without spaces around it. In quotes is none."""
+    return _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text).strip()
 
 
 def closing(text: str, start: int) -> int:

@@ -29,13 +29,14 @@ notes the wait in `Nodes.waits`, and `_close_waits` fills it in.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from jaxpar.base.errors import UserError, short
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, origin_of
 from jaxpar.hlo.program import opcodes
+from jaxpar.hlo.program.aliases import pairs
 from jaxpar.hlo.program.module import Computation, Instruction, Module
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Loop, Origin, Program, Task, Wait, walk
@@ -53,10 +54,6 @@ from jaxpar.hlo.work.flops import KernelCost
 from jaxpar.hlo.work.trips import Scalar, initial_state, invariant, trip_count
 
 _PAIRED = ("recv", "recv-done", "send-done")
-_ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
-"""This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which
-operand.
-"""
 
 
 def read_program(
@@ -223,8 +220,12 @@ class _Reader:
             return made
         # Some results are operands handed on: they belong to a collective that goes on during this
         # fusion. `{1}: (0, {})` says that result 1 is operand 0, so it has that operand's value.
-        pairs = _ALIAS.findall(instruction.attributes.get("output_to_operand_aliasing", ""))
-        handed_on = {int(result): operands[int(operand)] for result, operand in pairs}
+        told = pairs(instruction.attributes.get("output_to_operand_aliasing", ""))
+        handed_on = {
+            result[0]: reduce(Value.part, part, operands[number])
+            for result, number, part in told
+            if len(result) == 1
+        }
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
 

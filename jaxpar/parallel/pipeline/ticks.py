@@ -222,7 +222,7 @@ class Stage:
         arriving = None
         if "backward" in shares:
             # sent before the forward tick, taken after it: it travels meanwhile
-            with jax.named_scope("backward"):
+            with jax.named_scope("backward_tick"):
                 arriving = self._send(ready_after(carry.leaving, carry.order_token), -1)
                 token = order_token_after(carry.order_token, arriving, STORED, self.plan)
                 carry = carry._replace(order_token=token)
@@ -230,7 +230,7 @@ class Stage:
             if kind == "backward":
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
                 carry = carry._replace(cotangents=write(cotangents, arrived, ticks[kind].arrives))
-            with jax.named_scope(kind):
+            with jax.named_scope(f"{kind}_tick"):
                 tick = ready_after(ticks[kind], carry.order_token)
                 carry = run[kind](carry, tick, shares[kind])
         if "forward" in shares:  # taken after the other ticks

@@ -27,7 +27,9 @@ WRITE_EVERY = 5.0
 has lost no more than this of its account.
 """
 _MOST_MARKS = 64
-"""Saves whose place in the account is kept: a run goes on from one of the last."""
+"""How many saves have their place in the account kept. Of more the older ones are thinned out: a
+run goes on from one of the last, and from an older one where those are damaged or were local.
+"""
 _MOST_APART = 1.0
 """By how many seconds an account may miss its wall time, which only a damaged line does."""
 _LATEST = 1e11
@@ -40,6 +42,8 @@ _KINDS = {
     "lowest": int,
     "step": int,
     "saves": int,
+    "local_saves": int,
+    "local_seconds": float,
     "seconds": dict[str, float],
     "marks": list[list[float]],
 }
@@ -64,6 +68,8 @@ class Life:
       saves: how many checkpoints it saved.
       seconds: what the time between these two went on, by cause.
       marks: its place at its saves, in order.
+      local_saves: how many of the checkpoints went to the local tier.
+      local_seconds: how long the steps waited for those.
     """
 
     began: float
@@ -73,17 +79,31 @@ class Life:
     saves: int
     seconds: dict[Cause, float]
     marks: list[Mark] = field(default_factory=list)
+    local_saves: int = 0
+    local_seconds: float = 0.0
 
     def productive_until(self, step: int) -> float:
-        """The productive seconds of the steps up to one that another process went on from."""
-        known = [mark.productive for mark in self.marks if mark.step <= step]
-        return min(max(known, default=0.0), self.seconds["productive"])
+        """The productive seconds of the steps up to one; between two marks they are taken to be
+        alike.
+        """
+        productive = self.seconds["productive"]
+        places = [Mark(self.lowest, 0.0), *self.marks, Mark(self.step, productive)]
+        before = [place for place in places if place.step <= step]
+        after = [place for place in places if place.step > step]
+        if not before:
+            return 0.0
+        if not after:
+            return productive
+        share = (step - before[-1].step) / (after[0].step - before[-1].step)
+        between = share * (after[0].productive - before[-1].productive)
+        return min(max(before[-1].productive + between, 0.0), productive)
 
     def as_json(self) -> str:
         """The line of the file."""
         seconds = {cause: round(value, 3) for cause, value in self.seconds.items() if value}
         marks = [[mark.step, round(mark.productive, 3)] for mark in self.marks]
-        written = vars(self) | {"seconds": seconds, "marks": marks}
+        local_seconds = round(self.local_seconds, 3)
+        written = vars(self) | {"seconds": seconds, "marks": marks, "local_seconds": local_seconds}
         return json.dumps(written) + "\n"
 
 
@@ -136,7 +156,8 @@ def add_up(lives: Sequence[Life]) -> Totals:
 
     The work of a process after the lowest step that a later one went on from was lost. The time
     between two processes is `down`. Where one began before the other had ended, as one that waits
-    for a lock, the time that both ran counts once.
+    for a lock, the time that both ran counts once: it is taken out of the later one's start-up, and
+    what is more than that out of its other causes, goodput last.
 
     Args:
       lives: the accounts, in their order.
@@ -154,11 +175,19 @@ def add_up(lives: Sequence[Life]) -> Totals:
         if gap >= 0:
             seconds["down"] += gap
         else:
-            seconds["startup"] -= min(-gap, seconds["startup"])
+            _take_out(seconds, -gap)
         until = max(until, life.ended)
         for cause, value in seconds.items():
             total[cause] += value
     return Totals(total, len(lives), sum(life.saves for life in lives))
+
+
+def _take_out(seconds: dict[Cause, float], both: float) -> None:
+    """Take the time that two processes ran out of the seconds of one, goodput last."""
+    for cause in ("startup", *[*CAUSES][::-1]):
+        taken = min(both, seconds[cause])
+        seconds[cause] -= taken
+        both -= taken
 
 
 def _kept(lives: Sequence[Life]) -> list[float]:
@@ -209,7 +238,8 @@ def _life_of(line: bytes) -> Life | None:
     except (UserError, KeyError, TypeError, ValueError):
         return None
     apart = abs(sum(seconds.values()) - (life.ended - life.began))
-    counts = (life.lowest, life.step, life.saves, *seconds.values(), *map(min, life.marks))
+    numbers = (life.lowest, life.step, life.saves, life.local_saves, life.local_seconds)
+    counts = (*numbers, *seconds.values(), *map(min, life.marks))
     if apart > _MOST_APART or min(counts) < 0 or not 0 <= life.began <= life.ended <= _LATEST:
         return None
     return life
@@ -241,7 +271,9 @@ class Account:
         self._lowest = 0
         self._step = 0
         self._saves = 0
-        self._marks = deque[Mark](maxlen=_MOST_MARKS)
+        self._local_saves = 0
+        self._local_seconds = 0.0
+        self._marks = list[Mark]()
         self._ends = deque[Mark](maxlen=4)
         """Where the last few steps ended."""
         self._file: Path | None = None
@@ -273,6 +305,7 @@ class Account:
           UserError: the file cannot be read or written.
         """
         self._lowest = self._step = first
+        self._ends.append(Mark(first, self._productive()))
         self._owns = owns
         if self._file is not None:  # a second try, from an older step
             return
@@ -305,7 +338,18 @@ class Account:
         self._step = step
         self._saves += 1
         self._marks.append(Mark(step, self._productive()))
+        if len(self._marks) > _MOST_MARKS:
+            del self._marks[: _MOST_MARKS // 2 : 2]
         self.note(at_once=True)
+
+    def saved_locally(self, seconds: float) -> None:
+        """Note that the last save went to the local tier.
+
+        Args:
+          seconds: how long the steps waited for it.
+        """
+        self._local_saves += 1
+        self._local_seconds += seconds
 
     def skip(self, step: int) -> None:
         """Count a step that has just run as a bad one.
@@ -328,11 +372,12 @@ class Account:
         Args:
           step: the step.
         """
+        life = self._life()
+        self._move_back(life.seconds["productive"] - life.productive_until(step))
         while self._marks and self._marks[-1].step > step:
             self._marks.pop()
-        kept = self._marks[-1].productive if self._marks else 0.0
-        self._move_back(self._productive() - kept)
         self._ends.clear()
+        self._ends.append(Mark(step, self._productive()))
         self._step = step
         self._lowest = min(self._lowest, step)
 
@@ -385,7 +430,17 @@ class Account:
         seconds = self.clock.seconds()
         ended = self._began + sum(seconds.values())
         marks = list(self._marks)
-        return Life(self._began, ended, self._lowest, self._step, self._saves, seconds, marks)
+        return Life(
+            began=self._began,
+            ended=ended,
+            lowest=self._lowest,
+            step=self._step,
+            saves=self._saves,
+            seconds=seconds,
+            marks=marks,
+            local_saves=self._local_saves,
+            local_seconds=self._local_seconds,
+        )
 
     def _write(self) -> None:
         """Write the file as a whole, but never its folder, which somebody may have moved."""

@@ -20,8 +20,8 @@ class Measured(NamedTuple):
     Attributes:
       totals: what its time went on.
       damaged: how many accounts are left out because they are damaged.
-      costs: the mean of a save, of its writing in the background and of the time to the first step,
-        and the median of the times without a process; what was not seen is 0.
+      costs: the mean of a save to the run folder, of its writing in the background and of the time
+        to the first step, and the median of the times without a process; what was not seen is 0.
       step_seconds: the productive seconds of a step in the mean; None = none was kept.
     """
 
@@ -48,7 +48,7 @@ def measure_run(folder: Path) -> Measured:
     if not lives:
         raise UserError(f"{folder} has no {GOODPUT}: a run has one from its first step on")
     totals = add_up(lives)
-    save = totals.seconds["saving"] / max(totals.saves, 1)
+    save = _mean_save(lives)
     written = [save_seconds(folder / CHECKPOINTS / str(step)) for step in finished_steps(folder)]
     write = max(statistics.fmean(written or [0.0]) - save, 0.0)
     gaps = [later.began - life.ended for life, later in itertools.pairwise(lives)]
@@ -56,6 +56,13 @@ def measure_run(folder: Path) -> Measured:
     recover = statistics.fmean(_until_first_step(life) for life in lives)
     costs = Costs(save, write, recover, down)
     return Measured(totals, damaged, costs, _step_seconds(lives))
+
+
+def _mean_save(lives: list[Life]) -> float:
+    """How long steps wait for a save to the run folder; those to the local tier are others."""
+    seconds = sum(life.seconds["saving"] - life.local_seconds for life in lives)
+    saves = sum(life.saves - life.local_saves for life in lives)
+    return max(seconds, 0.0) / max(saves, 1)
 
 
 def _until_first_step(life: Life) -> float:

@@ -90,7 +90,10 @@ class Saves:
         checkpoints = self._tier(local)
         before = checkpoints.latest()
         self._account.saving(step)
+        began = self._account.clock.seconds()["saving"]
         checkpoints.save(step, saved_part(state, run.experiment.model), beside)
+        if checkpoints is not run.checkpoints:
+            self._account.saved_locally(self._account.clock.seconds()["saving"] - began)
         # which is written to its end by now
         if before is not None and checkpoints is run.checkpoints:
             self._limit.note_save(save_seconds(checkpoints.folder / str(before)))

@@ -34,7 +34,7 @@ class RunCheckpoints(NamedTuple):
     """The checkpoints of a run.
 
     Attributes:
-      rows: one for each, from the oldest.
+      rows: one for each, from the oldest; none for one that a training has removed meanwhile.
       notes: what else is damaged.
       aside: the folders of damaged ones that a training has moved aside.
     """
@@ -62,15 +62,17 @@ def list_checkpoints(folder: Path, depth: Depth) -> RunCheckpoints:
     notes = list[str]()
     losses = Losses(checkpoints, notes.append)
     losses.read()
-    rows = [
+    found = [
         _row(checkpoints / str(step), step, losses.known.get(step), depth)
         for step in steps_in(checkpoints)
     ]
+    rows = [row for row in found if row is not None]
     aside = sorted((folder / DAMAGED).glob("[0-9]*"))
     return RunCheckpoints(rows, notes, aside)
 
 
-def _row(place: Path, step: int, loss: float | None, depth: Depth) -> CheckpointRow:
+def _row(place: Path, step: int, loss: float | None, depth: Depth) -> CheckpointRow | None:
+    """Look at a step; None = it is removed meanwhile."""
     problem = ""
     has_manifest = True
     try:
@@ -79,6 +81,10 @@ def _row(place: Path, step: int, loss: float | None, depth: Depth) -> Checkpoint
         problem = str(error)
     try:
         size = bytes_of(place)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise UserError(f"cannot read {place}: {error.strerror}") from error
+    if problem and not place.exists():
+        return None
     return CheckpointRow(step, size, loss, has_manifest, problem)

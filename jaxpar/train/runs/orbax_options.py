@@ -62,10 +62,14 @@ class KeepRead:
         self._run = run
         self._read: list[int] = []
 
-    def look(self) -> None:
-        """Look which steps are being read; all processes must call this."""
+    def look(self, steps: Sequence[int]) -> None:
+        """Look which steps are being read; all processes must call this.
+
+        Args:
+          steps: those that the run has.
+        """
         main = jax.process_index() == 0
-        self._read = steps_from_first(sorted(steps_in_use(self._run)) if main else [])
+        self._read = steps_from_first(sorted(steps_in_use(self._run, steps)) if main else [])
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for each checkpoint whether a reader has marked it."""

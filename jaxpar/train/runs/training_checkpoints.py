@@ -229,8 +229,8 @@ class TrainingCheckpoints(Checkpoints):
           val_loss: its validation loss, in nats a token, which may also follow: see `record`.
 
         Raises:
-          UserError: the save before failed, the disk is too full, another training has the run, or
-            this one cannot be written.
+          UserError: the save before failed, the disk is too full, another training has the run, a
+            newer step is saved, or this one cannot be written.
         """
         # what the first process knows counts, as all must save alike
         if told_by_first(step not in self.steps()):
@@ -239,7 +239,7 @@ class TrainingCheckpoints(Checkpoints):
             run_together(self._finish)
             self._losses.forget(step)  # of a checkpoint that was there before and is not
             run_together(lambda: self._require_room(state))
-            self._read_now.look()
+            self._read_now.look(self.steps())
             try:
                 run_together(lambda: self._begin_save(step, state, data_state))
             except BaseException:
@@ -254,9 +254,15 @@ class TrainingCheckpoints(Checkpoints):
                 state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state)
             )
             self._saving = step
-            self._manager.save(step, args=items)
-            if self._sender is not None:
+            begun = self._manager.save(step, args=items)
+            if begun and self._sender is not None:
                 self._sender.send_step(step)
+        if not begun:  # Orbax saves none below its newest
+            newest = max(self.steps(), default=0)
+            raise UserError(
+                f"step {step} is not saved: {self.folder} has step {newest}, and only newer ones "
+                "are added: go on from that one, or use another --run folder"
+            )
 
     def _require_room(self, state: PyTree) -> None:
         """Require on the first process that the run is still this one's, and that a save has room:
@@ -393,7 +399,7 @@ class TrainingCheckpoints(Checkpoints):
         kept = {
             *steps[-self._config.keep :],
             self.best() if self._config.keep_best else None,
-            *steps_in_use(self.folder.parent),
+            *steps_in_use(self.folder.parent, steps),
         }
         return [step for step in steps if step not in kept]
 

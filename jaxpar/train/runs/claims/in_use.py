@@ -8,7 +8,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from jaxpar.base.process.processes import machine, process_start
 _MARK = ".reading-"
 _HOURS = 2
 """How long a mark counts whose reader is on another machine, where nobody sees whether it runs."""
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+"""What the system says of a mark, or a run folder, that is not there."""
 _KINDS = {"step": int, "machine": str, "pid": int, "began": str}
 
 
@@ -37,7 +39,7 @@ def in_use(run: Path, step: int) -> Iterator[None]:
         "pid": pid,
         "began": process_start(pid) or "",
     }
-    mark = run / f"{_MARK}{uuid.uuid4().hex}"
+    mark = run / f"{_MARK}{step}-{uuid.uuid4().hex}"
     unfinished = mark.with_name(f".unfinished{mark.name}")
     with suppress(OSError):
         unfinished.write_text(json.dumps(content), encoding="utf-8")
@@ -49,24 +51,47 @@ def in_use(run: Path, step: int) -> Iterator[None]:
             mark.unlink(missing_ok=True)
 
 
-def steps_in_use(run: Path) -> set[int]:
-    """Return the steps of a run that are being read. The mark of a reader that has died is removed.
+def steps_in_use(run: Path, steps: Iterable[int]) -> set[int]:
+    """Return the steps of a run that are being read, or may be: a mark that the file system does
+    not give stays, and counts. The mark of a reader that has died is removed.
 
     Args:
       run: the run folder.
+      steps: the steps that the run has. All of them may be read where no name says which.
     """
+    try:
+        names = os.listdir(run)
+    except _ABSENT:
+        return set()
+    except OSError:
+        return set(steps)
     found = set[int]()
-    with suppress(OSError):
-        for mark in list(run.glob(f"{_MARK}*")):
-            if (step := _read_mark(mark)) is None:
-                mark.unlink(missing_ok=True)
-            else:
-                found.add(step)
+    for mark in [run / name for name in names if name.startswith(_MARK)]:
+        try:
+            step = _read_mark(mark)
+        except OSError:
+            found.update(_steps_by_name(mark) or steps)
+            continue
+        if step is not None:
+            found.add(step)
+            continue
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
     return found
 
 
+def _steps_by_name(mark: Path) -> set[int]:
+    """The step that the name of a mark says; that of an earlier version says none."""
+    step, dash, _ = mark.name.removeprefix(_MARK).partition("-")
+    return {int(step)} if dash and step.isascii() and step.isdecimal() else set()
+
+
 def _read_mark(mark: Path) -> int | None:
-    """Return the step of a mark; None = its reader is gone, or the mark cannot be read."""
+    """Return the step of a mark; None = its reader is gone, or it says nothing.
+
+    Raises:
+      OSError: the file system does not give it, which says nothing about its reader.
+    """
     try:
         age = time.time() - mark.stat().st_mtime
         content = read_json(mark, _KINDS)
@@ -75,6 +100,11 @@ def _read_mark(mark: Path) -> int | None:
             is_read = process_start(content["pid"]) == content["began"]
         else:
             is_read = age < _HOURS * 3600
-    except (UserError, OSError, KeyError):
+    except _ABSENT:
+        return None
+    except (UserError, KeyError) as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, _ABSENT):
+            raise cause from error
         return None
     return step if is_read else None

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TextIO
 
 import jax
 
-from jaxpar.base.errors import UserError, parse_json, read_json, require_kinds
+from jaxpar.base.errors import UserError, parse_json, read_json, reading, require_kinds
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.process.together import run_together
 from jaxpar.base.storage import Bucket
@@ -66,6 +66,12 @@ class _Owner(NamedTuple):
         return f"process {self.pid} on {host}, since {self.since}"
 
 
+def _exists(path: Path) -> bool:
+    """Whether a path is there; a UserError where the file system does not say."""
+    with reading(path):
+        return path.exists()
+
+
 class RunLock:
     """The lock of a run folder, held by this process until `close`."""
 
@@ -94,14 +100,21 @@ class RunLock:
 
     def _take(self, say: Say) -> None:
         while not self._create():
-            owner = self._read_settled()
-            if owner is not None and self._is_alive(owner, say):
+            judged = self._read_settled()
+            if judged is not None and self._is_alive(judged, say):
+                # another may have taken it over while it was watched
+                owner = self._read_settled() or judged
                 raise UserError(
                     f"{self._folder} is being trained by {owner.text}: wait until it ends, or use "
                     "another --run folder"
                 )
-            whose = "that cannot be read" if owner is None else f"of {owner.text}, which has ended,"
+            whose = (
+                "that cannot be read" if judged is None else f"of {judged.text}, which has ended,"
+            )
             say(f"the lock {self._file} {whose} is taken over")
+            # `say` may have waited, and what is there now may be the lock of one that was quicker
+            if self._read_settled() != judged:
+                continue
             self._remove()
             if self._create():
                 time.sleep(_SETTLE)
@@ -178,7 +191,7 @@ class RunLock:
             return 0
 
     def _is_there(self) -> bool:
-        return self._file.exists()
+        return _exists(self._file)
 
     def _touch(self) -> None:
         with suppress(OSError):
@@ -206,7 +219,7 @@ class RunLock:
                 f"{self._folder} was taken over by {owner.text}, which found no sign of this one: "
                 "only that one goes on"
             )
-        if not self._folder.exists():
+        if not _exists(self._folder):
             return (
                 f"the run folder {self._folder} is no longer there: bring it back to where it was, "
                 "and start again from its last checkpoint"
