@@ -360,8 +360,7 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path, with_little: dict[str, str]) -
         cases = read_piece(tmp_path, name)["cases"]
         assert len(cases) == piece.small
         assert {one["status"] for one in cases.values()} <= {"measured", "refused"}, (name, cases)
-        # a training imports what is absent here
-        assert any(one.get("rows") for one in cases.values()) == (name != "training"), name
+        assert any(one.get("rows") for one in cases.values()), name
     kernels = read_piece(tmp_path, "kernels")["cases"]
     verdicts = {
         name.partition(",")[0]: [row["verdict"] for row in one.get("rows", ())]
@@ -385,7 +384,7 @@ def test_trainings_in_a_tiny_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = list[str]()
     measure.measure(measure.GpuArgs(str(tmp_path), ("training",), small=True), said.append)
     cases = read_piece(tmp_path, "training")["cases"]
-    found = {name: one["status"] for name, one in cases.items()}
-    assert found == {"the guard": "measured", "killed": "measured"}, said
+    assert {one["status"] for one in cases.values()} == {"measured"}, said
+    assert {"the guard", "killed"} <= cases.keys()
     ends = {row["run"]: row["end"] for row in cases["killed"]["rows"]}
     assert ends == {"the same again": "equal to the bit", "killed": "equal to the bit"}
