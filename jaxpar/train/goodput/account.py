@@ -184,8 +184,9 @@ def add_up(lives: Sequence[Life]) -> Totals:
 
 def _take_out(seconds: dict[Cause, float], both: float) -> None:
     """Take the time that two processes ran out of the seconds of one, goodput last."""
-    causes: list[Cause] = ["startup", *[*CAUSES][::-1]]
-    for cause in causes:
+    causes = list[Cause](CAUSES)
+    causes.append("startup")
+    for cause in reversed(causes):
         taken = min(both, seconds[cause])
         seconds[cause] -= taken
         both -= taken
