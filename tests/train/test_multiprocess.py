@@ -231,9 +231,9 @@ def tokens_file(path: Path, *ids: int) -> Sequence[str]:
     return "--data.source", "tokens", "--data.path", str(path)
 
 
-def test_what_one_process_cannot_read_any_more_loses_no_step(tmp_path: Path) -> None:
-    """A line of its copy of the second file is broken: both save the steps before, and the run
-    knows why it stopped.
+def test_what_cannot_be_read_any_more_loses_no_step(tmp_path: Path) -> None:
+    """A line of the second file is broken: both save the steps before, and the run knows why it
+    stopped. A file that is another for one of them is refused before the first step.
     """
     pytest.importorskip("datasets")
     rows = [f'{{"text": "{i} {"lorem ipsum " * 100}"}}' for i in range(60)]
@@ -243,9 +243,13 @@ def test_what_one_process_cannot_read_any_more_loses_no_step(tmp_path: Path) -> 
             (tmp_path / name / f"{number}.jsonl").write_text("\n".join(rows))
     (tmp_path / "b" / "1.jsonl").write_text("\n".join([*rows[:9], '{"text": "cut', *rows[9:]]))
     flags = (*LONG, "--data.source", "hf", "--data.streaming", "True", "--checkpoint.every", "0")
-    flags = (*flags, "--data.val-path", str(tmp_path / "a" / "0.jsonl"), "--train.batch", "64")
+    (tmp_path / "val.jsonl").write_text("\n".join(rows))
+    flags = (*flags, "--data.val-path", str(tmp_path / "val.jsonl"), "--train.batch", "64")
     only = ("--data.path", str(tmp_path / "a")), ("--data.path", str(tmp_path / "b"))
-    assert wait(launch_pair(tmp_path / "run", *flags, only=only)) == [2, 2]
+    assert wait(launch_pair(tmp_path / "unlike", *flags, only=only)) == [2, 2]
+    assert not (tmp_path / "unlike" / "checkpoints").exists()
+    flags = (*flags, "--data.path", str(tmp_path / "b"))
+    assert wait(launch_pair(tmp_path / "run", *flags)) == [2, 2]
     (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
     logged = read_metrics(tmp_path / "run")
     assert saved > 20 and saved - 1 <= max(row["step"] for row in logged) <= saved

@@ -32,8 +32,14 @@ SMALL: dict[str, Any] = {
             "mesh.data": 2,
             "mesh.fsdp": 2,
             "mesh.tensor": 2,
-            "overlap.domino": "on",
             "train.accumulation": 2,
+            "memory.policy": "full",
+        },
+        {
+            "mesh.data": 2,
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+            "overlap.domino": "on",
             "memory.policy": "full",
         },
         {
