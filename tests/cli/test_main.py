@@ -707,6 +707,7 @@ def checkpoint(pristine, tmp_path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "gpt2"))
 
 
+@pytest.mark.slow
 def test_convert_there_and_back_gives_the_same_tensors(run, checkpoint, tmp_path):
     folder = tmp_path / "run"
     back = tmp_path / "back"

@@ -181,6 +181,7 @@ def test_rows_of_all_processes_make_the_global_batch(pack):
     st.integers(0, 5),
     st.integers(0, 5),
 )
+@pytest.mark.slow
 def test_resume_is_exact_whatever_was_read_ahead(before, after, prefetch, prefetch_resumed):
     stream = numbered(60, (0, 20))
     data = DataConfig(seq_len=4, prefetch=prefetch, pack=True)

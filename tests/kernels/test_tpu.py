@@ -80,6 +80,7 @@ ACROSS = [
 """Tiles of whole lanes, and a head_dim of none: places lie along the lanes."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lightly_compiled")
 @pytest.mark.parametrize("case", ACROSS, ids=str)
 def test_interpreted_across_the_lanes_it_is_the_definition(case: Case) -> None:

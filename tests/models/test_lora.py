@@ -52,6 +52,7 @@ def config_of(family: str, **changes: Any) -> Config:
     return override(Config(), SMALL | FAMILIES[family] | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pairs_add_their_product_to_the_matrices(family: str) -> None:

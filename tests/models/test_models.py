@@ -132,6 +132,7 @@ def test_a_position_depends_on_itself_and_the_past_only(config: ModelConfig) -> 
     assert np.all(np.asarray(influence_S[10:]) == 0)
 
 
+@pytest.mark.slow
 def test_packed_documents_give_the_loss_of_separate_ones(config: ModelConfig) -> None:
     """Whatever a layer's mask is; first tokens and blocks are those of each document."""
     config = dataclasses.replace(
@@ -208,6 +209,7 @@ def test_unrolling_and_recomputing_change_nothing(config: ModelConfig) -> None:
         assert_close(loss_and_gradients(model, plan, params, batch, key), want, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -424,6 +426,7 @@ def test_pairs_are_turned_by_a_matmul_to_the_bit(dtype: str) -> None:
         np.testing.assert_array_equal(ours, want)
 
 
+@pytest.mark.slow
 def test_parallel_sublayers_add_attention_and_mlp_of_one_norm() -> None:
     config = dataclasses.replace(CONFIGS["llama"], sublayers="parallel", activation="relu2")
     block = Block(config, nnx.Rngs(0))

@@ -143,6 +143,7 @@ def test_so_they_are_in_a_pipeline_and_under_context_parallelism(changes: dict[s
     assert found.equal, found
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_it_has_a_cache_in_generation_for_nothing() -> None:
     model = experiment_of().model

@@ -419,6 +419,7 @@ def one_after_another(params: Any, batch: Any, key: Any) -> Any:
     return total
 
 
+@pytest.mark.slow
 def test_keys_and_layers_of_a_stage_are_those_of_microbatches_one_after_another() -> None:
     """A stage keeps its input alone and has two layers, each with a key of its own in each
     microbatch.

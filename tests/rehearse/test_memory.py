@@ -64,6 +64,7 @@ def compiled(config: Config) -> tuple[Any, Module, Any, Any, Plan]:
     return step.memory_analysis(), parse_module(step.as_text()), state, batch, plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=["one device", "fsdp x tensor"]
 )

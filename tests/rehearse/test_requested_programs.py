@@ -25,6 +25,7 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 
+@pytest.mark.slow
 def test_scan_and_unrolled_send_the_same_when_blocks_are_recomputed():
     for family in ("gpt2", "llama"):
         scan, unrolled = (

@@ -382,6 +382,7 @@ def test_a_function_that_takes_arguments_by_name_is_rehearsed(
     assert "stablehlo.subtract" in lowered[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "names", "kind", "says"),
     [

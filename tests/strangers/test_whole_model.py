@@ -27,6 +27,7 @@ from jaxpar.train.step import init_state, make_train_step, put_batch
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
+@pytest.mark.slow
 def test_its_gradients_are_those_of_one_device() -> None:
     experiment = jaxpar.make_experiment(config_on(**MESH), model=mixer())
     found = verify.config(experiment, jax.devices())

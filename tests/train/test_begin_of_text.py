@@ -105,6 +105,7 @@ WITHOUT = 1910.66629
 SAME = 2e-5  # relative, float32: sums of some tens of logits up to 30, in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "seq_len", "bos", "expected"),
     [

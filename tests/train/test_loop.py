@@ -347,10 +347,11 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
             r"loss nan and gradient norm nan at step 2: the first activation that is not finite is q "
             r"\(queries\) of layer 0, in .*; persistent: .*: the run diverged; ",
         ),
-        (
+        pytest.param(
             "optimizer.adamw.beta2",
             1.0,
             r"step 1 would make \d+ entries of the parameters not finite \(the largest .* in \w+\.",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -122,6 +122,7 @@ def test_a_command_line_refuses_what_it_gives_and_not_what_a_run_has(tmp_path: P
         )
 
 
+@pytest.mark.slow
 def test_an_old_run_is_evaluated_generated_from_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -319,6 +319,7 @@ def test_settings_say_whether_there_are_first_moments_as_the_optimizer_does() ->
         assert chosen.optimizer.settings.rounds_first_moments == bool(first), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name, ("adafactor",)) for name in NAMES])
 def test_a_step_that_is_not_finite_keeps_the_state_of_any_optimizer(name: str) -> None:
     one = config(name)

@@ -163,6 +163,7 @@ def test_rigl_keeps_as_many_and_grows_where_the_gradient_is_largest() -> None:
     assert not seen[2]["blocks"]["up"][grown].any() and seen[3]["blocks"]["up"][grown].all()
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_movement_scores_every_weight_and_one_that_comes_back_has_its_value() -> None:
     """Against the rules of arXiv:2005.07683 in NumPy: scores, the highest, and what pruned weights

@@ -355,6 +355,7 @@ def gradients_on(mesh: MeshSpec, config: Config) -> tuple[Any, Any, Any]:
     return program(params, put_batch(batches(config, 1)[0], plan)), plan, program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

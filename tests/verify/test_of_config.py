@@ -136,6 +136,7 @@ def test_a_layout_gives_the_gradients_of_one_device(mesh: tuple[int, int, int], 
     assert 0 < max(errors) < verify.FLOAT32 / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "kind", "gather", "scatter"),
     [
@@ -510,6 +511,7 @@ def test_a_planted_fault_is_caught_and_named(fault: str, names: Any, kind: str, 
     assert says in line
 
 
+@pytest.mark.slow
 def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device takes the chunks of its neighbours for those of others: what is right is the
     chunk of its own.
@@ -535,6 +537,7 @@ def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert [row.name for row in failed.wrong] == parameter_order(Model(config.model))
 
 
+@pytest.mark.slow
 def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
