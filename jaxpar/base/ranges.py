@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 from jaxpar.base.errors import UserError
 
+MOST_WORDS = 2**24
+"""Ids of a vocabulary. The largest in use are of some 260,000."""
 MOST_STEPS = 2**31 - 1
 """A step is counted in an int32."""
 MOST_SEED = 2**32 - 1

@@ -85,6 +85,17 @@ def test_hf_adds_nothing_and_cuts_nothing(hf_file):
     assert tokenizer.decode([0, 1, 2]) == "hello world <|endoftext|>"
 
 
+def test_an_id_that_no_vocabulary_has_is_refused(tmp_path):
+    """To write it, the package goes through all ids below it."""
+    file = tmp_path / "tokenizer.json"
+    text = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    ).to_str()
+    file.write_text(text.replace('"b":1', f'"b":{2**31}'))
+    with pytest.raises(UserError, match=r"has the id 2147483648 for 'b', and a vocabulary has at"):
+        load_tokenizer(file)
+
+
 def test_vocabulary_of_hf_reaches_its_largest_id(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 41}, unk_token="a")).save(

@@ -23,7 +23,7 @@ from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.mesh import MeshAxis, MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules
-from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range
+from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, MOST_WORDS, Range
 from jaxpar.base.registry import SINKS, SOURCES, OneOf
 from jaxpar.base.toml import TABLE
 
@@ -56,7 +56,7 @@ class ModelConfig:
     family: str = "gpt2"
     """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2, gemma3, bert or
     modernbert."""
-    vocab_size: Annotated[int, Range(2, 2**24)] = 256
+    vocab_size: Annotated[int, Range(2, MOST_WORDS)] = 256
     vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
     """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is
     the same.

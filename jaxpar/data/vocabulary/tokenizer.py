@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpar.base.config import Bos
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, suggest
+from jaxpar.base.ranges import MOST_WORDS
 from jaxpar.data.vocabulary.special_tokens import find_ends, read_special_tokens
 
 if TYPE_CHECKING:
@@ -227,6 +228,13 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
         if token.special and id >= vocab_size > 0
     }
     vocab = {token: id for token, id in inner.get_vocab().items() if id not in beyond}
+    largest = max(vocab, key=lambda token: vocab[token], default="")
+    if vocab.get(largest, 0) >= MOST_WORDS:
+        # the package would write a line for each id below it
+        raise UserError(
+            f"{path} has the id {vocab[largest]} for {largest!r}, and a vocabulary has at most "
+            f"{MOST_WORDS} ids: the file is damaged"
+        )
     ends = find_ends(inner, read_special_tokens(path), vocab_size, str(path), bos)
     return HFTokenizer(
         inner,
