@@ -87,6 +87,7 @@ def test_hf_adds_nothing_and_cuts_nothing(hf_file):
 
 def test_an_id_that_no_vocabulary_has_is_refused(tmp_path):
     """To write it, the package goes through all ids below it."""
+    tokenizers = pytest.importorskip("tokenizers")
     file = tmp_path / "tokenizer.json"
     text = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
