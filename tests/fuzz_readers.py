@@ -117,6 +117,9 @@ def _of_line(reader: Reader, said: str) -> Outcome:
     lines = [line for line in said.splitlines() if line.startswith("jaxpar: error: ")]
     if len(lines) != 1 or "Traceback" in said or not lines[0].isprintable():
         return Outcome("lines", said[:300])
+    # The file was read, and the next one that the command names is not there.
+    if "no file or folder absent" in lines[0]:
+        return Outcome("taken")
     # A setting is a place too.
     if reader.file.endswith(".toml"):
         settings = [f"{field}." for field in vars(Config())]
