@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.process.processes import process_start
 from jaxpar.base.process.together import Batches, run_together
 
 pytestmark = pytest.mark.quick
@@ -66,3 +67,9 @@ def test_batches_go_on_empty_until_all_have_stopped(several: Callable[..., None]
     with pytest.raises(UserError, match="second"):
         batches.require()
     assert list(Batches(iter([1, 2]), 0)) == [1, 2]
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31, 2**70])
+def test_no_process_has_a_number_that_is_none(pid: int) -> None:
+    """As in a lock that is damaged; to `kill` those below 1 are groups of processes."""
+    assert process_start(pid) is None

@@ -230,3 +230,17 @@ def test_copies_that_were_not_asked_for_lately_go_first(bucket, monkeypatch):
     assert local_path(f"{bucket.url}/b").exists() and old.exists()  # both may be in use
     monkeypatch.setattr(copies, "_IN_USE_SECONDS", -1)
     assert local_path(f"{bucket.url}/b").exists() and not old.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "folder", "../outside", "/absolute", "folder/../../outside"]
+)
+def test_an_index_that_is_damaged_removes_nothing_but_files_of_its_copy(tmp_path, name):
+    target = tmp_path / "copy"
+    (target / "folder").mkdir(parents=True)
+    (target / "file").write_text("x")
+    (tmp_path / "outside").write_text("kept")
+    copies._remove_inside(target, name.replace("/absolute", str(tmp_path / "outside")))
+    copies._remove_inside(target, "file")
+    assert (tmp_path / "outside").exists() and (target / "folder").is_dir()
+    assert not (target / "file").exists()

@@ -32,9 +32,11 @@ def process_start(pid: int) -> str | None:
     Returns:
       The time; empty where the system does not say; None = no such process runs.
     """
+    if pid <= 0:  # to `kill`, a group of processes
+        return None
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has a number so large
         return None
     except PermissionError:
         pass  # another user's

@@ -75,7 +75,7 @@ def _refresh(bucket: Bucket, target: Path, index: Path, wanted: dict[str, Found]
         if there.get(name) != found.identity or not (target / name).is_file()
     ]
     for name in there.keys() - wanted.keys():
-        (target / name).unlink(missing_ok=True)
+        _remove_inside(target, name)
     if "" not in wanted and target.is_file():  # what was one object is a folder now
         target.unlink()
     if "" in wanted and target.is_dir():
@@ -92,6 +92,16 @@ def _refresh(bucket: Bucket, target: Path, index: Path, wanted: dict[str, Found]
                 "so give the command again"
             )
     write_whole(index, json.dumps({name: found.identity for name, found in wanted.items()}))
+
+
+def _remove_inside(target: Path, name: str) -> None:
+    """Remove a file of a copy. An index that is damaged may name a folder, or what lies elsewhere:
+    these stay.
+    """
+    path = target / name
+    if ".." in path.parts or not path.is_relative_to(target) or not path.is_file():
+        return
+    path.unlink(missing_ok=True)
 
 
 def _copies() -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from jaxpar.base.errors import UserError, name_by_url
 from jaxpar.base.machine import cache_folder
+from jaxpar.base.process.processes import process_start
 from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket.layout import (
     ARRAYS,
@@ -221,7 +222,7 @@ def new_folder(url: str) -> Path:
     machine = platform.node()
     for folder in above.glob("*@*"):  # other machines may share the cache
         pid, _, of = folder.name.partition("@")
-        if of.startswith(machine + "-") and pid.isdecimal() and not _is_running(int(pid)):
+        if of.startswith(machine + "-") and pid.isdecimal() and process_start(int(pid)) is None:
             shutil.rmtree(folder, ignore_errors=True)
     made = hashlib.sha256(url.encode()).hexdigest()[:12]
     own = f"{os.getpid()}@{machine}-{made}"
@@ -230,16 +231,6 @@ def new_folder(url: str) -> Path:
     folder.mkdir(parents=True)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     return folder
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True
 
 
 def _set_time(path: Path, found: Found) -> None:
