@@ -74,7 +74,8 @@ def repeats_to_the_bit(platform: str) -> bool:
     """Whether the same program on the same arrays gives the same bits each time.
 
     Args:
-      platform: of the devices. A CPU and a TPU repeat; a GPU does where XLA_FLAGS ask for it.
+      platform: of the devices. A CPU repeats, and nothing else is known of TPUs; a GPU does where
+        XLA_FLAGS ask for it.
     """
     return platform != "gpu" or bool(_REPEATING.search(os.environ.get("XLA_FLAGS", "")))
 

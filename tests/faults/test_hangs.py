@@ -28,39 +28,25 @@ FLAGS = [
 ]
 HANGING = """
 import time
-import jaxpar.train.loop.run_step as run_step
+import {module} as module
 from jaxpar.cli.main import main
-real, calls = run_step.put_batch, []
+real, calls = module.put_batch, []
 def sleep_for_ever(*args):
     calls.append(1)
     if len(calls) > 3:
         time.sleep(1e6)
     return real(*args)
-run_step.put_batch = sleep_for_ever
+module.put_batch = sleep_for_ever
 main()
 """
-"""`jaxpar` whose fourth step never begins."""
-
-HANGING_EVALUATION = """
-import time
-import jaxpar.train.evaluate as evaluate
-from jaxpar.cli.main import main
-real, calls = evaluate.put_batch, []
-def sleep_for_ever(*args):
-    calls.append(1)
-    if len(calls) > 2:
-        time.sleep(1e6)
-    return real(*args)
-evaluate.put_batch = sleep_for_ever
-main()
-"""
-"""`jaxpar` whose third batch of an evaluation never begins."""
+"""`jaxpar` of which the fourth step, or batch of an evaluation, never begins."""
 
 
 def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
+    program = HANGING.format(module="jaxpar.train.loop.run_step")
     ended = subprocess.run(
-        [sys.executable, "-c", HANGING, *words, "--train.hang-seconds=3"],
+        [sys.executable, "-c", program, *words, "--train.hang-seconds=3"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -79,7 +65,7 @@ def test_an_evaluation_that_hangs_ends_likewise(tmp_path: Path) -> None:
     words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
     words += ["--train.eval-every=5", "--train.eval-batches=8", "--train.hang-seconds=5"]
     ended = subprocess.run(
-        [sys.executable, "-c", HANGING_EVALUATION, *words],
+        [sys.executable, "-c", HANGING.format(module="jaxpar.train.evaluate"), *words],
         capture_output=True,
         text=True,
         timeout=240,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 
 from jaxpar.base.config import Config, override
+from jaxpar.base.errors import UserError
 from jaxpar.verify.of_config import checks as verify
 
 SMALL: dict[str, Any] = {
@@ -69,3 +71,13 @@ SMALL: dict[str, Any] = {
 def test_every_layout_gives_the_gradients_of_one_device(plan: dict[str, Any]) -> None:
     found = verify.verify(override(Config(), SMALL | plan))
     assert found.equal, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices keep the order")
+def test_what_a_cpu_may_run_at_once_is_refused() -> None:
+    """The gradient of the positions after waits for nothing but its own op."""
+    plan = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    plan |= {"overlap.domino": "on", "train.accumulation": 2}
+    with pytest.raises(UserError, match=r"query_layer.* at once and mix up their collectives"):
+        verify.verify(override(Config(), SMALL | plan))
