@@ -18,7 +18,8 @@ from jaxpar.base.errors import UserError, require_local, visible, with_urls
 from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.layout.mesh import describe
 from jaxpar.base.layout.plan import Plan
-from jaxpar.base.version import installed_version, jaxpar_version
+from jaxpar.base.machine import versions
+from jaxpar.base.version import jaxpar_version
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -93,10 +94,9 @@ def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
         slow = " (multiplied in float32: this GPU has no bfloat16)"
     else:
         slow = ""
-    versions = {"jaxpar": jaxpar_version()}
-    versions |= {name: installed_version(name) for name in PACKAGES}
+    installed = {"jaxpar": jaxpar_version()} | versions(PACKAGES)
     lines = {
-        "versions": ", ".join(f"{name} {found}" for name, found in versions.items()),
+        "versions": ", ".join(f"{name} {found}" for name, found in installed.items()),
         "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
         "mesh": describe(dict(plan.mesh.shape)),
         "precision": f"{plan.compute} compute{slow}, {plan.params} parameters, "

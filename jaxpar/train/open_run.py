@@ -468,11 +468,13 @@ def banner_lines(
     }
     if config.train.init and run.is_new:
         facts["weights"] = config.train.init
-    if not repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform):
+    options = step_options(run.experiment.plan.mesh, config.compiler.options)
+    repeats = repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform)
+    if not (repeats or options.get(REPEATING_FLAG)):
         facts["repeats"] = (
             f"not in every bit; XLA_FLAGS=--{REPEATING_FLAG}=true makes it so, and slower "
             "(docs/reliability.md)"
         )
-    if options := step_options(run.experiment.plan.mesh, config.compiler.options):
+    if options:
         facts["compiler"] = options_text(options)
     return list(banner(run.experiment.plan, facts))

@@ -32,10 +32,7 @@ def test_a_source_on_the_path_has_no_version_and_runs(capsys: pytest.CaptureFixt
     assert jaxpar.__version__ == "0+unknown"
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == "jaxpar 0+unknown\n"
-    assert banner(make_plan(Config(), jax.devices()[:1]), {})[0].endswith(
-        "jaxpar 0+unknown, jax unknown, jaxlib unknown, flax unknown, optax unknown, "
-        "orbax-checkpoint unknown, grain unknown, numpy unknown"
-    )
+    assert "jaxpar 0+unknown, jax " in banner(make_plan(Config(), jax.devices()[:1]), {})[0]
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -48,4 +45,3 @@ def test_a_script_asks_which_version_it_is_to_install(monkeypatch: pytest.Monkey
 
 def test_what_is_installed_has_its_own() -> None:
     assert jaxpar.__version__ == importlib.metadata.version("jaxpar")
-    assert version.installed_version("no-such-package") == "unknown"

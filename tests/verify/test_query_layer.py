@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import pytest
 
 from jaxpar.base.config import Config, override
@@ -74,7 +73,6 @@ def test_every_layout_gives_the_gradients_of_one_device(plan: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices keep the order")
 def test_what_a_cpu_may_run_at_once_is_refused() -> None:
     """The gradient of the positions after waits for nothing but its own op."""
     plan = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
