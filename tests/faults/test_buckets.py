@@ -192,14 +192,14 @@ def local(runs: Runs) -> str:
     return folder
 
 
-def test_a_run_that_is_killed_goes_on_from_the_bucket_to_the_bit(runs, local):
+def test_a_run_that_is_killed_goes_on_from_the_bucket_to_the_bit(runs: Runs, local: str):
     assert kill(runs, local, trials=2) >= 1
     left = {name.split("/")[0] for name in names(runs.server)}
     assert left >= {"data", "killed_1_0_0"}
     assert not [path for path in Path.cwd().iterdir() if ":" in path.name]
 
 
-def test_a_bucket_that_is_busy_for_a_while_is_waited_for(runs, local):
+def test_a_bucket_that_is_busy_for_a_while_is_waited_for(runs: Runs, local: str):
     busy(runs, local, seconds=4.0)
 
 
@@ -236,7 +236,9 @@ def busy(runs: Runs, wanted: str, seconds: float) -> str:
     return said
 
 
-def test_a_bucket_that_stays_away_ends_the_run_in_one_line_with_the_step_before(runs, local):
+def test_a_bucket_that_stays_away_ends_the_run_in_one_line_with_the_step_before(
+    runs: Runs, local: str
+):
     run = f"s3://{BUCKET}/away"
     runs.server.refuses = lambda method, path: "/away/checkpoints/8/state" in path
     try:
@@ -250,7 +252,9 @@ def test_a_bucket_that_stays_away_ends_the_run_in_one_line_with_the_step_before(
     runs.require_equal(run, local)
 
 
-def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(runs, monkeypatch, capsys):
+def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(
+    runs: Runs, monkeypatch, capsys
+):
     from s3fs import S3FileSystem
 
     for name, value in runs.server.environment.items():
@@ -272,9 +276,9 @@ def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(runs, mon
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_second_training_in_a_bucket_is_refused_in_one_line(runs):
+def test_a_second_training_in_a_bucket_is_refused_in_one_line(runs: Runs):
     run = f"s3://{BUCKET}/taken"
-    (first,) = runs.start(run, "", 1, "--train.steps=100000", "--train.eval-every=0")
+    (first,) = runs.start(run, "--train.steps=100000", "--train.eval-every=0")
     try:
         while not any("/taken/metrics.jsonl" in path for _, path in runs.server.seen):
             assert first.poll() is None, first.communicate()
@@ -289,7 +293,7 @@ def test_a_second_training_in_a_bucket_is_refused_in_one_line(runs):
         first.communicate()
 
 
-def test_one_request_in_ten_fails_and_each_is_slow(runs, local):
+def test_one_request_in_ten_fails_and_each_is_slow(runs: Runs, local: str):
     run = f"s3://{BUCKET}/unreliable"
     runs.server.share = 0.1
     runs.server.latency = 0.02
@@ -302,7 +306,9 @@ def test_one_request_in_ten_fails_and_each_is_slow(runs, local):
     runs.require_equal(run, local)
 
 
-def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(runs, local, tmp_path, monkeypatch):
+def test_a_run_in_a_bucket_of_google_goes_on_to_the_bit(
+    runs: Runs, local: str, tmp_path, monkeypatch
+):
     with gcs_server() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
@@ -344,7 +350,7 @@ def test_the_stand_in_for_google_keeps_the_last_byte_of_an_object(monkeypatch, l
         GCSFileSystem.clear_instance_cache()
 
 
-def test_two_processes_send_their_own_files_and_go_on_after_a_kill(runs):
+def test_two_processes_send_their_own_files_and_go_on_after_a_kill(runs: Runs):
     folder = str(runs.folder / "local_2")
     runs.train(folder, processes=2)
     assert kill(runs, folder, trials=1, processes=2) >= 1
