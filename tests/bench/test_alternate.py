@@ -30,7 +30,7 @@ def test_short_calls_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_table_has_every_column_that_a_row_has() -> None:
-    rows: list[bench.Row] = [
+    rows: list[dict[str, object]] = [
         {"by": "a", "ms": 0.25, "tokens": 123456},
         {"by": "b", "ms": 123456.7, "MFU, %": None},
     ]

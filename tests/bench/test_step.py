@@ -55,7 +55,7 @@ def test_both_sides_train_on_the_same_batch(family: str, name: str) -> None:
 
 
 def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs: bench.Row = {"by": "torch", "loss": 4.1, "peak, GiB": None}
+    theirs: dict[str, object] = {"by": "torch", "loss": 4.1, "peak, GiB": None}
     monkeypatch.setattr(
         bench, "torch_steps", lambda config: contextlib.nullcontext(lambda steps: theirs)
     )
