@@ -15,6 +15,7 @@ import pytest
 from trainings import PROGRAM, SMALL, TEXT, identities, start
 
 from jaxpar.train.metrics import read_metrics
+from jaxpar.train.runs.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +76,38 @@ def test_an_evaluation_that_hangs_ends_likewise(tmp_path: Path) -> None:
     said, *stacks = ended.stderr.splitlines()
     assert said.startswith("jaxpar: error: no batch of the evaluation has finished for ")
     assert "in sleep_for_ever" in "\n".join(stacks)
+
+
+@pytest.mark.parametrize("steps", [6, 1_000_000], ids=["at the end", "before the next"])
+def test_a_save_that_hangs_ends_likewise(steps: int, tmp_path: Path) -> None:
+    words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
+    words += [f"--train.steps={steps}", "--checkpoint.every=3", "--train.hang-seconds=5"]
+    program = """
+import time
+from jaxpar.cli.main import main
+from jaxpar.train.runs import training_checkpoints as module
+real = module.write_manifest
+def sleep_for_ever(folder, step, identity):
+    if step == 6:
+        time.sleep(1e6)
+    return real(folder, step, identity)
+module.write_manifest = sleep_for_ever
+main()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 76, ended.stderr
+    said, *stacks = ended.stderr.splitlines()
+    assert said.startswith("jaxpar: error: no save has finished for ")
+    assert "(train.hang_seconds=5)" in said
+    assert "in sleep_for_ever" in "\n".join(stacks)
+    # the step that was not written to its end is none, and the one before is whole
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3]
 
 
 def test_a_process_that_the_others_do_not_join_ends_in_one_line(tmp_path: Path) -> None:

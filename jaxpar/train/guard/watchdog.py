@@ -31,15 +31,25 @@ class Watchdog:
     inside.
     """
 
-    def __init__(self, least: float, end: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        least: float,
+        end: Callable[[str], None] | None = None,
+        what: str = "step",
+        setting: float | None = None,
+    ):
         """Take a limit in seconds.
 
         Args:
           least: the shortest limit; 0 = nothing is watched.
           end: what is called, in the thread of the watchdog, with the line to say; None =
             `end_process`.
+          what: what is to finish in this time.
+          setting: `train.hang_seconds`, where the limit is longer; None = it is the limit.
         """
         self._least = least
+        self._what = what
+        self._setting = least if setting is None else setting
         self._end = end_process if end is None else end
         self._times = deque[float](maxlen=_TIMES)
         self._lock = threading.Lock()
@@ -109,7 +119,7 @@ class Watchdog:
         """Look at the clock until the steps are done."""
         while not self._done.wait(min(self._least / 4, 1.0)):
             limit = self.limit
-            what = "step"
+            what = self._what
             with self._lock:
                 if self._batches:
                     what = "batch of the evaluation"
@@ -118,8 +128,9 @@ class Watchdog:
             if overdue:
                 self._end(
                     f"no {what} has finished for {waited:.0f} s, and the limit is {limit:.0f} s "
-                    f"(train.hang_seconds={self._least:g}): a device, another process or the data "
-                    "do not answer; the stacks of all threads follow, the newest call first"
+                    f"(train.hang_seconds={self._setting:g}): a device, another process, the data "
+                    "or a disk do not answer; the stacks of all threads follow, the newest call "
+                    "first"
                 )
                 return
 

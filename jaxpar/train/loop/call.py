@@ -29,6 +29,7 @@ from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.loop.messages import done_already, ended, stopped
 from jaxpar.train.loop.parts import Parts, Watch
 from jaxpar.train.loop.steps import run_steps
+from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.tools import make_tools
 from jaxpar.train.metrics import MetricsLog, Profile, Report
 from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
@@ -143,13 +144,14 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
                 opened.source.set_aside(opened.after, str(error))
             for tier in opened.tiers:
                 try:
-                    tier.close(_leave_together(error))
+                    with save_watchdog(opened):
+                        tier.close(_leave_together(error))
                 except Exception as later:  # the first error is the one to tell
                     call.say(f"warning: {later}")
             if aside:
                 return None
             raise
-        with call.account.clock.during("saving"):
+        with call.account.clock.during("saving"), save_watchdog(opened):
             opened.checkpoints.remove_old()
             for tier in opened.tiers:
                 tier.close()

@@ -14,6 +14,7 @@ from jaxpar.train.guard.failures import CopiesDiffer, Diverged
 from jaxpar.train.guard.judge import BadStep
 from jaxpar.train.loop.bad_steps import go_back
 from jaxpar.train.loop.run_step import Metrics
+from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.tools import Tools
 from jaxpar.train.run_data import keep_data
 
@@ -170,7 +171,7 @@ def _save_good(tools: Tools, ended_by: Exception) -> None:
         place = tools.batches.place_after(step)
         if step == run.after or place is None or not tools.judge.finite_until(step):
             return
-        with tools.parts.account.clock.during("saving"):
+        with tools.parts.account.clock.during("saving"), save_watchdog(run):
             tools.saves.save(step, state, place, tools.judge.guard)
             run.checkpoints.wait()
     except Exception as error:  # the first error is the one to tell

@@ -9,16 +9,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 
 import jax
 
 from jaxpar.base.layout.sharding import PyTree
+from jaxpar.base.storage.outages import LIMIT_SECONDS
 from jaxpar.train.goodput import Account, Cause, DeviceClock
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.metrics import Meter
 from jaxpar.train.open_run import OpenRun
+from jaxpar.train.runs.bucket import copy_of
+
+SLOWEST_BYTES = 1e7
+"""The bytes a second that a process writes at the least: 10 MB, a tenth of one slow hard disk."""
+
+
+def save_watchdog(run: OpenRun) -> Watchdog:
+    """Make the watchdog of one save of a run, or of the wait for the one that is being written.
+
+    Its limit is `train.hang_seconds`, and besides the time that what a process has of the state
+    takes at `SLOWEST_BYTES`. A bucket that does not answer is given up in a line of its own before
+    that.
+
+    Args:
+      run: the run.
+
+    Returns:
+      The watchdog, which watches inside of `with`; nothing where `train.hang_seconds` is 0.
+    """
+    setting = run.experiment.config.train.hang_seconds
+    if not setting:
+        return Watchdog(0)
+    leaves = jax.tree.leaves(run.experiment.state)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / jax.process_count()
+    least = setting if copy_of(run.folder) is None else max(setting, 2 * LIMIT_SECONDS)
+    return Watchdog(least + size / SLOWEST_BYTES, what="save", setting=setting)
 
 
 class Timing:
@@ -36,6 +63,7 @@ class Timing:
         experiment = run.experiment
         config = experiment.config
         flops = experiment.model.flops_per_token(config.data.seq_len)
+        self._run = run
         self.meter = Meter(run.after, flops, experiment.devices, experiment.plan.compute)
         self.watchdog = Watchdog(config.train.hang_seconds)
         self.limit = limit
@@ -81,6 +109,7 @@ class Timing:
             self.meter.timed("aside"),
             self.watchdog.paused(),
             self.account.clock.during(cause),
+            save_watchdog(self._run) if cause == "saving" else nullcontext(),
         ):
             yield
         self.limit.pause()
