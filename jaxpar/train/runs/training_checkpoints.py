@@ -128,7 +128,12 @@ class TrainingCheckpoints(Checkpoints):
             policies.append(KeepBest(self._losses.known))
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+            async_options=ocp.AsyncOptions(
+                # By default the others begin to write once one process says that the folders are
+                # there, which holds of its own ones alone.
+                create_directories_asynchronously=self._disk == "shared",
+                post_finalization_callback=self._write_manifest,
+            ),
             preservation_policy=managers.AnyPreservationPolicy(policies),
             create=False,
             cleanup_tmp_directories=True,
