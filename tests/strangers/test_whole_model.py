@@ -47,6 +47,19 @@ def test_a_wrong_collective_of_its_own_is_found() -> None:
     assert not found.equal
 
 
+def test_a_logical_axis_of_its_own_is_known_where_it_is_verified() -> None:
+    good = mixer()
+
+    def apart(params, batch, layout, key):
+        table = layout.constrain(params["embed"]["embedding"], ("ways", None))
+        embed = {**params["embed"], "embedding": table}
+        return good.loss_of({**params, "embed": embed}, batch, layout, key)
+
+    model = OwnModel("Apart", good.init_params, apart, good.axes, 256, 64)
+    config = override(config_on(**MESH), {"rules.own": ("ways=fsdp,tensor",)})
+    assert verify.config(jaxpar.make_experiment(config, model=model), jax.devices()).equal
+
+
 def test_given_parameters_are_cast_to_the_dtype_that_is_stored() -> None:
     config = override(config_on(), {"precision.params": "bfloat16"})
     experiment = jaxpar.make_experiment(config, jax.devices()[:1], model=mixer())

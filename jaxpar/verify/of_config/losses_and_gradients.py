@@ -21,6 +21,7 @@ from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.rules import as_rules
 from jaxpar.base.layout.sharding import path_name, replicated_sharding
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.hlo.collective_order import require_order
@@ -122,7 +123,9 @@ def one_device(
       `(params, batch)` -> the loss [1], the gradients [1, *shape] and the tokens [1], all in
       float64. It may be called with any rows of a batch, and takes a few at a time.
     """
-    plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
+    # logical axes of one's own are known to it too, each of them whole
+    whole = as_rules(dict.fromkeys(case.config.rules.own_rules))
+    plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), whole, compute=precision)  # pyright: ignore[reportArgumentType]
     sizes = case.config.model
     if case.model.has_blocks:
         sizes = replace(sizes, scan_layers=False)
