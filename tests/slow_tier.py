@@ -152,10 +152,14 @@ def _files_of(module: str) -> frozenset[Path]:
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether a fixture that the item uses is made once for its module."""
+    """Whether a fixture of the item's own file is made once for it. One of a conftest.py is cheap,
+    and made for many files.
+    """
     info = getattr(item, "_fixtureinfo", None)
     definitions = info.name2fixturedefs.values() if info else ()
-    return any(fixture[-1].scope in ("module", "package") for fixture in definitions)
+    return any(
+        fixture[-1].scope == "module" and ".py" in fixture[-1].baseid for fixture in definitions
+    )
 
 
 def _git(*words: str) -> str:

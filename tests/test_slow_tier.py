@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import slow_tier
+
+# What pytester imports first is forgotten after a test, and JAX refuses to register it again.
+import jaxpar.kernels.attention
+import jaxpar.models
+import jaxpar.parallel
+import jaxpar.verify  # noqa: F401
 
 pytest_plugins = ("pytester",)
 
@@ -76,3 +83,35 @@ def test_tests_of_one_page_cover_that_page(
             "-p", "slow_tier", "--deadline", "5", "--collect-only", "-q"
         )
         assert page in result.outlines[0]
+
+
+def test_what_shares_a_fixture_of_its_file_stays_in_one_process(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    pytester.makeconftest("""
+        import pytest
+        @pytest.fixture(scope="module", autouse=True)
+        def everywhere(): pass
+    """)
+    pytester.makepyfile(
+        test_shared="""
+            import pytest
+            @pytest.fixture(scope="module")
+            def made(): pass
+            def test_a(made): pass
+            def test_b(made): pass
+        """,
+        test_other="def test_c(): pass",
+    )
+    words = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--deadline", "5", "-v"]
+    result = pytester.runpytest_subprocess("-p", "slow_tier", *words)
+    passed = {line.split()[-1]: line[:5] for line in result.outlines if "PASSED" in line}
+    assert sorted(passed) == [
+        "test_other.py::test_c",
+        "test_shared.py::test_a@test_shared",
+        "test_shared.py::test_b@test_shared",
+    ]
+    assert (
+        passed["test_shared.py::test_a@test_shared"] == passed["test_shared.py::test_b@test_shared"]
+    )
