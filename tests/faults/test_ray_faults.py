@@ -219,10 +219,31 @@ def outcome(folder: Path, *flags: str, number: int = 0) -> tuple[int, int, str]:
     return code, said.count("versions  "), said
 
 
+GONE = {
+    "killed": signal.SIGKILL,
+    "aborted": signal.SIGABRT,
+    "silent": signal.SIGSTOP,  # the watchdog of its peer ends that one
+}
+
+
 @pytest.mark.long
-def test_all_start_again_where_a_process_is_gone(tmp_path: Path) -> None:
-    code, starts, said = outcome(tmp_path / "run", "--max-failures=1", number=signal.SIGKILL)
+@pytest.mark.parametrize("how", GONE)
+def test_all_start_again_where_a_process_is_gone(how: str, tmp_path: Path) -> None:
+    flags = ["--max-failures=1", "--train.hang-seconds=10"]
+    code, starts, said = outcome(tmp_path / "run", *flags, number=GONE[how])
     assert (code, starts) == (0, 2), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", GONE)
+def test_where_none_may_start_again_the_exit_code_is_that_of_a_lost_peer(
+    how: str, tmp_path: Path
+) -> None:
+    code, starts, said = outcome(tmp_path / "run", "--train.hang-seconds=10", number=GONE[how])
+    assert (code, starts) == (75, 1), said
+    assert "the same command goes on from the last checkpoint" in said
+    assert "Traceback" not in said
 
 
 def run_long() -> None:
