@@ -97,12 +97,28 @@ def s3_server() -> Iterator[Server]:
     }
     try:
         client(server).create_bucket(Bucket=BUCKET)
-        yield server
+        with new_clients("s3"):
+            yield server
     finally:
         server.ended.set()
         served.shutdown()
         thread.join()
         served.server_close()
+
+
+@contextmanager
+def new_clients(scheme: str) -> Iterator[None]:
+    """Inside, and afterwards, no client of an earlier server of this process is taken: fsspec keeps
+    them, and does not look at the environment, which has the address.
+    """
+    from fsspec import get_filesystem_class
+
+    clients = get_filesystem_class(scheme)
+    clients.clear_instance_cache()
+    try:
+        yield
+    finally:
+        clients.clear_instance_cache()
 
 
 def one_at_a_time(answer: Callable[..., None]) -> Callable[..., None]:
@@ -190,7 +206,8 @@ def gcs_server() -> Iterator[Server]:
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
         try:
-            yield Server(found)
+            with new_clients("gs"):
+                yield Server(found)
         finally:
             served.stop()
 
