@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.experimental import multihost_utils
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
@@ -84,6 +86,25 @@ def test_the_newest_are_kept_and_the_best_is_too(
     checkpoints.save(6, state, {}, 9.0)
     checkpoints.close()
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [6]
+
+
+def test_a_save_does_not_ask_jaxs_preemption_service(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service stops all processes at a number that each call gives it: those of a run count
+    its looks, and the step of a save among them put the stop off, or past it.
+    """
+    asked: list[int] = []
+    for module in (multihost_utils, ocp.utils):
+        for name in ("reached_preemption_sync_point", "reached_preemption"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda step: bool(asked.append(step)))
+    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig())
+    for step in (1, 2):
+        checkpoints.save(step, state_on(plan_of()), {})
+    checkpoints.close()
+    assert checkpoints.latest() == 2
+    assert asked == []
 
 
 def test_a_reader_leaves_alone_what_a_run_is_writing(

@@ -37,6 +37,19 @@ logging.getLogger("absl").addFilter(_is_not_of_orbax)
 logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
+class Manager(ocp.CheckpointManager):
+    """Orbax's manager of checkpoints, which does not ask JAX's preemption service.
+
+    The service lets all processes stop after the same call, by a number that each gives it and that
+    grows: `jaxpar.base.process.stopping.Stop` counts its calls. Orbax would give it the step, and a
+    stop that was asked for around a save would wait for that number.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return False: the run itself saves before it stops."""
+        return False
+
+
 class KeepBest:
     """For Orbax, keeps the checkpoint with the lowest of some losses by step, which grow while the
     run goes on.

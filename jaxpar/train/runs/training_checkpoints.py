@@ -58,6 +58,7 @@ from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
 from jaxpar.train.runs.orbax_options import (
     KeepBest,
     KeepRead,
+    Manager,
     item_handlers,
     steps_from_first,
     writing_processes,
@@ -122,7 +123,7 @@ class TrainingCheckpoints(Checkpoints):
         self._losses.read()
         return lowest(self._losses.known, steps_in(self.folder))
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open(self) -> Manager:
         policies: list[Any] = [managers.LatestN(self._config.keep), self._read_now]
         if self._config.keep_best:
             policies.append(KeepBest(self._losses.known))
@@ -142,7 +143,7 @@ class TrainingCheckpoints(Checkpoints):
         run_together(self._make_folder)
         try:
             handlers = item_handlers(self._disk)
-            return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+            return Manager(self.folder, options=options, item_handlers=handlers)
         # Orbax reads a few files of every checkpoint, and hands on what fails
         except Exception as error:
             why = first_line(error)
