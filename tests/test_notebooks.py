@@ -284,7 +284,7 @@ def execute(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     where = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, kernel_manager_class=ThisPython, timeout=300, resources=where)
+    client = NotebookClient(notebook, kernel_manager_class=ThisPython, timeout=900, resources=where)
     client.execute()
 
 
