@@ -99,6 +99,72 @@ def test_a_process_trains_again_after_what_it_could_not_send(bucket, monkeypatch
     assert Checkpoints(another_process(bucket) / "checkpoints").steps() == [1, 3]
 
 
+def test_a_step_that_an_outage_kept_here_is_sent_at_the_next_save(bucket, monkeypatch, capsys):
+    folder = run_here(bucket.url)
+    keep_config(folder, Config())
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    failed = threading.Event()
+
+    def refuse(self: Bucket, file: Path, name: str) -> None:
+        failed.set()
+        raise UserError(f"{name} cannot be written (503), and was tried for 300 s")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(Bucket, "send", refuse)
+        checkpoints.save(1, state(1), {})
+        assert failed.wait(30)
+        with pytest.raises(UserError):  # noted; nobody has waited for it yet
+            checkpoints._sender._step.result(30)
+    checkpoints.save(2, state(2), {})
+    checkpoints.close()
+    assert "step 1 was not sent" in capsys.readouterr().err
+    assert Checkpoints(another_process(bucket) / "checkpoints").steps() == [1, 2]
+
+
+def test_a_step_that_cannot_be_sent_twice_ends_the_run(bucket, monkeypatch):
+    folder = run_here(bucket.url)
+    keep_config(folder, Config())
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    tried: list[str] = []
+
+    def refuse(self: Bucket, file: Path, name: str) -> None:
+        tried.append(name)
+        raise UserError(f"{name} cannot be written (503), and was tried for 300 s")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(Bucket, "send", refuse)
+        checkpoints.save(1, state(1), {})
+        for _ in range(2):
+            with pytest.raises(UserError, match="503"):
+                checkpoints.wait()
+    with pytest.raises(UserError, match="503"):
+        checkpoints.close()
+    assert tried.count("checkpoints/1/manifest.json") <= 2
+
+
+def test_what_other_processes_sent_of_a_step_is_fetched_to_go_back_to_it(bucket):
+    """As in a rollback: each process has the parts of arrays that it has sent."""
+    folder = run_here(bucket.url)
+    train(folder, 1)
+    doors._COPIES.clear()
+    folder = run_here(bucket.url)
+    own = copy_of(folder)
+    assert own is not None
+    own.complete(1)
+    parts = sorted((folder / "checkpoints/1/state").rglob("*"))
+    lost = [part for part in parts if part.is_file()][::2]
+    kept = {part: part.read_bytes() for part in lost}
+    for part in lost:
+        part.unlink()
+    # it was saved by this training, so it was not in the bucket when that began
+    own._steps.pop(1)
+    own.complete(1)
+    assert not any(part.exists() for part in lost)  # nobody else has sent any
+    own.sender = SimpleNamespace(has_peers=True, stopped=False)  # pyright: ignore[reportAttributeAccessIssue]
+    own.complete(1)
+    assert {part: part.read_bytes() for part in lost} == kept
+
+
 def test_a_step_without_its_last_object_is_none_and_is_cleared_away(bucket):
     train(run_here(bucket.url), 1, 2)
     whole = bucket.files("checkpoints/2")

@@ -44,7 +44,7 @@ def save_watchdog(run: OpenRun) -> Watchdog:
         return Watchdog(0)
     leaves = jax.tree.leaves(run.experiment.state)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / jax.process_count()
-    least = setting if copy_of(run.folder) is None else max(setting, 2 * LIMIT_SECONDS)
+    least = setting if copy_of(run.folder) is None else max(setting, 3 * LIMIT_SECONDS)
     return Watchdog(least + size / SLOWEST_BYTES, what="save", setting=setting)
 
 

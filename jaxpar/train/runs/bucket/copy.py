@@ -122,7 +122,7 @@ class RunCopy:
             _set_time(folder, marker)
 
     def complete(self, step: int) -> None:
-        """Fetch the arrays of a step, if they were not yet.
+        """Fetch the arrays of a step, as far as they are not here yet.
 
         Args:
           step: the step.
@@ -132,8 +132,8 @@ class RunCopy:
             step, the copy is refreshed, and has it no longer.
           UserError: the bucket cannot be read.
         """
-        absent = self._absent.get(step)
-        if absent is None:
+        absent = self._absent.get(step) or self._of_others(step)
+        if not absent:
             return
         folder = self._step_folder(step)
         prefix = f"{CHECKPOINTS}/{step}/"
@@ -151,7 +151,22 @@ class RunCopy:
                     f"{self.url}/{prefix}{name} is not as it was sent: it is damaged, so take "
                     "another step"
                 )
-        del self._absent[step]
+        self._absent.pop(step, None)
+
+    def _of_others(self, step: int) -> Sizes:
+        """The arrays' files of a step that this training has saved which other processes have sent,
+        and this one does not have.
+        """
+        if self.sender is None or not self.sender.has_peers or step in self._steps:
+            return {}
+        name = f"{CHECKPOINTS}/{step}/{UPLOADED}"
+        content = self._bucket.read_if_there(name)
+        if content is None:
+            return {}
+        folder = self._step_folder(step)
+        files = read_sizes(content, f"{self.url}/{name}")
+        arrays = [name for name in files if name.startswith(ARRAYS)]
+        return {name: files[name] for name in arrays if not (folder / name).exists()}
 
     def leave_out(self, step: int) -> None:
         """Take a step that the run does not go on after out of the copy; what the bucket has of it

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError, reading
-from jaxpar.base.storage import Bucket, Found
+from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket.layout import (
     CHUNK,
     PARTS,
@@ -65,6 +65,8 @@ class Sender:
         self._call = _told_by_first()
         self._thread = ThreadPoolExecutor(1)
         self._step: Future[None] | None = None
+        self._again: int | None = None
+        """The last step, until it is sent once more."""
         self._stopped = threading.Event()
         if self._main:
             self._remove_unfinished()
@@ -75,11 +77,23 @@ class Sender:
     def send_step(self, step: int) -> None:
         """Send a step once it is on this machine as a whole; `wait` says how that ended."""
         self.wait()
+        self._again = step
         self._step = self._thread.submit(self._send_step, step)
 
     def wait(self) -> None:
-        """Wait for the last step, and raise what kept it from being sent."""
-        if self._step is not None:
+        """Wait for the last step, and raise what kept it from being sent. It may have failed long
+        ago, so it is sent once more before that.
+        """
+        if self._step is None:
+            return
+        try:
+            self._step.result()
+        except UserError as error:
+            if self._again is None or self.stopped:
+                raise
+            step, self._again = self._again, None
+            say(f"warning: step {step} was not sent ({error}): it is sent once more")
+            self._step = self._thread.submit(self._send_step, step)
             self._step.result()
 
     def stop(self) -> None:
@@ -87,6 +101,11 @@ class Sender:
         machine. `send` still sends.
         """
         self._stopped.set()
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes send files of the same steps."""
+        return self._peers > 0
 
     @property
     def stopped(self) -> bool:
