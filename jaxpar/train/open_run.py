@@ -54,6 +54,7 @@ from jaxpar.train.runs.folder.run_identity import require_tokenizer_files, run_i
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 from jaxpar.train.runs.local_tier import LocalTier
 from jaxpar.train.runs.local_tier.starts import note_start
+from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import TrainState, batch_rows, init_state
@@ -211,7 +212,12 @@ def _open_locked(
         run_together(lambda: keep_tokenizer(tokenizer, folder) if main else None)
     identity = run_together(lambda: run_identity(folder, compared.pieces))
     checkpoints = TrainingCheckpoints(
-        folder / CHECKPOINTS, config.checkpoint, identity, say, lock.require
+        folder / CHECKPOINTS,
+        config.checkpoint,
+        identity,
+        say,
+        lock.require,
+        seconds=longest_save(experiment.state),
     )
     local = _find_local(experiment, folder)
     try:

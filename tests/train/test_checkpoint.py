@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import time
 from collections.abc import Callable, Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,30 @@ def test_the_newest_are_kept_and_the_best_is_too(
     checkpoints.save(6, state, {}, 9.0)
     checkpoints.close()
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [6]
+
+
+def test_a_save_that_takes_too_long_blames_no_process_that_is_not_there(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig(), seconds=1.0)
+
+    def write_late(*_: object) -> None:
+        time.sleep(2.5)
+        raise TimeoutError("in vain")
+
+    monkeypatch.setattr(training_checkpoints, "write_manifest", write_late)
+    checkpoints.save(1, state_on(plan_of()), {})
+    with pytest.raises(UserError, match=r"a checkpoint was not written to .* in time \(1 s\)"):
+        checkpoints.wait()
+
+
+def test_a_save_may_take_as_long_as_its_bytes_on_a_slow_disk(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of(data=2, tensor=4)
+    whole = jax.ShapeDtypeStruct((8, 1_000_000), np.float32, sharding=plan.sharding((None, None)))
+    split = jax.ShapeDtypeStruct((8, 1_000_000), np.float32, sharding=plan.sharding(("mlp", None)))
+    # a process that has all devices holds either once
+    assert orbax_options.held_at_most({"a": whole, "b": split}) == 2 * 32e6
+    assert orbax_options.longest_save({"a": whole}) == 1200 + 3.2
 
 
 def test_a_save_does_not_ask_jaxs_preemption_service(

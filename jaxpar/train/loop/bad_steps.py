@@ -11,6 +11,7 @@ from jaxpar.base.jax_compat import compiler_message
 from jaxpar.train.guard.failures import Diverged, divergence_message
 from jaxpar.train.guard.judge import BadStep
 from jaxpar.train.guard.run_again import look_again
+from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.tools import Tools
 from jaxpar.train.open_run import first_step
 
@@ -72,7 +73,8 @@ def _roll_back(tools: Tools, bad_step: int, said: str) -> int:
     most = run.experiment.config.train.max_bad_steps
     with tools.timing.apart("guard"):
         for tier in run.tiers:
-            tier.wait()
+            with save_watchdog(run):
+                tier.wait()
         saved = run.newest
         step = saved or 0
         where = "the beginning" if saved is None else f"the checkpoint of step {step}"

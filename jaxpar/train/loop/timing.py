@@ -21,9 +21,7 @@ from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.metrics import Meter
 from jaxpar.train.open_run import OpenRun
 from jaxpar.train.runs.bucket import copy_of
-
-SLOWEST_BYTES = 1e7
-"""The bytes a second that a process writes at the least: 10 MB, a tenth of one slow hard disk."""
+from jaxpar.train.runs.orbax_options import SLOWEST_BYTES, held_at_most
 
 
 def save_watchdog(run: OpenRun) -> Watchdog:
@@ -42,10 +40,9 @@ def save_watchdog(run: OpenRun) -> Watchdog:
     setting = run.experiment.config.train.hang_seconds
     if not setting:
         return Watchdog(0)
-    leaves = jax.tree.leaves(run.experiment.state)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / jax.process_count()
+    held = held_at_most(run.experiment.state)
     least = setting if copy_of(run.folder) is None else max(setting, 3 * LIMIT_SECONDS)
-    return Watchdog(least + size / SLOWEST_BYTES, what="save", setting=setting)
+    return Watchdog(least + held / SLOWEST_BYTES, what="save", setting=setting)
 
 
 class Timing:

@@ -40,6 +40,7 @@ from jaxpar.train.runs.folder.run_folder import (
 )
 from jaxpar.train.runs.folder.run_identity import run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
+from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
@@ -164,7 +165,12 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
             carry_tokenizer(source, target, keep=adapter)
         identity = run_identity(target, ())
         checkpoints = TrainingCheckpoints(
-            target / CHECKPOINTS, config.checkpoint, identity, warn, lock.require
+            target / CHECKPOINTS,
+            config.checkpoint,
+            identity,
+            warn,
+            lock.require,
+            seconds=longest_save(state),
         )
         beside = beside_state(experiment, None, None, fingerprint(model, state.params), step=0)
         checkpoints.save(0, saved_part(state, model), beside, None)

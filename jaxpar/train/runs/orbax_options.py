@@ -5,6 +5,7 @@ heard.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,11 @@ Disk = Literal["shared", "copy", "own"]
 """Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of
 a run in a bucket with the files that it sends; or that of a process, with all that it holds.
 """
+
+
+SLOWEST_BYTES = 1e7
+"""The bytes a second that a process writes at the least: 10 MB, a tenth of a slow hard disk."""
+_ORBAX_SECONDS = 1200.0
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -112,6 +118,35 @@ def writing_processes(disk: Disk) -> MultiprocessingOptions:
         active_processes=set(range(count)),
         barrier_sync_key_prefix=disk,
     )
+
+
+def longest_save(state: Any) -> float:
+    """How long a process may take to write its part of a state: as long as Orbax waits by default,
+    and besides what the bytes take at `SLOWEST_BYTES`.
+
+    Args:
+      state: arrays, or ShapeDtypeStructs with shardings.
+
+    Returns:
+      Seconds.
+    """
+    return _ORBAX_SECONDS + held_at_most(state) / SLOWEST_BYTES
+
+
+def held_at_most(state: Any) -> float:
+    """The bytes of a state that this process holds, at the most: a part that several of its devices
+    hold is counted for each, up to the whole array.
+
+    Args:
+      state: arrays, or ShapeDtypeStructs with shardings.
+    """
+    held = 0
+    for leaf in jax.tree.leaves(state):
+        size = leaf.dtype.itemsize
+        devices = len(leaf.sharding.addressable_devices)
+        part = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        held += size * min(math.prod(leaf.shape), part * devices)
+    return held
 
 
 def item_handlers(disk: Disk) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class TrainingCheckpoints(Checkpoints):
         say: Callable[[str], None] = warn,
         require_lock: Callable[[], None] = lambda: None,
         own_disk: bool = False,
+        seconds: float = 1200.0,
     ):
         """Open the checkpoints of a run, and clear away what is none.
 
@@ -90,12 +91,14 @@ class TrainingCheckpoints(Checkpoints):
           require_lock: is called before each save, on the first process or on each that has them on
             a disk of its own, and raises where another training has the run, or its folder is gone.
           own_disk: whether each process has its part of them on a disk of its own.
+          seconds: how long a save may take, as `longest_save` says of a state.
 
         Raises:
           UserError: Orbax cannot open them, or one that is damaged cannot be moved aside.
         """
         super().__init__(folder, say, own_disk)
         self._config = config
+        self._seconds = seconds
         self._identity = identity or {}
         self._require_lock = require_lock
         self._read_now = KeepRead(self.folder.parent)
@@ -134,6 +137,7 @@ class TrainingCheckpoints(Checkpoints):
                 # there, which holds of its own ones alone.
                 create_directories_asynchronously=self._disk == "shared",
                 post_finalization_callback=self._write_manifest,
+                timeout_secs=math.ceil(self._seconds),
             ),
             preservation_policy=managers.AnyPreservationPolicy(policies),
             create=False,
@@ -380,10 +384,16 @@ class TrainingCheckpoints(Checkpoints):
         except Exception as error:
             if self._sender is not None:
                 self._sender.stop()
-            if _is_of_a_peer(error):
+            if _took_too_long(error):
+                if jax.process_count() > 1:
+                    who = "another process has not written its part of a checkpoint"
+                    look = "look at what it said"
+                else:
+                    who = "a checkpoint was not written"
+                    look = "look whether the disk answers"
                 raise UserError(
-                    f"another process has not written its part of a checkpoint to {self.folder} in "
-                    "time: look at what it said, and start again from the last one"
+                    f"{who} to {self.folder} in time ({self._seconds:.0f} s): {look}, and start "
+                    "again from the last one"
                 ) from error
             why = f"a checkpoint could not be written to {self.folder} ({first_line(error)})"
             raise UserError(
@@ -410,8 +420,8 @@ class TrainingCheckpoints(Checkpoints):
         return [step for step in steps if step not in kept]
 
 
-def _is_of_a_peer(error: Exception) -> bool:
-    """Whether an error of Orbax is that of waiting in vain for another process."""
+def _took_too_long(error: Exception) -> bool:
+    """Whether an error of Orbax is that of waiting in vain, for a disk or for another process."""
     return isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error)
 
 

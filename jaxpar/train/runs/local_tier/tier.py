@@ -31,6 +31,7 @@ from jaxpar.train.runs.claims.run_lock import RunLock
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
 from jaxpar.train.runs.local_tier.starts import Starts, begin_starts
+from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 _OWNER = "run.json"
@@ -72,6 +73,7 @@ class LocalTier:
         starts = run_together(lambda: begin_starts(run) if main else Starts("", ()))
         self._starts = _starts_from_first(starts)
         self._parts = _parts_of(state, order)
+        self._seconds = longest_save(state)
         with ExitStack() as stack:  # another process may fail where this one does not
             self._lock = run_together(lambda: stack.enter_context(closing(self._take())))
             self._whole = run_together(self._find_whole)
@@ -174,6 +176,7 @@ class LocalTier:
             warn,
             self._lock.require,
             own_disk=True,
+            seconds=self._seconds,
         )
 
     def _remove_others(self, kept: list[int]) -> None:
