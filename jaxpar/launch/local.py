@@ -24,6 +24,7 @@ from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import Account
+from jaxpar.train.guard.failures import peer_errors
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_experiment
@@ -59,7 +60,7 @@ def train_config(
     """
     if began is None:
         began = time.monotonic()
-    with closing(Account(began)) as account:
+    with peer_errors(), closing(Account(began)) as account:
         return _train_config(config, run_here(folder), verify, report, began, account)
 
 

@@ -163,3 +163,35 @@ def test_a_peer_that_is_gone_ends_the_other_by_a_documented_code(
     assert pair[0].returncode == code, said
     assert took < 60 and len(said) <= most
     assert said[0].startswith("jaxpar: error: ") and line in said[0]
+
+
+GONE_WHERE = {
+    "while the run is opened": "jaxpar.train.open_run.SharedLock",
+    "before a save": "jaxpar.train.loop.saves.Saves.save",
+}
+
+
+@pytest.mark.parametrize("where", GONE_WHERE)
+def test_a_peer_that_is_gone_between_two_steps_is_noticed_at_once_too(
+    where: str, tmp_path: Path
+) -> None:
+    """There processes tell each other what they know, and no step runs."""
+    module, _, name = GONE_WHERE[where].rpartition(".")
+    program = f"""
+import os, pkgutil
+from jaxpar.cli.main import main
+if os.environ["JAX_PROCESS_ID"] == "1":
+    setattr(pkgutil.resolve_name({module!r}), {name!r}, lambda *_, **__: os._exit(9))
+main()
+"""
+    flags = [*FLAGS, "--checkpoint.every=2"]
+    run = tmp_path / "run"
+    pair = start(run, flags, 2, program=("-c", program), stdout=subprocess.DEVNULL)
+    try:
+        said = [process.communicate(timeout=90)[1] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [75, 9], said
+    (line,) = said[0].splitlines()
+    assert "another process of this run does not answer any more" in line

@@ -77,6 +77,22 @@ class Running:
 
 
 @contextmanager
+def peer_errors() -> Iterator[None]:
+    """Raise `PeerLost` where another process does not answer any more: in a program of a device, or
+    in what processes tell each other (`multihost_utils`, which raises a ValueError).
+
+    Raises:
+      PeerLost: another process does not answer any more.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if jax.process_count() > 1 and says_peer_is_lost(str(error)):
+            raise PeerLost(str(error)) from error
+        raise
+
+
+@contextmanager
 def memory_errors(experiment: Experiment, running: Running) -> Iterator[None]:
     """Raise `OutOfMemory` where a device has too little memory, at compilation or when the program
     runs.
@@ -91,10 +107,9 @@ def memory_errors(experiment: Experiment, running: Running) -> Iterator[None]:
       UserError: a kernel asks for more of its own memory than there is.
     """
     try:
-        yield
+        with peer_errors():
+            yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() > 1 and says_peer_is_lost(str(error)):
-            raise PeerLost(str(error)) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         if said := kernel_memory_message(str(error)):

@@ -24,7 +24,14 @@ from jaxpar.hlo.collective_order import require_order
 from jaxpar.train.evaluations import Evaluations
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import Account, Cause
-from jaxpar.train.guard.failures import CopiesDiffer, Diverged, PeerLost, Running, memory_errors
+from jaxpar.train.guard.failures import (
+    CopiesDiffer,
+    Diverged,
+    PeerLost,
+    Running,
+    memory_errors,
+    peer_errors,
+)
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.loop.messages import done_already, ended, stopped
 from jaxpar.train.loop.parts import Parts, Watch
@@ -92,6 +99,7 @@ def run(
     say = console().print if jax.process_index() == 0 else lambda line: None
     began = time.monotonic() if began is None else began
     with ExitStack() as stack:
+        stack.enter_context(peer_errors())
         if account is None:
             account = stack.enter_context(closing(Account(began)))
         call = _Call(watch, report, began, stateful or {}, account, say)
