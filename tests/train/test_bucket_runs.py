@@ -278,12 +278,25 @@ def test_files_beside_the_checkpoints_are_sent_when_they_change(bucket):
 def test_the_copies_of_processes_that_are_gone_are_removed(bucket, tmp_path, monkeypatch):
     mine = run_here(bucket.url).parent
     gone = mine.with_name(mine.name.replace(str(os.getpid()), str(2**22 + 1)))
-    elsewhere = mine.with_name(f"7@another-machine-{mine.name.rpartition('-')[2]}")
-    for folder in (gone, elsewhere):
+    # as of a machine whose name begins with that of this one
+    elsewhere = mine.with_name(mine.name.replace(str(os.getpid()), "7").replace("-", "-2-"))
+    left = mine.with_name(f"8@another-{mine.name.rpartition('-')[2]}")
+    for folder in (gone, elsewhere, left):
         folder.mkdir()
+    month_ago = time.time() - 30 * 24 * 3600
+    os.utime(left, (month_ago, month_ago))
     run_here(f"{bucket.url}2")
-    assert mine.exists() and elsewhere.exists() and not gone.exists()
+    assert mine.exists() and elsewhere.exists()
+    assert not gone.exists() and not left.exists()
     assert copy_of(tmp_path) is None
+
+
+def test_two_containers_with_one_name_and_number_have_copies_of_their_own(bucket, monkeypatch):
+    first = run_here(bucket.url)
+    doors._COPIES.clear()
+    monkeypatch.setattr(copy, "machine", lambda: "the same name, another count of processes")
+    second = run_here(bucket.url)
+    assert first != second and first.exists() and second.exists()
 
 
 @pytest.fixture

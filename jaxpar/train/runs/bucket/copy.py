@@ -7,15 +7,15 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import platform
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from jaxpar.base.errors import UserError, name_by_url
 from jaxpar.base.machine import cache_folder
-from jaxpar.base.process.processes import process_start
+from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket.layout import (
     ARRAYS,
@@ -34,6 +34,8 @@ from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED
 
 _FRESH_SECONDS = 5.0
+_LEFT_SECONDS = 7 * 24 * 3600.0
+"""After so long a copy of another machine that nobody has touched was left behind."""
 
 
 class NotAsSent(UserError):
@@ -230,22 +232,33 @@ def _is_array_aside(name: str) -> bool:
 
 def new_folder(url: str) -> Path:
     """Make the folder of a copy, which is removed when this process ends; so are those of processes
-    that were killed.
+    that were killed, and those of other machines that nobody has touched for a week.
     """
     above = cache_folder() / "buckets" / "runs"
     above.mkdir(parents=True, exist_ok=True)
-    machine = platform.node()
+    # a hash, as it says of a container too which processes its numbers are of
+    here = hashlib.sha256(machine().encode()).hexdigest()[:12]
     for folder in above.glob("*@*"):  # other machines may share the cache
-        pid, _, of = folder.name.partition("@")
-        if of.startswith(machine + "-") and pid.isdecimal() and process_start(int(pid)) is None:
+        if _is_left(folder, here):
             shutil.rmtree(folder, ignore_errors=True)
     made = hashlib.sha256(url.encode()).hexdigest()[:12]
-    own = f"{os.getpid()}@{machine}-{made}"
+    own = f"{os.getpid()}@{here}-{made}"
     folder = above / own / PurePosixPath(url.partition("://")[2]).name
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.mkdir(parents=True)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     return folder
+
+
+def _is_left(folder: Path, here: str) -> bool:
+    """Whether a process that is gone has left a copy behind."""
+    pid, _, of = folder.name.partition("@")
+    if of.rpartition("-")[0] == here:
+        return pid.isdecimal() and process_start(int(pid)) is None
+    touched = [0.0]
+    with suppress(OSError):  # it is removed meanwhile
+        touched += [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+    return time.time() - max(touched) > _LEFT_SECONDS
 
 
 def _set_time(path: Path, found: Found) -> None:
