@@ -18,6 +18,7 @@ import pytest
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
+from jaxpar.train.goodput.measured import _write_seconds
 from jaxpar.train.runs import disk_space, training_checkpoints
 from jaxpar.train.runs.bucket import copy, copy_of, doors, folder_here, run_here, send, sender
 from jaxpar.train.runs.bucket.layout import UPLOADED, names_below
@@ -140,6 +141,28 @@ def test_a_step_that_cannot_be_sent_twice_ends_the_run(bucket, monkeypatch):
     with pytest.raises(UserError, match="503"):
         checkpoints.close()
     assert tried.count("checkpoints/1/manifest.json") <= 2
+
+
+def test_a_save_takes_until_the_bucket_has_it(bucket, monkeypatch):
+    folder = run_here(bucket.url)
+    keep_config(folder, Config())
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    send = Bucket.send
+
+    def send_slowly(self: Bucket, file: Path, name: str) -> None:
+        if "/state/" in name:
+            time.sleep(0.8)
+        send(self, file, name)
+
+    monkeypatch.setattr(Bucket, "send", send_slowly)
+    began = time.time()
+    checkpoints.save(1, state(1), {})
+    checkpoints.wait()
+    took = time.time() - began
+    assert 0.8 < checkpoints.sending_seconds <= took
+    checkpoints.close()
+    # and so it does for who reads the run elsewhere, by the time of the last object
+    assert 0.8 < _write_seconds(another_process(bucket), 1) < took + 1
 
 
 def test_what_other_processes_sent_of_a_step_is_fetched_to_go_back_to_it(bucket):

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError
 from jaxpar.train.goodput.account import GOODPUT, Life, Totals, add_up, read_lives
 from jaxpar.train.goodput.intervals import Costs
-from jaxpar.train.guard.time_limit import save_seconds
+from jaxpar.train.guard.time_limit import save_began, save_seconds
+from jaxpar.train.runs.bucket import copy_of
 from jaxpar.train.runs.folder.run_folder import CHECKPOINTS, finished_steps
 
 
@@ -49,13 +50,23 @@ def measure_run(folder: Path) -> Measured:
         raise UserError(f"{folder} has no {GOODPUT}: a run has one from its first step on")
     totals = add_up(lives)
     save = _mean_save(lives)
-    written = [save_seconds(folder / CHECKPOINTS / str(step)) for step in finished_steps(folder)]
+    written = [_write_seconds(folder, step) for step in finished_steps(folder)]
     write = max(statistics.fmean(written or [0.0]) - save, 0.0)
     gaps = [later.began - life.ended for life, later in itertools.pairwise(lives)]
     down = max(statistics.median(gaps or [0.0]), 0.0)
     recover = statistics.fmean(_until_first_step(life) for life in lives)
     costs = Costs(save, write, recover, down)
     return Measured(totals, damaged, costs, _step_seconds(lives))
+
+
+def _write_seconds(folder: Path, step: int) -> float:
+    """How long a save took until its step could be gone back to, as far as it is known."""
+    place = folder / CHECKPOINTS / str(step)
+    written = save_seconds(place)
+    if not written or copy_of(folder) is None:
+        return written
+    # of a copy, the folder of a step has the time at which the bucket had all of it
+    return max(written, place.stat().st_mtime - save_began(place))
 
 
 def _mean_save(lives: list[Life]) -> float:

@@ -81,13 +81,29 @@ class TimeLimit:
 
 def save_seconds(checkpoint: Path) -> float:
     """The seconds that a checkpoint took to be written, as Orbax notes them beside it; 0 where it
+    does not say. What is sent to a bucket afterwards is no part of them.
+
+    Args:
+      checkpoint: its folder.
+    """
+    began, ended = _noted(checkpoint)
+    return ended - began
+
+
+def save_began(checkpoint: Path) -> float:
+    """When the save of a checkpoint began, in seconds since 1970, as Orbax notes it; 0 where it
     does not say.
 
     Args:
       checkpoint: its folder.
     """
+    return _noted(checkpoint)[0]
+
+
+def _noted(checkpoint: Path) -> tuple[float, float]:
+    """When a checkpoint was begun, and when it was whole; twice 0 where nothing says so."""
     try:
         noted = json.loads((checkpoint / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
-        return (noted["commit_timestamp_nsecs"] - noted["init_timestamp_nsecs"]) / 1e9
+        return noted["init_timestamp_nsecs"] / 1e9, noted["commit_timestamp_nsecs"] / 1e9
     except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
+        return 0.0, 0.0

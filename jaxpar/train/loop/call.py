@@ -40,7 +40,7 @@ from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.tools import make_tools
 from jaxpar.train.metrics import MetricsLog, Profile, Report
 from jaxpar.train.open_run import FirstStep, OpenRun, banner_lines, first_step, keep_run, open_run
-from jaxpar.train.runs.bucket import run_here
+from jaxpar.train.runs.bucket import copy_of, run_here
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, UnreadCheckpoint
 from jaxpar.train.sinks import Sink
 from jaxpar.train.stateful import Stateful, load_states
@@ -185,10 +185,11 @@ def _leave_together(error: BaseException) -> bool:
 
 
 def _time_limit(opened: OpenRun, began: float) -> TimeLimit:
-    """That of `train.max_time`, which knows from a resumed run how long a save takes."""
+    """That of `train.max_time`, which knows from a run that goes on how long a save takes."""
     train = opened.experiment.config.train
     limit = TimeLimit(train.most_seconds, began, f"train.max_time={train.max_time}")
-    if opened.after:
+    # not that of the local tier, nor of what is sent to a bucket: how long that took is not known
+    if opened.after and opened.source is opened.checkpoints and copy_of(opened.folder) is None:
         limit.note_save(save_seconds(opened.source.folder / str(opened.after)))
     return limit
 

@@ -96,7 +96,8 @@ class Saves:
             self._account.saved_locally(self._account.clock.seconds()["saving"] - began)
         # which is written to its end by now
         if before is not None and checkpoints is run.checkpoints:
-            self._limit.note_save(save_seconds(checkpoints.folder / str(before)))
+            written = save_seconds(checkpoints.folder / str(before))
+            self._limit.note_save(max(written, checkpoints.sending_seconds))
 
     def _tier(self, local: bool) -> TrainingCheckpoints:
         """Where a save goes. All processes must call this."""

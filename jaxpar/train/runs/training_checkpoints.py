@@ -323,6 +323,11 @@ class TrainingCheckpoints(Checkpoints):
                 write_manifest(place, step, self._identity)
         self._losses.write()
 
+    @property
+    def sending_seconds(self) -> float:
+        """How long the last step took from its save until a bucket had it; 0 = there is none."""
+        return 0.0 if self._sender is None else self._sender.seconds
+
     def record(self, step: int, val_loss: float) -> None:
         """Keep the validation loss of a step that was saved. A step without one, or with NaN, is
         never the best.

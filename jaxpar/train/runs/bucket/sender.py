@@ -68,6 +68,8 @@ class Sender:
         self._again: int | None = None
         """The last step, until it is sent once more."""
         self._stopped = threading.Event()
+        self.seconds = 0.0
+        """How long the last step took from its save until it was sent."""
         if self._main:
             self._remove_unfinished()
             threading.Thread(target=self._send_now_and_then, daemon=True).start()
@@ -135,6 +137,11 @@ class Sender:
                 self._thread.submit(self._send_small).result()
 
     def _send_step(self, step: int) -> None:
+        began = time.monotonic()
+        self._send_files(step)
+        self.seconds = time.monotonic() - began
+
+    def _send_files(self, step: int) -> None:
         folder = self._folder / CHECKPOINTS / str(step)
         while not folder.is_dir():  # Orbax renames it, once all of it is there
             if self._stopped.is_set():
