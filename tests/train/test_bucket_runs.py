@@ -143,6 +143,21 @@ def test_a_step_that_cannot_be_sent_twice_ends_the_run(bucket, monkeypatch):
     assert tried.count("checkpoints/1/manifest.json") <= 2
 
 
+def test_a_step_that_a_training_beside_removes_meanwhile_is_no_hindrance(bucket, monkeypatch):
+    train(run_here(bucket.url), 1, 2)
+    fetch_all = Bucket.fetch_all
+
+    def remove_before(self: Bucket, files: Any) -> None:
+        # it was listed
+        self.remove(name for name in self.files() if name.startswith("checkpoints/1/"))
+        fetch_all(self, files)
+
+    monkeypatch.setattr(Bucket, "fetch_all", remove_before)
+    folder = another_process(bucket)
+    assert Checkpoints(folder / "checkpoints").steps() == [2]
+    np.testing.assert_array_equal(restored(folder, 2), 2 * STATE["w"])
+
+
 def test_a_save_takes_until_the_bucket_has_it(bucket, monkeypatch):
     folder = run_here(bucket.url)
     keep_config(folder, Config())

@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -34,6 +34,8 @@ from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED
 
 _FRESH_SECONDS = 5.0
+_LISTINGS = 10
+"""How often a bucket is listed from which objects go while they are fetched."""
 _LEFT_SECONDS = 7 * 24 * 3600.0
 """After so long a copy of another machine that nobody has touched was left behind."""
 
@@ -83,6 +85,9 @@ class RunCopy:
         Raises:
           UserError: the bucket cannot be read.
         """
+        _while_objects_go(self._refresh)
+
+    def _refresh(self) -> None:
         found = self._bucket.files()
         left_out = (CHECKPOINTS, LOCK)
         small = {name: one for name, one in found.items() if not name.startswith(left_out)}
@@ -115,6 +120,9 @@ class RunCopy:
         Raises:
           UserError: the bucket cannot be read.
         """
+        _while_objects_go(self._refresh_page)
+
+    def _refresh_page(self) -> None:
         found = self._bucket.files()
         names = ("config.toml", "metrics.jsonl", "goodput.jsonl")
         self._fetch_changed({name: found[name] for name in names if name in found})
@@ -222,6 +230,19 @@ class RunCopy:
         for name in new:
             _set_time(self.folder / name, wanted[name])
             self._known[name] = wanted[name]
+
+
+def _while_objects_go(fetch: Callable[[], None]) -> None:
+    """List objects and fetch them, again where one has gone meanwhile, as where a training beside
+    has removed a step.
+    """
+    for _ in range(_LISTINGS - 1):
+        try:
+            return fetch()
+        except UserError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+    return fetch()
 
 
 def _is_array_aside(name: str) -> bool:
