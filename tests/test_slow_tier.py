@@ -85,6 +85,7 @@ def test_tests_of_one_page_cover_that_page(
         assert page in result.outlines[0]
 
 
+@pytest.mark.slow
 def test_what_shares_a_fixture_of_its_file_stays_in_one_process(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

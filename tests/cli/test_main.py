@@ -501,6 +501,7 @@ def test_steps_alone_shorten_the_warm_up_and_an_old_flag_is_taken(refused, capsy
 # Runs.
 
 
+@pytest.mark.slow
 def test_tokenize_then_train_then_evaluate(run, refused, tmp_path):
     tokens = tmp_path / "text.bin"
     folder = tmp_path / "run"
@@ -534,6 +535,7 @@ def test_tokenize_then_train_then_evaluate(run, refused, tmp_path):
     assert "has no step 99: it has 3" in refused("eval", folder, "--step", 99)
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_taken_wherever_a_config_is(run, refused, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["train", "tiny", *SMALL, "--data.source", "text", "--data.path", text, "--run", "mine"]

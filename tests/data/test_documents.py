@@ -135,6 +135,7 @@ def assert_same(found, expected):
             assert left[key].dtype == np.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", some(KINDS, 9))
 def test_the_position_is_exact_in_any_state(kind):
     """Over more than two epochs, with and without reading ahead, from a state that has been through

@@ -173,6 +173,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(LAYOUTS, every=3))
 def test_every_layout_gives_the_gradients_of_one_device(name: str) -> None:
     family, changes = LAYOUTS[name]

@@ -316,6 +316,7 @@ def packed_on_one_device(config: ModelConfig) -> tuple[Any, Any, Any]:
     return params, batch, loss_and_gradients(config, ONE, params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", some(RULES, 4))
 def test_any_rules_give_the_loss_and_the_gradients_of_one_device(
     config: ModelConfig, rules: str
@@ -344,6 +345,7 @@ def test_every_parameter_has_a_logical_axis_per_dim(config: ModelConfig) -> None
     )
 
 
+@pytest.mark.slow
 def test_dropout_is_off_without_a_key_and_differs_by_layer_and_key(config: ModelConfig) -> None:
     config = dataclasses.replace(config, dropout=0.5)
     params = fresh(config, 6)

@@ -128,6 +128,7 @@ def test_its_loss_and_gradients_are_those_of_one_device_on_data_fsdp_and_tensor(
     assert {"blocks.query", "blocks.mix", "blocks.norm.scale"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -117,6 +117,7 @@ def test_experts(alone: jaxpar.Layout) -> None:
     assert_same(mixture, split, alone, *shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["heads", "ring", "ulysses"])
 def test_attention(strategy: Any, alone: jaxpar.Layout) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))

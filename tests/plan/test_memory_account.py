@@ -159,6 +159,7 @@ def test_the_table():
     assert ["a", "device", "has", "6.00", "GiB"] in lines
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_report(tmp_path: Path):
     train(override(ALONE, {"train.stop_at": 1, "train.eval_batches": 1}), tmp_path / "run")
     found = json.loads((tmp_path / "run" / "memory.json").read_text())

@@ -318,6 +318,7 @@ def test_an_mlp_left_to_xla_sums_a_weight_gradient_whole(plan):
     )
 
 
+@pytest.mark.slow
 def test_a_pipeline_sends_what_it_asks_for(monkeypatch):
     """In every scope, small ones too but for norms and biases; as often as there are ticks."""
     monkeypatch.setattr(subject, "SMALL", 7 * 2**10)

@@ -67,6 +67,7 @@ def test_the_training_wing_hands_out_what_its_types_say() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_checkpoint(
     tmp_path: Path,
 ) -> None:

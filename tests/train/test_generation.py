@@ -137,6 +137,7 @@ def test_a_query_layer_generates_what_it_scores(plan_of: Callable[..., Plan]) ->
     test_each_token_is_the_most_likely_after_those_before(model, params, plan_of)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_whole_model(model, params, plan_of: Callable[..., Plan]) -> None:
     plan = plan_of()
     counted = [2, 9, 1]

@@ -289,6 +289,7 @@ def test_a_folder_of_another_config_is_refused_and_kept(
         train(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     config: Config,
     whole: Path,
@@ -456,6 +457,7 @@ def test_weights_of_another_run_on_another_mesh(
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

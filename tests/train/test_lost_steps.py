@@ -101,6 +101,7 @@ def stop_at_row_two(step: int, row: dict[str, float]) -> None:
         raise KeyError("whoever reads the rows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "saved"),
     [

@@ -131,6 +131,7 @@ def assert_near(state: Any, want: Any, tolerance: float) -> None:
         assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y) + 1e-12, path_name(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_training_on_eight_devices_with_zero1_is_that_of_one(name: str) -> None:
     """Float32 over three steps. A gradient is off by a few ulps (6e-8) of its largest entry, and
@@ -179,6 +180,7 @@ def test_every_array_of_the_state_lies_where_its_parameter_does(name: str) -> No
     assert held.parameters.device == local_bytes(state.params)
 
 
+@pytest.mark.slow
 def test_factored_moments_are_of_a_layers_matrix() -> None:
     """Of [embed, heads, head_dim] the heads and their dims are one side; no sum goes over layers,
     and sums over rows lie as columns do.
@@ -234,6 +236,7 @@ def test_the_matrices_of_a_model_are_known_by_their_axes() -> None:
     assert dimensions["blocks"]["q"] == ((1,), (2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name, (GIVEN,)) for name in (*NAMES, GIVEN)])
 def test_a_run_goes_on_on_another_mesh(name: str, tmp_path: Path) -> None:
     """From eight devices to two stages of two: to within 1e-5 of one that was never interrupted."""

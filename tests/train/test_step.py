@@ -406,6 +406,7 @@ def test_packed_documents_give_the_same_losses_on_a_mesh(
     assert max(abs(a - b) for a, b in zip(one, one_device["llama"], strict=False)) > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_keeps_float32_state_and_stays_near(
     one_device: dict[str, list[float]],
 ) -> None:

@@ -78,6 +78,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some([*PLANS], 8))
 def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(PLANS[name], jax.devices())

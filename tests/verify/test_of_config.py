@@ -256,6 +256,7 @@ def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

@@ -241,6 +241,7 @@ FAST = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     some(FAST, len(FAST)),  # the others are of the kinds that plans at random have
