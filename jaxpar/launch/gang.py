@@ -199,7 +199,9 @@ def _failed(error: Exception, max_failures: int) -> ProcessesFailed:
         failed = ProcessesFailed(f"the processes could not begin: {_last_line(failure)}")
         failed.exit_code = 1
         return failed
-    found = list(getattr(error, "worker_failures", {}).values())
+    told = getattr(error, "worker_failures", {}).values()
+    # Ray wraps what its look at a process has met
+    found = [getattr(failure, "health_check_failure", failure) for failure in told]
     said = f"the processes failed, and {max_failures} restarts were allowed"
     code = 1
     if any(isinstance(failure, CopiesDiffer) for failure in found):

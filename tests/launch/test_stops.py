@@ -102,6 +102,9 @@ class _Failed(Exception):
 def test_the_exit_code_says_what_the_processes_met() -> None:
     died = pytest.importorskip("ray.exceptions").ActorDiedError()
     assert _failed(_Failed(died), 0).exit_code == 75
+    internal = pytest.importorskip("ray.train.v2._internal.exceptions")
+    seen = internal.WorkerHealthCheckFailedError("a look at it failed", died)
+    assert _failed(_Failed(seen), 0).exit_code == 75
     assert _failed(_Failed(PeerLost("gone"), died), 3).exit_code == 75
     assert _failed(_Failed(died, CopiesDiffer("device 1")), 0).exit_code == 77
     assert _failed(_Failed(ValueError("a bug")), 0).exit_code == 1
