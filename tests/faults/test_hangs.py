@@ -43,39 +43,36 @@ main()
 """`jaxpar` of which the fourth step, or batch of an evaluation, never begins."""
 
 
-def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
-    words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
-    program = HANGING.format(module="jaxpar.train.loop.run_step")
+def hung(program: str, words: list[str]) -> tuple[str, str]:
+    """Run a program that hangs, until the watchdog ends it; return its line and the stacks."""
     ended = subprocess.run(
-        [sys.executable, "-c", program, *words, "--train.hang-seconds=3"],
+        [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert ended.returncode == 76, ended.stderr
-    said, *stacks = ended.stderr.splitlines()
+    said, _, stacks = ended.stderr.partition("\n")
+    return said, stacks
+
+
+def test_a_step_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
+    program = HANGING.format(module="jaxpar.train.loop.run_step")
+    said, stacks = hung(program, [*words, "--train.hang-seconds=3"])
     assert said.startswith("jaxpar: error: no step has finished for ")
     assert "(train.hang_seconds=3)" in said
-    text = "\n".join(stacks)
-    assert "in sleep_for_ever" in text and text.count("hread 0x") >= 2
+    assert "in sleep_for_ever" in stacks and stacks.count("hread 0x") >= 2
     assert len(read_metrics(tmp_path / "run")) >= 1
 
 
 def test_an_evaluation_that_hangs_ends_likewise(tmp_path: Path) -> None:
     words = ["train", "tiny", "--run", str(tmp_path / "run"), *FLAGS, "--mesh.data=1"]
     words += ["--train.eval-every=5", "--train.eval-batches=8", "--train.hang-seconds=5"]
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGING.format(module="jaxpar.train.evaluate"), *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 76, ended.stderr
-    said, *stacks = ended.stderr.splitlines()
+    said, stacks = hung(HANGING.format(module="jaxpar.train.evaluate"), words)
     assert said.startswith("jaxpar: error: no batch of the evaluation has finished for ")
-    assert "in sleep_for_ever" in "\n".join(stacks)
+    assert "in sleep_for_ever" in stacks
 
 
 @pytest.mark.parametrize("steps", [6, 1_000_000], ids=["at the end", "before the next"])
@@ -94,18 +91,10 @@ def sleep_for_ever(folder, step, identity):
 module.write_manifest = sleep_for_ever
 main()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 76, ended.stderr
-    said, *stacks = ended.stderr.splitlines()
+    said, stacks = hung(program, words)
     assert said.startswith("jaxpar: error: no save has finished for ")
     assert "(train.hang_seconds=5)" in said
-    assert "in sleep_for_ever" in "\n".join(stacks)
+    assert "in sleep_for_ever" in stacks
     # the step that was not written to its end is none, and the one before is whole
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3]
 

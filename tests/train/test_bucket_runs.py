@@ -104,17 +104,14 @@ def test_a_step_that_an_outage_kept_here_is_sent_at_the_next_save(bucket, monkey
     folder = run_here(bucket.url)
     keep_config(folder, Config())
     checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
-    failed = threading.Event()
 
     def refuse(self: Bucket, file: Path, name: str) -> None:
-        failed.set()
         raise UserError(f"{name} cannot be written (503), and was tried for 300 s")
 
     with monkeypatch.context() as outage:
         outage.setattr(Bucket, "send", refuse)
         checkpoints.save(1, state(1), {})
-        assert failed.wait(30)
-        with pytest.raises(UserError):  # noted; nobody has waited for it yet
+        with pytest.raises(UserError):  # noted; no save has waited for it yet
             checkpoints._sender._step.result(30)
     checkpoints.save(2, state(2), {})
     checkpoints.close()
@@ -128,19 +125,19 @@ def test_a_step_that_cannot_be_sent_twice_ends_the_run(bucket, monkeypatch):
     checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
     tried: list[str] = []
 
-    def refuse(self: Bucket, file: Path, name: str) -> None:
-        tried.append(name)
-        raise UserError(f"{name} cannot be written (503), and was tried for 300 s")
+    def refuse(self: Bucket, files: Any) -> None:
+        tried.append(self.url)
+        raise UserError(f"{self.url} cannot be written (503), and was tried for 300 s")
 
     with monkeypatch.context() as outage:
-        outage.setattr(Bucket, "send", refuse)
+        outage.setattr(Bucket, "send_all", refuse)
         checkpoints.save(1, state(1), {})
         for _ in range(2):
             with pytest.raises(UserError, match="503"):
                 checkpoints.wait()
     with pytest.raises(UserError, match="503"):
         checkpoints.close()
-    assert tried.count("checkpoints/1/manifest.json") <= 2
+    assert len(tried) == 2
 
 
 def test_a_step_that_a_training_beside_removes_meanwhile_is_no_hindrance(bucket, monkeypatch):

@@ -26,7 +26,8 @@ a run in a bucket with the files that it sends; or that of a process, with all t
 
 SLOWEST_BYTES = 1e7
 """The bytes a second that a process writes at the least: 10 MB, a tenth of a slow hard disk."""
-_ORBAX_SECONDS = 1200.0
+ORBAX_SECONDS = 1200.0
+"""How long Orbax waits for a save by default."""
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -121,8 +122,8 @@ def writing_processes(disk: Disk) -> MultiprocessingOptions:
 
 
 def longest_save(state: Any) -> float:
-    """How long a process may take to write its part of a state: as long as Orbax waits by default,
-    and besides what the bytes take at `SLOWEST_BYTES`.
+    """How long a process may take to write its part of a state: `ORBAX_SECONDS`, and besides
+    what the bytes take at `SLOWEST_BYTES`.
 
     Args:
       state: arrays, or ShapeDtypeStructs with shardings.
@@ -130,7 +131,7 @@ def longest_save(state: Any) -> float:
     Returns:
       Seconds.
     """
-    return _ORBAX_SECONDS + held_at_most(state) / SLOWEST_BYTES
+    return ORBAX_SECONDS + held_at_most(state) / SLOWEST_BYTES
 
 
 def held_at_most(state: Any) -> float:

@@ -56,6 +56,7 @@ from jaxpar.train.runs.folder.steps import clear_up, set_aside, steps_in
 from jaxpar.train.runs.folder.val_losses import lowest
 from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
 from jaxpar.train.runs.orbax_options import (
+    ORBAX_SECONDS,
     KeepBest,
     KeepRead,
     Manager,
@@ -79,7 +80,7 @@ class TrainingCheckpoints(Checkpoints):
         say: Callable[[str], None] = warn,
         require_lock: Callable[[], None] = lambda: None,
         own_disk: bool = False,
-        seconds: float = 1200.0,
+        seconds: float = ORBAX_SECONDS,
     ):
         """Open the checkpoints of a run, and clear away what is none.
 
