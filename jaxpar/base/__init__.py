@@ -7,9 +7,10 @@ Plain things come first: `errors` and `console` speak to the user; `arguments`, 
 files, `sealed` gives a text a checksum, `storage` opens URLs, `machine` says what this machine has,
 and `version` which jaxpar this is.
 
-`hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told. `jax_compat` is
-the only place for names of JAX that are not public, and `batch_arrays` names the arrays in which a
-batch has a teacher's answers.
+`hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told, and
+`default_options` asks the compiler at hand what it takes of that. `jax_compat` is the only place
+for names of JAX that are not public, `tested_versions` says which versions CI has seen, and
+`batch_arrays` names the arrays in which a batch has a teacher's answers.
 
 The folders are read after these: `layout` (logical axes, the rules that map them to mesh axes, and
 `Layout`), `config` (the schema of an experiment) and `process` (how JAX starts, and how processes

@@ -7,10 +7,14 @@ the laptop's.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import jax
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import absent_device, compiler_message, kernel_that_failed
 
 
 class CompilationDevice(NamedTuple):
@@ -29,9 +33,27 @@ class CompilationDevice(NamedTuple):
 _ABSENT = jax.make_user_context(None)
 
 
-def compiling_for(device: jax.Device) -> AbstractContextManager[object]:
-    """A context in which functions are traced for this device, which may be absent."""
-    return cast(AbstractContextManager[object], _ABSENT(_device_of(device)))
+@contextmanager
+def compiling_for(device: jax.Device) -> Iterator[None]:
+    """A context in which functions are traced and lowered for this device, which may be absent.
+
+    Raises:
+      UserError: a Pallas kernel does not lower for it.
+    """
+    try:
+        with _ABSENT(_device_of(device)), absent_device(device):
+            yield
+    except UserError:
+        raise
+    except Exception as error:
+        kernel = kernel_that_failed(error)
+        if not kernel:
+            raise
+        said = compiler_message(str(error)) or type(error).__name__
+        raise UserError(
+            f"the kernel {kernel} does not lower for {device.device_kind} with jax "
+            f"{jax.__version__} ({said}): for attention, kernels.attention=chunked needs none"
+        ) from error
 
 
 def device_of_compilation() -> CompilationDevice:

@@ -202,6 +202,11 @@ class TpuCompiler:
     scoped_vmem_kib: int = 0
     """KiB of vector memory (VMEM) that one fusion or kernel may use; 0 = the compiler's own
     default. With more of it matmuls are faster, and compilations take longer."""
+    fuse_all_gathers: bool = False
+    """Whether all-gathers run beside fusions, by an option that the makers of the compiler call
+    unsafe on all chips but some."""
+    sparse_core_all_gathers: bool = False
+    """Whether all-gathers are the work of the chip's SparseCores, beside its TensorCores."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """`choose_order` imposes an order on a step by the means that XLA has, and keeps the fastest.
 
 XLA orders a program by its own estimates. The step is compiled with other settings of the scheduler
-(`jax_compat.ORDERS`), and where the compiler reads a profile, once more in each of them with the
-prices of the rehearsal for one. Every candidate is the whole step, played for the target.
+(`jax_compat.ORDER_SETTINGS`), and where the compiler reads a profile, once more in each of them
+with the prices of the rehearsal for one. Every candidate is the whole step, played for the target.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 import jax
 from rich.console import RenderableType
 
-from jaxpar.base.compiler import option_words
+from jaxpar.base.compiler import option_words, order_options, profile_option
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import Options, order_options, profile_option
+from jaxpar.base.jax_compat import Options
 from jaxpar.base.whole_files import write_whole
 from jaxpar.plan.choose_overlap import Say
 from jaxpar.rehearse.of_config import compile_step, fits

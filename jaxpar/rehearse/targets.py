@@ -15,14 +15,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.experimental import topologies
 
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
-from jaxpar.base.jax_compat import register_gpu_compiler
+from jaxpar.base.jax_compat import find_private, refusal_without, register_gpu_compiler
 from jaxpar.base.layout.mesh import MeshSpec, describe, resolve
 from jaxpar.base.machine import versions
 from jaxpar.base.process.runtime import without_chips
@@ -30,6 +29,7 @@ from jaxpar.base.toml import presets
 
 log = logging.getLogger(__name__)
 Platform = Literal["tpu", "cuda"]
+Topology = Any  # what jax calls a TopologyDescription
 GPUS_PER_NODE = 8
 
 
@@ -95,6 +95,8 @@ class Target:
             jax.config.update("jax_platforms", "cpu")
         if missing := _missing(self.platform):
             raise UserError(f"target {self.name} needs {missing}")
+        if why := refusal_without("topologies"):
+            raise UserError(f"nothing can be compiled for {self.name}: {why}")
         try:
             with without_chips():
                 found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
@@ -295,12 +297,12 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
 # Devices to compile for.
 
 
-def _tpu_topology(target: Target) -> topologies.TopologyDescription:
+def _tpu_topology(target: Target) -> Topology:
     rules = load_chip(target.chip).slices
     options: dict[str, object] = {"chip_config_name": rules.config} if rules.config else {}
     if target.slices > 1:
         options["num_slices"] = target.slices
-    return topologies.get_topology_desc(
+    return find_private("topologies")(
         platform="tpu",
         topology_name=f"{rules.name}:{target.topology}",
         chips_per_host_bounds=target.host_shape,
@@ -309,7 +311,7 @@ def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     )
 
 
-def _gpu_topology(target: Target) -> topologies.TopologyDescription:
+def _gpu_topology(target: Target) -> Topology:
     """Get the compiler's devices from a `stream_executor.GpuTargetConfigProto`, written as text.
 
     The numbers that are written out here are the same for every chip.
@@ -342,8 +344,8 @@ dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 device_description_str: "{hardware.device_kinds[0]}"
 """
 
-    def describe_devices() -> topologies.TopologyDescription:
-        return topologies.get_topology_desc(
+    def describe_devices() -> Topology:
+        return find_private("topologies")(
             topology_name=target.name,
             platform="cuda",
             target_config=config,

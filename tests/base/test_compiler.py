@@ -24,7 +24,13 @@ from jaxpar.base.compiler import (
 from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_chip
-from jaxpar.base.jax_compat import SCOPED_VMEM, TPU_FLAGS, compiler_options, options_of
+from jaxpar.base.jax_compat import (
+    SCOPED_VMEM,
+    TPU_FLAGS,
+    UNSAFE_OPTIONS,
+    options_of,
+    sparse_core_all_gathers,
+)
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.toml import presets, to_toml
 from jaxpar.kernels.attention import libraries
@@ -170,23 +176,45 @@ def test_options_of_a_jitted_function_are_found() -> None:
     assert options_of(jax.jit(jnp.sin).lower(1.0)) == {}
 
 
+def test_an_option_that_another_version_renamed_is_named_as_this_one_has_it() -> None:
+    old = "xla_gpu_enable_pipelined_reduce_scatter=true"
+    new = "xla_gpu_pipeline_reduce_scatter=COLLECTIVE_PIPELINING_MODE_ON"
+    here_it_is, elsewhere = (new, old) if jax.__version_info__ >= (0, 12) else (old, new)
+    assert step_options(here(), [here_it_is])
+    with pytest.raises(UserError, match=f"other versions of XLA call it {here_it_is}$"):
+        step_options(here(), [elsewhere])
+
+
 # The library's own.
 
 
+@needs_libtpu
 @pytest.mark.parametrize("name", TPUS)
-def test_a_tpus_step_gets_the_vector_memory_of_its_chips_file(name: str) -> None:
+def test_a_tpus_step_gets_what_its_chips_file_says(name: str) -> None:
     chip = load_chip(name)
-    mesh = absent("tpu", chip.hardware.device_kinds[0], 4)
-    if kib := chip.tpu_compiler.scoped_vmem_kib:
-        wanted = {SCOPED_VMEM: kib}
-    else:
-        wanted = {}
-    assert step_options(mesh) == compiler_options(mesh) | wanted
-    assert all(option.startswith(TPU_FLAGS) for option in step_options(mesh))
+    target = load_target(f"{name}:{chip.slices.shapes[1]}")
+    mesh = make_mesh(MeshSpec(data=-1), target.devices())
+    found = step_options(mesh)
+    assert found.get(SCOPED_VMEM, 0) == chip.tpu_compiler.scoped_vmem_kib
+    assert all(option.startswith(TPU_FLAGS) for option in found)
+    fused = [name for name in UNSAFE_OPTIONS if name in found]
+    by_sparse_cores = sparse_core_all_gathers().name in found
+    assert by_sparse_cores == (name in ("v5p", "v6e")) == chip.tpu_compiler.sparse_core_all_gathers
+    assert fused == (list(UNSAFE_OPTIONS) if name == "v5e" else []), "unsafe on all chips but v5e"
 
 
 def test_one_gpu_and_a_cpu_get_none() -> None:
     assert step_options(absent("gpu", "NVIDIA H100 80GB HBM3", 1)) == {} == step_options(here(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "warned"), [("TPU v5", True), ("TPU v5 lite", False), ("TPU of nobody", True)]
+)
+def test_a_users_option_that_its_makers_call_unsafe_is_named(kind: str, warned: bool) -> None:
+    notes = option_notes(absent("tpu", kind, 4), [f"{UNSAFE_OPTIONS[0]}=true"])
+    assert bool(notes) == warned
+    assert all("unsafe" in note and UNSAFE_OPTIONS[0] in note for note in notes)
+    assert not option_notes(absent("tpu", kind, 4), [f"{UNSAFE_OPTIONS[0]}=false"])
 
 
 @needs_libtpu

@@ -1,7 +1,7 @@
 """Everything that the library takes of JAX without a public name, as this jax has it: on a new one,
 run this first.
 
-A failure here names what was moved or renamed. Mend `jaxpar/base/jax_compat.py`, and nothing else.
+A failure here names what was moved or renamed. Mend `jaxpar/base/jax_compat`, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 from tiers import needs_libtpu
 
 from jaxpar.base import jax_compat
+from jaxpar.base.compiled_for import compiling_for
+from jaxpar.base.compiler import once_options, program_options
+from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.dispatch import AttentionRequest, choose
+from jaxpar.kernels.masks import Causal
 from jaxpar.rehearse.targets import load_target
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -95,8 +103,8 @@ def test_nobody_else_looks_inside_jax() -> None:
     root = Path(__file__).parents[2]
     private = re.compile(r"jax\._src|\bjaxlib\.\w|import jaxlib|--?xla_")
     files = [file for folder in ("jaxpar", "models") for file in (root / folder).rglob("*.py")]
-    found = [file.name for file in files if private.search(file.read_text(encoding="utf-8"))]
-    assert found == ["jax_compat.py"]
+    found = {file.parent for file in files if private.search(file.read_text(encoding="utf-8"))}
+    assert found == {root / "jaxpar" / "base" / "jax_compat"}
 
 
 # Names of primitives.
@@ -177,17 +185,86 @@ def test_cudnns_attention_is_known_by_name() -> None:
 
 def test_the_cpu_compiler_knows_its_options_and_the_gpus() -> None:
     mesh = make_mesh(MeshSpec(), jax.devices()[:1])
-    options = {**jax_compat.once_options(mesh), jax_compat.NO_CUDA_GRAPHS: ""}
+    options = {**once_options(mesh), jax_compat.NO_CUDA_GRAPHS: ""}
     assert len(options) == 2
     jax.jit(jnp.sin, compiler_options=options).lower(X).compile()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_nobody"):
         jax.jit(jnp.sin, compiler_options={"xla_of_nobody": "1"}).lower(X).compile()
 
 
+@pytest.mark.parametrize("what", jax_compat.PRIVATE)
+def test_what_a_version_may_take_away_is_there_or_a_line_says_what_that_costs(what: str) -> None:
+    """A failure of this alone breaks no run, but a part of the library is gone: look for its new
+    name."""
+    assert not jax_compat.refusal_without(what)
+    assert not [line for line in jax_compat.missing() if jax_compat.PRIVATE[what].path in line]
+
+
+@pytest.fixture
+def taken_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Takes one of `PRIVATE` away, as a version of jax would."""
+
+    def take(what: str) -> None:
+        of = jax_compat.PRIVATE[what]
+        gone = of._replace(module=of.module.replace("jax.", "jax.gone_", 1))
+        monkeypatch.setitem(jax_compat.PRIVATE, what, gone)
+
+    return take
+
+
+def test_nothing_ends_in_a_traceback_where_jax_has_taken_a_module_away(
+    taken_away: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    for what in jax_compat.PRIVATE:
+        taken_away(what)
+    assert jax_compat.cudnn_version() == 0
+    assert jax_compat.coordination_client() is None
+    assert len(jax_compat.missing()) == len(jax_compat.PRIVATE)
+    assert "cuDNN counts as not installed" in caplog.text
+    with pytest.raises(UserError, match=r"memory.optimizer=host: jax .* has no .*compute_on"):
+        jax_compat.compute_in_host_memory(jnp.sin, X)
+    with pytest.raises(UserError, match=r"for v5e-4: jax .* has no .*topologies"):
+        load_target("v5e-4").devices()
+
+
+@pytest.mark.parametrize(
+    ("platform", "gone"), [("gpu", "pallas_gpu"), ("tpu", "pallas_tpu"), ("tpu", "splash")]
+)
+def test_attention_takes_others_where_jax_has_no_kernels_any_more(
+    platform: str, gone: str, taken_away: Callable[[str], None]
+) -> None:
+    q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.float32)
+    request = AttentionRequest(q, q, Causal(), Call(), with_lse=gone != "splash", capability="9.0")
+    assert choose(request, platform)[0] == gone
+    taken_away(gone)
+    name, why = choose(request, platform)
+    assert name in ("pallas_tpu", "chunked")
+    assert re.search(rf"{gone}: jax .* has no jax.gone_experimental.pallas", why)
+
+
+def test_a_kernel_that_does_not_lower_is_a_line() -> None:
+    """Of a primitive that no lowering of Pallas has; nothing is compiled."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = jnp.sort(x_ref[...])
+
+    device = jax.devices()[0]
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    sort = pl.pallas_call(kernel, out_shape=shape, compiler_params=pltpu.CompilerParams())
+    with (
+        pytest.raises(UserError, match=r"^the kernel kernel does not lower for .* with jax ") as of,
+        compiling_for(device),
+    ):
+        jax.jit(sort).trace(shape).lower(lowering_platforms=("tpu",))
+    assert "sort" in str(of.value) and "\n" not in str(of.value)
+    with pytest.raises(ZeroDivisionError), compiling_for(device):
+        jax.jit(lambda x: x / (1 // 0)).trace(shape)
+
+
 @needs_libtpu
 def test_the_tpu_compiler_knows_its_options() -> None:
     mesh = make_mesh(MeshSpec(fsdp=4), load_target("v5e-4").devices())
-    options = jax_compat.compiler_options(mesh)
+    options = program_options(mesh)
     assert len(options) > 5
     x = jax.ShapeDtypeStruct(
         (8, 8),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tiers import needs_cuda, needs_libtpu, some
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.errors import UserError
 from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
@@ -21,16 +22,6 @@ from jaxpar.kernels.block_sparse import tpu, triton
 from jaxpar.kernels.block_sparse.blocks import cut_into_tiles
 from jaxpar.kernels.masks import BlockSparse, Causal, Window
 from jaxpar.rehearse.targets import load_target
-
-pytestmark = pytest.mark.quick
-
-# jax 0.12 lowers to Triton for a GPU that is here only.
-lowers_without_gpu = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason=f"jax {jax.__version__}, no GPU"
-)
-deprecated = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 
 UNIT = 8
 """The sides of tiles of the TPU's kernels where they are interpreted."""
@@ -228,6 +219,15 @@ def test_a_kernel_that_cannot_serve_is_said(caplog: pytest.LogCaptureFixture) ->
     assert "plain XLA on the whole matrix (pallas_gpu: blocks of 1 x 1 are no" in caplog.text
 
 
+@needs_cuda
+def test_a_gpu_older_than_the_kernels_is_served_by_xla(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (device,) = load_target("t4x1").devices()
+    with compiling_for(device):
+        jax.eval_shape(lambda x, weight: block_sparse.matmul(x, weight, MAP), X, WEIGHT)
+    assert "plain XLA on the whole matrix (pallas_gpu: compute capability 7.5" in caplog.text
+
+
 # Compiled, for chips that are not here.
 
 
@@ -257,7 +257,9 @@ def kernels_of(target: str, block: int, traced: bool, dtype: str = "bfloat16") -
     platform = "tpu" if device.platform == "tpu" else "gpu"
     lowering = ("tpu",) if platform == "tpu" else ("cuda",)
     given = array(ROWS, WIDTH), array(WIDTH, HEIGHT), array(M, N, dtype="bool")
-    compiled = jax.jit(step).trace(*given).lower(lowering_platforms=lowering).compile()
+    with compiling_for(device):
+        lowered = jax.jit(step).trace(*given).lower(lowering_platforms=lowering)
+    compiled = lowered.compile()
     program = read_program(compiled.as_text())
     return [task for task, _ in walk(program.nodes) if task.kind == "kernel"]
 
@@ -282,8 +284,6 @@ def test_it_compiles_for_an_absent_tpu_in_float32() -> None:
 
 
 @needs_cuda
-@lowers_without_gpu
-@deprecated
 @pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
 @pytest.mark.parametrize("target", ["a100x1", "h100x1"])
 def test_it_compiles_for_an_absent_gpu(target: str, traced: bool) -> None:

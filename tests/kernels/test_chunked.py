@@ -17,8 +17,6 @@ from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Call, merge
 from jaxpar.kernels.masks import EMPTY, Causal, Full, Tiles, tile_states
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

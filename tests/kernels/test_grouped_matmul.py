@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxpar.kernels.grouped_matmul import (
     expert_order,
@@ -11,8 +10,6 @@ from jaxpar.kernels.grouped_matmul import (
     grouped_weight_gradient,
     inverse,
 )
-
-pytestmark = pytest.mark.quick
 
 # Of two buffers of four rows for three experts; the second expert has none, three rows are empty.
 COUNTS = jnp.asarray(

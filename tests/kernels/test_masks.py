@@ -36,8 +36,6 @@ from jaxpar.kernels.masks import (
     tile_states,
 )
 
-pytestmark = pytest.mark.quick
-
 small = st.integers(-9, 9)
 sizes = st.integers(1, 5)
 

@@ -13,8 +13,6 @@ from tiers import some
 
 from jaxpar.kernels.attention.call import Call, reference
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize(
     "case",

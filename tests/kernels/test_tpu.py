@@ -44,8 +44,6 @@ from jaxpar.kernels.masks import (
 )
 from jaxpar.rehearse.targets import load_target
 
-pytestmark = pytest.mark.quick
-
 TILE = 16
 forward = partial(tpu.forward, tile=TILE)
 backward = partial(tpu.backward, tile=TILE)

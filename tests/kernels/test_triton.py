@@ -22,6 +22,7 @@ import pytest
 from attention_cases import KERNEL_CASES, SIZES, Case, answer, assert_right, inputs, of_pair
 from tiers import needs_cuda, some
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.hardware import CHIPS, load_chip
 from jaxpar.base.toml import presets
 from jaxpar.kernels.attention import dispatch, triton, triton_kernels
@@ -40,17 +41,6 @@ from jaxpar.kernels.masks import (
     tile_states,
 )
 from jaxpar.rehearse.targets import load_target
-
-# jax 0.12 lowers to Triton for a GPU that is here, or for the AbstractDevice of a mesh in context,
-# which ours is not.
-lowers_without_gpu = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason=f"jax {jax.__version__}, no GPU"
-)
-
-# jax 0.12 says so where a kernel is lowered.
-deprecated = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 
 SMALL = TileSizes(
     Tile(16, 32),
@@ -150,7 +140,6 @@ def test_outputs_and_gradients_may_have_another_dtype() -> None:
     np.testing.assert_allclose(found.out, exact, atol=2**-7)
 
 
-@pytest.mark.quick
 def test_the_scale_may_be_another() -> None:
     given = inputs(Case("causal", S=32, T=32))
     ours = forward(
@@ -278,7 +267,6 @@ def test_full_tiles_take_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.all(np.asarray(out[:, :16]) == 0), "on the diagonal all is partial"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [("float32", "HIGHEST"), ("bfloat16", "None")],
@@ -311,7 +299,6 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 # What it refuses, and the tiles it takes.
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("h", "dtype", "mask", "why"),
     [
@@ -344,7 +331,6 @@ def test_refusals(h: int, dtype: str, mask: Mask, why: str) -> None:
     assert found.startswith(why) and bool(found) == bool(why)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("capability", "why"),
     [("7.5", "compute capability 7.5 is below 8.0"), ("8.9", ""), ("10.0", "")],
@@ -370,7 +356,6 @@ def test_gpus_before_ampere_are_refused(
     assert dispatch.refusal("pallas_gpu", request._replace(capability=""), "gpu") == why
 
 
-@pytest.mark.quick
 def test_tiles_divide_the_blocks_of_a_mask_and_are_no_longer_than_the_sequence() -> None:
     def fitted(
         S: int,
@@ -409,7 +394,6 @@ def test_tiles_divide_the_blocks_of_a_mask_and_are_no_longer_than_the_sequence()
         fitted(4096, 4096, bigbird(4096), Call(q_start=8))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_chip_and_head_dim_has_tiles(dtype: str) -> None:
     for chip in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "cpu"):
@@ -423,7 +407,6 @@ def test_every_chip_and_head_dim_has_tiles(dtype: str) -> None:
     assert tile_sizes_here(64, "bfloat16") == tile_sizes_for(64, "bfloat16", "an unknown chip")
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "kind, like",
     [
@@ -447,7 +430,6 @@ def test_a_gpu_takes_the_tiles_of_the_chip_file_that_names_it(
     assert not caplog.records
 
 
-@pytest.mark.quick
 def test_a_gpu_that_no_chip_file_names_takes_small_tiles_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -458,7 +440,6 @@ def test_a_gpu_that_no_chip_file_names_takes_small_tiles_and_the_log_says_so(
     assert record.message.startswith("attention on NVIDIA R100: no file of meshes/chips names")
 
 
-@pytest.mark.quick
 def test_no_two_chip_files_name_the_same_gpu() -> None:
     named = [gpu for name in presets(CHIPS) for gpu in load_chip(name).attention.gpus]
     assert len(named) == len(set(named))
@@ -500,12 +481,11 @@ def _traced(
     arrays = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), inputs(case)
     )
-    return jax.jit(run).trace(arrays)
+    with compiling_for(device or load_target("h100x1").devices()[0]):
+        return jax.jit(run).trace(arrays)
 
 
 @needs_cuda
-@lowers_without_gpu
-@deprecated
 @pytest.mark.parametrize(
     "case",
     some([*KERNEL_CASES, *SIZES], 12, pytest.mark.long),
@@ -522,8 +502,6 @@ def test_everything_has_a_form_in_triton(case: Case) -> None:
 
 
 @needs_cuda
-@lowers_without_gpu
-@deprecated
 @pytest.mark.long
 @pytest.mark.parametrize("case", [*KERNEL_CASES, *SIZES], ids=str)
 def test_everything_compiles(case: Case) -> None:
@@ -538,8 +516,6 @@ def test_everything_compiles(case: Case) -> None:
 
 
 @needs_cuda
-@lowers_without_gpu
-@deprecated
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["encoder_documents", "both_ways"])
 def test_an_encoder_s_masks_compile_for_an_absent_gpu(mask: str) -> None:
@@ -593,13 +569,12 @@ def compiled_for(
     k = array(1, S, 2, h)
     delta = array(1, 8, S, dtype=jnp.float32)
     ids = array(1, S, dtype=jnp.int32)
-    lowered = jax.jit(run).trace(q, k, k, q, delta, ids).lower(lowering_platforms=("cuda",))
+    with compiling_for(device):
+        lowered = jax.jit(run).trace(q, k, k, q, delta, ids).lower(lowering_platforms=("cuda",))
     return lowered.compile({"xla_dump_to": dump} if dump else None)
 
 
 @needs_cuda
-@lowers_without_gpu
-@deprecated
 @pytest.mark.long
 @pytest.mark.parametrize("mask", GPU_MASKS)
 @pytest.mark.parametrize("h", [64, 128])
@@ -656,8 +631,6 @@ def _registers(chip: str, folder: Path) -> dict[str, str]:
 
 
 @needs_cuda
-@lowers_without_gpu
-@deprecated
 @pytest.mark.long
 @pytest.mark.parametrize("mask", GPU_MASKS)
 @pytest.mark.parametrize("chip", ["h100", "a100"])

@@ -23,8 +23,6 @@ from jaxpar.kernels.masks import (
     tile_states,
 )
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["of_queries", "of_keys"])
 @pytest.mark.parametrize(

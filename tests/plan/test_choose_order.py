@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiers import needs_cuda
 
-from jaxpar.base import jax_compat
+from jaxpar.base.compiler import order_options
 from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import SCHEDULER_PROFILE, Options
@@ -22,11 +22,9 @@ from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
 
-quick = pytest.mark.quick
 TARGET = load_target("h100x8")
 
 
-@quick
 def test_a_profile_has_a_line_for_each_instruction() -> None:
     dot = Task("dot.1", "dot", "matmul")
     program = Program("test", (Loop("while", 3, (dot,)), Task("copy.2", "copy", "copy"), dot))
@@ -50,7 +48,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, bool]]:
         return TriedOrder(name, formed, None, seconds, 0.0, fits, f"prices of {name}")  # type: ignore[arg-type]
 
     settings: dict[str, Options] = {
-        "late": {"xla_gpu_enable_pipelined_all_gather": True},
+        "late": {"xla_gpu_enable_nccl_user_buffers": True},
         "early": {"xla_gpu_enable_while_loop_double_buffering": False},
     }
     monkeypatch.setattr(subject, "_try", fake)
@@ -61,11 +59,10 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, bool]]:
 
 @pytest.fixture(scope="module")
 def experiment() -> Experiment:
-    small = {"model.layers": 1, "compiler.options": ["xla_gpu_enable_pipelined_all_gather=false"]}
+    small = {"model.layers": 1, "compiler.options": ["xla_gpu_enable_nccl_user_buffers=false"]}
     return make_experiment(override(load_config("tiny"), small))
 
 
-@quick
 def test_the_fastest_that_fits_is_kept_with_its_profile(
     tries: dict[str, tuple[float, bool]], experiment: Experiment, tmp_path: Path
 ) -> None:
@@ -76,7 +73,7 @@ def test_the_fastest_that_fits_is_kept_with_its_profile(
     assert (best.name, best.profile) == ("late, priced", "prices of late")
     assert file.read_text(encoding="utf-8") == "prices of late"
     assert best.experiment.config.compiler.options == (
-        "xla_gpu_enable_pipelined_all_gather=true",
+        "xla_gpu_enable_nccl_user_buffers=true",
         f"{SCHEDULER_PROFILE}={file}",
     )
     assert [one.name for one in others] == ["late", AS_IT_IS, "early"]
@@ -84,7 +81,6 @@ def test_the_fastest_that_fits_is_kept_with_its_profile(
     assert str(file) in str(order_parts([best, *others])[-1])
 
 
-@quick
 def test_where_nothing_is_faster_nothing_is_written(
     tries: dict[str, tuple[float, bool]], experiment: Experiment, tmp_path: Path
 ) -> None:
@@ -96,7 +92,6 @@ def test_where_nothing_is_faster_nothing_is_written(
     assert order_parts(tried)[-1] == "no order was faster"
 
 
-@quick
 def test_what_cannot_be_ordered_is_refused(experiment: Experiment, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"order\.txt -> \.pbtxt"):
         choose_order(experiment, TARGET, tmp_path / "order.txt")
@@ -104,7 +99,6 @@ def test_what_cannot_be_ordered_is_refused(experiment: Experiment, tmp_path: Pat
         choose_order(experiment, TARGET, tmp_path / "order.pbtxt")  # the devices are CPUs
 
 
-@quick
 def test_a_profile_that_is_not_there_is_refused(experiment: Experiment) -> None:
     with pytest.raises(UserError, match=r"there is no file gone\.pbtxt"):
         subject._with_options(experiment, {SCHEDULER_PROFILE: "gone.pbtxt"})
@@ -127,7 +121,7 @@ def test_the_gpu_compiler_takes_every_order_and_goes_by_the_prices(tmp_path: Pat
     said: list[str] = []
     tried = choose_order(experiment, TARGET, tmp_path / "order.pbtxt", said.append)
     assert not [line for line in said if "refused" in line]
-    assert len(tried) == 2 * (1 + len(jax_compat.order_options(experiment.plan.mesh)))
+    assert len(tried) == 2 * (1 + len(order_options(experiment.plan.mesh)))
     seconds = {one.name: one.seconds for one in tried}
     assert seconds[tried[0].name] <= seconds[AS_IT_IS]
     assert len({one.program.as_text() for one in tried}) > 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import jax
 import pytest
 from tiers import needs_cuda, needs_libtpu
 
@@ -58,7 +57,5 @@ def test_a_step_for_an_absent_tpu_skips_blocks(pattern: str) -> None:
 
 
 @needs_cuda
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason=f"jax {jax.__version__}, no GPU")
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_step_for_an_absent_gpu_skips_blocks() -> None:
     assert_skips("h100x1", "largest")

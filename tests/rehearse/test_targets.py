@@ -13,14 +13,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import MARKS, needs_cuda, needs_libtpu, some
 
-from jaxpar.base import jax_compat
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, has_bfloat16, load_mesh_preset
+from jaxpar.base.jax_compat import private
 from jaxpar.base.layout.mesh import DcnSpec, MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.sharding import Layout, ShardingRules
 from jaxpar.base.process import runtime
@@ -202,7 +203,7 @@ def test_a_compiler_that_does_not_start_is_an_error_of_one_line(monkeypatch):
         raise RuntimeError("INVALID_ARGUMENT: no such thing\nand more")
 
     monkeypatch.setattr(targets, "_missing", lambda platform: "")
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     with pytest.raises(
         UserError, match=r"compiler for v5p-64 does not start \(INVALID_ARGUMENT: no such thing\)"
     ):
@@ -344,9 +345,9 @@ def test_a_plugin_that_was_left_out_is_loaded_for_its_compiler_alone(monkeypatch
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     monkeypatch.setattr(runtime, "_device_files", lambda platform: True)
     monkeypatch.setattr(targets, "_missing", lambda platform: "")
-    monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
-    monkeypatch.setattr(jax_compat, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, jax_compat._CUDA_PLUGINS[0], plugin)
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(private, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, private._CUDA_PLUGINS[0], plugin)
     with pytest.raises(UserError, match=r"topology not implemented for cuda.*JAX_PLATFORMS=cpu"):
         load_target("h100x8").devices()
     assert checks == ["1"], "the plugin would look for libraries that only running needs"

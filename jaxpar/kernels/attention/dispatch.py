@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from jaxpar.base.arguments import require_number
 from jaxpar.base.compiled_for import device_of_compilation
 from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import refusal_without
 from jaxpar.kernels.attention import chunked, libraries
 from jaxpar.kernels.attention.call import Arrays, Call, Unserved, reference
 from jaxpar.kernels.masks import Mask, require_mask, segments_in
@@ -200,13 +201,15 @@ def refusal(name: str, request: AttentionRequest, platform: str) -> str:
         return request.cut
     if request.dropping:
         return "dropout of attention weights"
-    if name in _KERNELS["gpu"] and platform == "gpu" and (why := _too_old(request.capability)):
+    if name in _KERNELS["gpu"] and platform == "gpu" and (why := too_old(request.capability)):
         return why
     if name in LIBRARIES and request.with_lse:
         return "no log-sum-exp that has a gradient"
     if name in PAIRS:
         if platform != ("tpu" if name == "pallas_tpu" else "gpu"):
             return f"on {platform}"
+        if why := refusal_without(name):
+            return why
         return pair(name).refusal(
             request.q.shape, request.k.shape, request.q.dtype, request.mask, request.call
         )
@@ -220,9 +223,12 @@ def refusal(name: str, request: AttentionRequest, platform: str) -> str:
     )
 
 
-def _too_old(capability: str) -> str:
+def too_old(capability: str = "") -> str:
     """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it
     may have them.
+
+    Args:
+      capability: its compute capability, `9.0`; empty = that of the device that is compiled for.
     """
     capability = capability or device_of_compilation().capability
     old = re.fullmatch(r"[1-7]\.\d", capability)

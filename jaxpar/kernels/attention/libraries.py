@@ -14,15 +14,11 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash_kernel,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array
 
 from jaxpar.base.compiler import repeats_to_the_bit
 from jaxpar.base.hardware import LANES
-from jaxpar.base.jax_compat import cudnn_version
+from jaxpar.base.jax_compat import cudnn_version, refusal_without, splash_attention
 from jaxpar.kernels.attention.call import Arrays, Call
 from jaxpar.kernels.masks import (
     EMPTY,
@@ -97,9 +93,11 @@ def refusal(
         ],
     }
     why = next((why for applies, why in reasons[name] if applies), "")
-    if not why and name == "cudnn" and not has_cudnn():
-        return _NO_CUDNN
-    return why
+    if why:
+        return why
+    if name == "splash":
+        return refusal_without("splash")
+    return "" if has_cudnn() else _NO_CUDNN
 
 
 def stand_in_scope(name: str, why: str) -> contextlib.AbstractContextManager[object]:
@@ -152,6 +150,7 @@ def splash(
     """The output, computed by jax's own Pallas kernel for TPUs, on local arrays only: the compiler
     cannot split it.
     """
+    splash_kernel, splash_mask = splash_attention()
     band = _band_of(mask)
     (S, H) = q_BSHh.shape[1:3]
     T = k_BTKh.shape[1]
@@ -171,7 +170,7 @@ def splash(
     )
     first = _first_query(call)
     assert first is not None
-    one: splash_mask.Mask = splash_mask.FullMask((S, T))
+    one = splash_mask.FullMask((S, T))
     if (band.left, band.right) == (None, 0):
         one = splash_mask.CausalMask((S, T), first)
     elif (band.left, band.right) != (None, None):

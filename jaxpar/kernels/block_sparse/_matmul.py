@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.base.compiled_for import device_of_compilation
 from jaxpar.base.errors import UserError, short
-from jaxpar.kernels.attention.dispatch import say_once
+from jaxpar.base.jax_compat import refusal_without
+from jaxpar.kernels.attention.dispatch import say_once, too_old
 from jaxpar.kernels.block_sparse.blocks import Blocks, block_size
 from jaxpar.kernels.masks import FULL, PARTIAL, BlockSparse, Mask, Tiles, require_mask, tile_states
 
@@ -205,6 +206,10 @@ def _refusal(how: _How, weight_IO: Array, blocks_MN: Blocks, platform: str) -> s
         return f"on {platform}"
     if weight_IO.dtype not in (jnp.float32, jnp.bfloat16):
         return f"{weight_IO.dtype} is neither float32 nor bfloat16"
+    if why := refusal_without(how.name):
+        return why
+    if platform == "gpu" and not how.interpret and (why := too_old()):
+        return why
     return how.module.refusal(blocks_MN, weight_IO.shape)
 
 

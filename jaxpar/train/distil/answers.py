@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, MemoryConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.errors import UserError
@@ -133,6 +134,8 @@ def compile_answers(
         out_shardings=plan.sharding(TOKENS),
         compiler_options=step_options(plan.mesh, config.compiler.options),
     )
-    compiled = program.lower(experiment.state.params, answered_shapes(experiment)).compile()
+    with compiling_for(plan.mesh.devices.flat[0]):
+        lowered = program.lower(experiment.state.params, answered_shapes(experiment))
+    compiled = lowered.compile()
     require_order(compiled, experiment.devices)
     return compiled

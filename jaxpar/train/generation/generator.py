@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding
 from jax.stages import Compiled
 from jaxtyping import Array
 
+from jaxpar.base.compiled_for import compiling_for
+from jaxpar.base.compiler import program_options
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.layout.fit_heads import fit_rules
 from jaxpar.base.layout.plan import Overlap, Plan, is_matrix
 from jaxpar.base.layout.sharding import Axes, replicated_sharding
@@ -252,16 +253,15 @@ class Generator:
                 caches = NamedSharding(self.plan.mesh, cache_spec(self.plan))
                 shardings: Any = dict.fromkeys(DecodeState._fields, whole) | {"caches": caches}
                 places = DecodeState(**shardings)
-            program = (
-                jax.jit(
-                    partial(function, self.model, self.plan, *known),
-                    out_shardings=places,
-                    donate_argnums=(1,) if function is decode_programs.decode else (),
-                    compiler_options=compiler_options(self.plan.mesh),
-                )
-                .lower(*args)
-                .compile()
+            jitted = jax.jit(
+                partial(function, self.model, self.plan, *known),
+                out_shardings=places,
+                donate_argnums=(1,) if function is decode_programs.decode else (),
+                compiler_options=program_options(self.plan.mesh),
             )
+            with compiling_for(self.plan.mesh.devices.flat[0]):
+                lowered = jitted.lower(*args)
+            program = lowered.compile()
             require_order(program, self.plan.mesh.devices.flat)
             self._programs[key] = program
         return self._programs[key]

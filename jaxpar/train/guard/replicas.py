@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.jax_compat import once_options
+from jaxpar.base.compiler import once_options
 from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.experiment import Experiment

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 from jax.stages import Compiled
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console
 from jaxpar.base.process.machine_notice import MachineNotice
@@ -315,7 +316,9 @@ def _compile(experiment: Experiment) -> tuple[Compiled, str]:
     began = time.perf_counter()
     model = experiment.model
     step = make_train_step(model, experiment.config, experiment.plan, experiment.optimizer)
-    compiled = step.lower(experiment.state, experiment.batch).compile()
+    with compiling_for(experiment.devices[0]):
+        lowered = step.lower(experiment.state, experiment.batch)
+    compiled = lowered.compile()
     require_order(compiled, experiment.devices)
     used = ""
     if memory := compiled.memory_analysis():

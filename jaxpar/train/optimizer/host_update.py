@@ -163,8 +163,8 @@ def _first_that_mixes(jaxpr: ClosedJaxpr) -> str:
                 return found
             continue
         name = equation.primitive.name
-        taken = {v.aval.shape for v in equation.invars if math.prod(v.aval.shape) > 1}
-        given = {v.aval.shape for v in equation.outvars}
+        taken = {shape for shape in map(_shape, equation.invars) if math.prod(shape) > 1}
+        given = set(map(_shape, equation.outvars))
         makes_arrays = any(math.prod(shape) > 1 for shape in given)
         if taken:
             mixes = name in MIXES_ENTRIES or taken != given
@@ -173,6 +173,11 @@ def _first_that_mixes(jaxpr: ClosedJaxpr) -> str:
         if mixes:
             return name
     return ""
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of what an equation reads or makes, whose type has none for tokens and the like."""
+    return getattr(value.aval, "shape", ())
 
 
 def _state_specs(optimizer: Optimizer, params: Params, axes: Params, plan: Plan) -> PyTree:

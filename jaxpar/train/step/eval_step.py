@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.stages import Compiled, Wrapped
 
+from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import Option
@@ -70,7 +71,9 @@ def compile_eval_step(model: AnyModel, config: Config, plan: Plan) -> Compiled:
     batch = batch_shapes(config, plan, teacher=False)
     options = step_options(plan.mesh, config.compiler.options)
     step = make_eval_step(model, plan, config.train.accumulation, options)
-    compiled = step.lower(state.params, batch).compile()
+    with compiling_for(plan.mesh.devices.flat[0]):
+        lowered = step.lower(state.params, batch)
+    compiled = lowered.compile()
     require_order(compiled, plan.mesh.devices.flat)
     return compiled
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.base.compiler import once_options
 from jaxpar.base.config import Config
-from jaxpar.base.jax_compat import once_options
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.models import AnyModel, Params

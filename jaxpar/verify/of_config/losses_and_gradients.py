@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.batch_arrays import TEACHER_HIDDEN
-from jaxpar.base.compiler import step_options
+from jaxpar.base.compiled_for import compiling_for
+from jaxpar.base.compiler import once_options, step_options
 from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
@@ -156,7 +157,7 @@ def one_device(
         return sums.loss + weights.balance_loss * balance + weights.router_z_loss * z, sums.tokens
 
     value_and_grad = jax.jit(
-        jax.value_and_grad(loss, has_aux=True), compiler_options=fast_compile(case.devices)
+        jax.value_and_grad(loss, has_aux=True), compiler_options=once_options(plan.mesh, 0)
     )
 
     def run(params: Params, batch: Rows) -> Answer:
@@ -251,7 +252,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         run,
         in_shardings=(stored, batch_sharding),
         out_shardings=(replicated_sharding(plan), shardings),
-        compiler_options=fast_compile(case.devices)
+        compiler_options=once_options(plan.mesh, 0)
         | step_options(plan.mesh, case.config.compiler.options),
     )
     layers = case.model.config.layers
@@ -265,7 +266,9 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         params = params | {"blocks": blocks}
     given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
-        compiled = jitted.lower(*given).compile()
+        with compiling_for(case.devices[0]):
+            lowered = jitted.lower(*given)
+        compiled = lowered.compile()
         require_order(compiled, case.devices)
         sums, grads = compiled(*given)
     answer = answer_of(sums.loss, grads)
@@ -286,15 +289,6 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
 def is_stacked(name: str) -> bool:
     """Whether the first dim of a parameter counts layers."""
     return name.startswith("blocks.")
-
-
-def fast_compile(devices: list[jax.Device]) -> dict[str, int]:
-    """Return options that halve compile time on CPU: the collectives stay the same, machine code is
-    not tuned.
-    """
-    if devices[0].platform == "cpu":
-        return {"xla_backend_optimization_level": 0}
-    return {}
 
 
 def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.base.compiler import once_options
 from jaxpar.base.config import PrecisionConfig
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.sharding import path_name
@@ -28,7 +29,6 @@ from jaxpar.train.step import gradient_axes, init_state
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.losses_and_gradients import (
     Case,
-    fast_compile,
     is_stacked,
     parameter_order,
 )
@@ -130,7 +130,7 @@ def _moved(
         return jax.tree.map(lambda new, old: on_device(new) - old, params, before)
 
     places = model.trained(plan.sharding(model.axes, model.shapes(order)))
-    run = jax.jit(steps, out_shardings=places, compiler_options=fast_compile(case.devices))
+    run = jax.jit(steps, out_shardings=places, compiler_options=once_options(plan.mesh, 0))
     moved = run(model.trained(state.params), state.opt_state, grads)
     back = partial(reorder_layers, before=order, after=None, layers=layers)
     found = {}

@@ -1,0 +1,113 @@
+"""What the library uses of JAX and XLA that is not public, and that a new version may move, rename
+or take away.
+
+Here alone stand private imports (`private`), names of primitives (`primitives`), the options of
+the compilers (`options`) and what compilers and runtimes say (`messages`). All was seen on jax
+0.10.2 and on 0.12.0.1; `base/tested_versions.py` has the other packages of both. What a version
+has taken away is no traceback: there is a fallback, and a line of the log says what is missing and
+what that costs. On another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
+"""
+
+from jaxpar.base.jax_compat.messages import (
+    compiler_message,
+    is_unknown_option,
+    kernel_memory_message,
+    option_message,
+    says_peer_is_lost,
+)
+from jaxpar.base.jax_compat.options import (
+    DEFAULT_OPTIONS,
+    KNOWN_OPTIONS,
+    NO_CUDA_GRAPHS,
+    ORDER_SETTINGS,
+    SCHEDULER_PROFILE,
+    SCOPED_VMEM,
+    TPU_FLAGS,
+    UNSAFE_OPTIONS,
+    DefaultOption,
+    Option,
+    Options,
+    fuse_all_gathers,
+    less_tuned,
+    no_profile,
+    scoped_vmem,
+    sparse_core_all_gathers,
+    without_fusion,
+)
+from jaxpar.base.jax_compat.primitives import (
+    COLLECTIVES,
+    COND,
+    CUDNN_ATTENTION,
+    MIXES_ENTRIES,
+    NAME,
+    SCAN,
+    SHARD_MAP,
+    STILL,
+    WHILE,
+    ClosedJaxpr,
+    called_function,
+    run_equation,
+)
+from jaxpar.base.jax_compat.private import (
+    PRIVATE,
+    absent_device,
+    compute_in_host_memory,
+    coordination_client,
+    cudnn_version,
+    find_private,
+    kernel_that_failed,
+    missing,
+    options_of,
+    refusal_without,
+    register_gpu_compiler,
+    splash_attention,
+)
+
+__all__ = [
+    "COLLECTIVES",
+    "COND",
+    "CUDNN_ATTENTION",
+    "DEFAULT_OPTIONS",
+    "KNOWN_OPTIONS",
+    "MIXES_ENTRIES",
+    "NAME",
+    "NO_CUDA_GRAPHS",
+    "ORDER_SETTINGS",
+    "PRIVATE",
+    "SCAN",
+    "SCHEDULER_PROFILE",
+    "SCOPED_VMEM",
+    "SHARD_MAP",
+    "STILL",
+    "TPU_FLAGS",
+    "UNSAFE_OPTIONS",
+    "WHILE",
+    "ClosedJaxpr",
+    "DefaultOption",
+    "Option",
+    "Options",
+    "absent_device",
+    "called_function",
+    "compiler_message",
+    "compute_in_host_memory",
+    "coordination_client",
+    "cudnn_version",
+    "find_private",
+    "fuse_all_gathers",
+    "is_unknown_option",
+    "kernel_memory_message",
+    "kernel_that_failed",
+    "less_tuned",
+    "missing",
+    "no_profile",
+    "option_message",
+    "options_of",
+    "refusal_without",
+    "register_gpu_compiler",
+    "run_equation",
+    "says_peer_is_lost",
+    "scoped_vmem",
+    "sparse_core_all_gathers",
+    "splash_attention",
+    "without_fusion",
+]
