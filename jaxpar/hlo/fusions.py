@@ -44,6 +44,32 @@ def operations(program: Program) -> Operations:
     )
 
 
+_OF_ANY_ONE = opcodes.FREE | opcodes.words("broadcast iota copy dynamic-update-slice")
+"""What stands beside a single operation in a fusion that joins nothing: how its operands come to
+it, and where its result goes."""
+
+
+def joining_fusions(text: str) -> int:
+    """Count the fusions of a program that join several operations. Compilers also wrap a single one
+    into a fusion of its own, to make a kernel of it.
+
+    Args:
+      text: the text of the module.
+
+    Returns:
+      How many there are; those inside of loops count once.
+    """
+    module = parse_module(text)
+    found = 0
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode != "fusion":
+                continue
+            inside = module.computations[instruction.called[0]].instructions.values()
+            found += sum(one.opcode not in _OF_ANY_ONE for one in inside) > 1
+    return found
+
+
 def operations_opened(text: str, program: Program) -> Operations:
     """Count the tasks of a program as if each operation in a fusion were a task of its own, which
     reads its operands from device memory and writes its result there.

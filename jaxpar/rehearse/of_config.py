@@ -16,7 +16,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
-from jaxpar.hlo.fusions import operations
+from jaxpar.hlo.fusions import joining_fusions, operations
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.rehearse.compiled import Compiled, compile_for
 from jaxpar.rehearse.graph.report import edges_of, fused_row
@@ -141,6 +141,8 @@ def unfused(
     say("once more without XLA's fusion passes")
     bare = with_config(experiment, replace(config, compiler=compiler), target.devices())
     compiled = compile_step(bare, target, say).compiled
+    if left := joining_fusions(compiled.text):
+        say(f"{left} fusions of several operations are left in it: XLA makes them elsewhere too")
     priced = read_and_price(compiled.text, compiled.mesh, target)
     seconds = replay(priced.program, priced.costs).seconds
     edges = edges_of(unrolled(priced.program, priced.costs))
