@@ -1,16 +1,22 @@
-"""The commands that measure the training step and generation beside PyTorch."""
+"""The commands that measure the training step and generation beside PyTorch, and rehearse the
+presets.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from jaxpar.base.console import console
+from jaxpar.base.console import check_folders, console
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.ranges import Range
+from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import (
     Overrides,
     config_args,
+    parse_words,
 )
 
 
@@ -44,10 +50,26 @@ class BenchGenerateArgs:
     """Alternations; the ratio's quartiles are over these."""
 
 
+@dataclass(frozen=True)
+class BenchPresetsArgs:
+    """Every preset on its target, rehearsed with the compilers at hand: a step, what of it waits
+    for collectives, and a device's memory. Beside those of another version with `--against`.
+    """
+
+    only: tuple[str, ...] = ()
+    """These presets; none = all."""
+    json: str = ""
+    """Write the table: FILE.json."""
+    against: str = ""
+    """A table that another version has written."""
+
+
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     if words[:1] == ["generate"]:
         return bench_generate_command(words[1:])
+    if words[:1] == ["presets"]:
+        return bench_presets_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.plans import make_experiment
     from jaxpar.train.require_memory import require_memory
@@ -76,3 +98,22 @@ def bench_generate_command(words: list[str]) -> int:
     )
     say(table(rows))
     return 0
+
+
+def bench_presets_command(words: list[str]) -> int:
+    """jaxpar bench presets [--only NAME ...] [--json FILE.json] [--against FILE.json]"""
+    from jaxpar.bench.measure import table
+    from jaxpar.bench.presets import preset_rows, read_presets, rehearse_presets
+
+    args = parse_words(bench_presets_command.__doc__, BenchPresetsArgs(), words)
+    say = console().print
+    before = read_presets(Path(args.against)) if args.against else None
+    check_folders(args.json)
+    found = rehearse_presets(args.only, say)
+    if args.json:
+        write_whole(Path(args.json), json.dumps(found, indent=1) + "\n")
+    for title, of in (("before", before), ("now", found)):
+        if of:
+            say(f"{title}: {', '.join(f'{name} {it}' for name, it in of['versions'].items())}")
+    say(table(preset_rows(found, before)), soft_wrap=True)
+    return 1 if any(row["refused"] for row in found["rows"]) else 0
