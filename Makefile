@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev,docs,hf,data,tensorboard
+# A file of versions that pip keeps to: `make test-newest CONSTRAINTS=.ci/newest.txt` takes those that CI has seen.
+CONSTRAINTS ?=
 RUN ?= runs/tiny
 DEMO_FLAGS ?=
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-kernels test-matrix test-quick docs docs-serve release lint clean
+.PHONY: setup demo test test-slow test-kernels test-newest newest-checks presets docs docs-serve release lint types clean
 
 setup:
 	rm -f $(STAMP)
@@ -22,16 +24,20 @@ setup:
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpar needs Python 3.11 or later: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) \
+		--editable '.[$(EXTRAS)]'
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/jaxpar train tiny --run $(RUN) $(DEMO_FLAGS)
 
-# pyright cannot see through the hook of an editable install, so it reads a regular one.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) types
+
+# pyright cannot see through the hook of an editable install, so it reads a regular one.
+types: $(STAMP)
 	rm -rf build/typecheck build/lib build/bdist*
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/typecheck .
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -53,16 +59,27 @@ test-kernels: $(STAMP)
 release: $(STAMP)
 	$(BIN)/python tests/installed.py $(RELEASE_FLAGS)
 
-# Where pyenv manages the interpreters, it is told which one.
-on = PYENV_VERSION=$$(pyenv latest $(1) 2>/dev/null) $(MAKE) VENV=.venv-$(1) PYTHON=python$(1) test-quick
+# What CI runs with the newest interpreter and the newest jax, libtpu and CUDA plugin: types, a half of the tests that is drawn
+# anew for each commit, and tiny steps compiled for every kind of chip (tests/rehearse/test_chip_matrix.py has all of them). Where pyenv manages the interpreters, it is told which
+# one. NEWEST=1 goes past the bounds of pyproject.toml, to what has come out since.
+NEWEST ?=
+NEWEST_PYTHON ?= 3.13
+NEWEST_OF := jax jaxlib libtpu jax-cuda12-plugin jax-cuda12-pjrt flax optax orbax-checkpoint grain
+DRAWN ?= 0.5
+test-newest:
+	PYENV_VERSION=$$(pyenv latest $(NEWEST_PYTHON) 2>/dev/null) $(MAKE) VENV=.venv-newest PYTHON=python$(NEWEST_PYTHON) \
+		EXTRAS=dev,hf,data,tensorboard,rehearse newest-checks
 
-# The quick tests on both ends of the supported versions: Python 3.11 (jax 0.10.2) and 3.13 (newest jax).
-test-matrix:
-	$(call on,3.11)
-	$(call on,3.13)
+newest-checks: $(STAMP)
+	$(if $(NEWEST),$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade $(NEWEST_OF))
+	$(BIN)/jaxpar doctor
+	$(MAKE) types
+	$(PYTEST) --drawn $(DRAWN) -m "matrix or not slow and not long"
 
-test-quick: $(STAMP)
-	$(PYTEST) -m "quick and not slow and not long"
+# Every preset on its target, by the compilers at hand; AGAINST=FILE.json sets those of another version beside them.
+presets: $(STAMP)
+	mkdir -p build
+	$(BIN)/jaxpar bench presets --json build/presets.json $(if $(AGAINST),--against $(AGAINST))
 
 # Every warning of mkdocs is an error; build/site is read without a server too.
 docs: $(STAMP)

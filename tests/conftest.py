@@ -21,6 +21,7 @@ from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_configure_node,
+    pytest_report_header,
     pytest_runtest_setup,
     pytest_terminal_summary,
 )

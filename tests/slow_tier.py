@@ -1,5 +1,8 @@
-"""The order and the deadline of the slow tier, for a machine that cannot run all of it in the time
-there is.
+"""The order and the deadline of the slow tier, and a part of the quick one that is drawn, for a
+machine that cannot run all of it in the time there is.
+
+With `--drawn SHARE` a part of the tests is run that another commit draws anew; the summary says how
+to draw the same again. Those with the marker `matrix` are always among them.
 
 With `--deadline MINUTES` the tests of what the last commits changed come first, the others after
 them in an order drawn from the commit's hash, so that each has its turn over some commits. No test
@@ -34,6 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MINUTES",
         help="begin no test after this many minutes, and name the others",
     )
+    parser.addoption(
+        "--drawn",
+        type=float,
+        metavar="SHARE",
+        help="run this share of the tests, drawn by the commit, or by --draw",
+    )
+    parser.addoption("--draw", metavar="WORD", help="what --drawn draws by, in place of the commit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,24 +64,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the items into the order of a tier with a deadline, and say which of them stay
     together.
     """
+    if config.getoption("--drawn") is not None:
+        _draw(config, items)
     if config.getoption("--deadline") is None:
         return
     commit = _git("rev-parse", "HEAD").strip()
     changed = changed_files()
     shared = {item.path for item in items if _shares_a_fixture(item)}
 
-    def place(item: pytest.Item) -> tuple[bool, str]:
+    def place(item: pytest.Item) -> tuple[bool, bool, str]:
         if item.path in shared:
             group = str(item.path)
         else:
             group = item.nodeid
         drawn = hashlib.sha256(f"{commit} {group}".encode()).hexdigest()
-        return not covers(item, changed), drawn
+        return not _is_of_matrix(item), not covers(item, changed), drawn
 
     items.sort(key=place)
     for item in items:
         if item.path in shared:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave in the list what is drawn. All processes of xdist draw the same."""
+    share = config.getoption("--drawn")
+    word = config.getoption("--draw") or _git("rev-parse", "--short", "HEAD").strip()
+
+    def is_drawn(item: pytest.Item) -> bool:
+        number = hashlib.sha256(f"{word} {item.nodeid}".encode()).digest()[:4]
+        return _is_of_matrix(item) or int.from_bytes(number) < share * 2**32
+
+    left = [item for item in items if not is_drawn(item)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if is_drawn(item)]
+
+
+def _is_of_matrix(item: pytest.Item) -> bool:
+    return item.get_closest_marker("matrix") is not None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to draw the same tests again."""
+    share = config.getoption("--drawn")
+    if share is None:
+        return ""
+    word = config.getoption("--draw") or _git("rev-parse", "--short", "HEAD").strip()
+    return f"drawn: {share:g} of the tests; the same again with --drawn {share:g} --draw {word}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,12 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from jaxpar.base.config import Config, override
 from jaxpar.base.toml import flatten
-
-pytestmark = pytest.mark.quick
 
 PAGE = Path(__file__).parent.parent / "docs" / "coming_from.md"
 

@@ -147,7 +147,6 @@ def shell_lines(page: Path) -> list[list[str]]:
     return [words for block in right for words in lines(block)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_line_parses(page: Path) -> None:
     for program, *words in shell_lines(page):
@@ -183,7 +182,6 @@ def test_every_line_parses(page: Path) -> None:
             assert any((ROOT / word).is_file() for word in words)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_table_of_a_config_parses(page: Path) -> None:
     for block in blocks(page):
@@ -192,7 +190,6 @@ def test_every_table_of_a_config_parses(page: Path) -> None:
             assert check(config) == config
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
     found = blocks(page)
@@ -213,7 +210,6 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
 PROGRAMS = [page for page in PAGES if "```python" in page.read_text("utf-8")]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
 def test_every_program_takes_what_there_is(page: Path) -> None:
     """The programs themselves run in the slow tier; a name that is gone is found at once."""

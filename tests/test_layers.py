@@ -14,8 +14,6 @@ import pytest
 from jaxpar.base.layout.mesh import MESH_AXES
 from jaxpar.models import FAMILIES
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parent.parent
 WINGS = """
 cli

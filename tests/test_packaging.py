@@ -16,8 +16,6 @@ import pytest
 import jaxpar
 from jaxpar.base.toml import presets
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]

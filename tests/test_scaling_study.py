@@ -43,7 +43,6 @@ def test_a_layer_is_the_same_on_any_number_of_workers(study: ModuleType) -> None
     np.testing.assert_allclose(jax.jit(alone)(params, x), want, atol=1e-5)
 
 
-@pytest.mark.quick
 def test_messages_are_read_from_the_program(study: ModuleType) -> None:
     """Of one layer forward: two gathers and two scatters of the stream, by two workers."""
     sizes = study.Sizes(**SMALL)
@@ -52,7 +51,6 @@ def test_messages_are_read_from_the_program(study: ModuleType) -> None:
     assert study.message_seconds(sizes, 2, "forward", study.Link(0.0, 1.0)) == 4 * stream / 2
 
 
-@pytest.mark.quick
 def test_without_messages_a_pipeline_has_the_speedup_of_the_formula(study: ModuleType) -> None:
     shares = {}
     for workers in study.WORKERS:
@@ -70,7 +68,6 @@ def test_without_messages_a_pipeline_has_the_speedup_of_the_formula(study: Modul
     assert slower["forward"][1] == found["forward"][1]
 
 
-@pytest.mark.quick
 def test_a_link_is_fitted_to_two_messages(study: ModuleType) -> None:
     messages = {"large": 5.0, "large bytes": 80.0, "small": 2.0, "small bytes": 20.0}
     link = study.link_of(messages)

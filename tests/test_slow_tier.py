@@ -116,3 +116,23 @@ def test_what_shares_a_fixture_of_its_file_stays_in_one_process(
     assert (
         passed["test_shared.py::test_a@test_shared"] == passed["test_shared.py::test_b@test_shared"]
     )
+
+
+def test_a_drawn_part_is_the_same_for_a_word_and_another_for_the_next(
+    pytester: pytest.Pytester,
+) -> None:
+    many = "".join(f"def test_{number}(): pass\n" for number in range(60))
+    pytester.makepyfile(f"import pytest\n{many}@pytest.mark.matrix\ndef test_always(): pass")
+    pytester.makeini("[pytest]\nmarkers =\n  matrix: a chip")
+
+    def drawn(word: str) -> set[str]:
+        result = pytester.runpytest_inprocess(
+            "-p", "slow_tier", "-v", "--drawn", "0.5", "--draw", word
+        )
+        result.stdout.fnmatch_lines([f"drawn: 0.5 of the tests*--draw {word}"])
+        return {line.split()[0] for line in result.outlines if line.endswith("%]")}
+
+    first = drawn("a")
+    assert first == drawn("a") != drawn("b")
+    assert 15 < len(first) < 45
+    assert any(name.endswith("test_always") for name in first & drawn("b"))

@@ -8,9 +8,11 @@ import jax
 
 from jaxpar.base.console import PACKAGES, bytes_text, console
 from jaxpar.base.hardware import hardware_of
+from jaxpar.base.jax_compat import missing
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.machine import memory_of, versions
 from jaxpar.base.process.runtime import start
+from jaxpar.base.tested_versions import version_lines
 
 OPTIONAL = (
     "libtpu",
@@ -50,6 +52,8 @@ def doctor_command(_: list[str]) -> int:
         f"memory kinds {', '.join(memory_kinds(first))}",
         *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
         f"hardware     {chip}",
+        *version_lines(found),
+        *(f"missing      {line}" for line in missing()),
         *(f"warning      {warning}" for warning in warnings_for(found, backend)),
     ):
         console().print(line)

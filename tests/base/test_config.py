@@ -23,8 +23,6 @@ from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.layout.rules import ShardingRules
 from jaxpar.base.toml import flatten, to_toml
 
-pytestmark = pytest.mark.quick
-
 LEAVES: dict[type, st.SearchStrategy] = {
     int: st.integers(),
     float: st.floats(allow_nan=False),

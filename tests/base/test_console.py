@@ -12,8 +12,6 @@ from jaxpar.base.layout.placements import Placement, placements
 from jaxpar.cli.main import fail
 from jaxpar.show.tables import sharding_table
 
-pytestmark = pytest.mark.quick
-
 
 def test_numbers_come_in_one_order_and_only_those_known():
     numbers = {

@@ -6,8 +6,6 @@ import pytest
 
 from jaxpar.base.errors import UserError, require_local, suggest
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize(
     ("word", "hint"),

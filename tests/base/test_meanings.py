@@ -9,8 +9,6 @@ from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 
-pytestmark = pytest.mark.quick
-
 
 def test_every_meaning_is_a_key() -> None:
     """Or the flag of the run folder; and no word is a whole key of its own."""

@@ -25,8 +25,6 @@ from jaxpar.base.layout.mesh import (
     resolve,
 )
 
-pytestmark = pytest.mark.quick
-
 
 @given(
     st.lists(st.integers(1, 4), min_size=6, max_size=6),

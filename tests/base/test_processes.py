@@ -15,8 +15,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.process.processes import process_start
 from jaxpar.base.process.together import Batches, run_together
 
-pytestmark = pytest.mark.quick
-
 
 def failing() -> Iterator[int]:
     yield 1

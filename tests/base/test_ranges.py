@@ -29,8 +29,6 @@ from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 
-pytestmark = pytest.mark.quick
-
 PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 DEFAULTS = flatten(Config())
 

@@ -28,8 +28,6 @@ from jaxpar.parallel.pipeline import register_schedule
 from jaxpar.rehearse.report.lint import LINTS, Finding, LintedStep, find_all, register_lint
 from jaxpar.train.sinks import Sink, register_sink
 
-pytestmark = pytest.mark.quick
-
 NAME = "of-a-test"
 TABLES = (
     registry.FORMS,

@@ -24,8 +24,6 @@ from jaxpar.base.layout import rules as rules_module
 from jaxpar.base.layout.rules import as_rules
 from jaxpar.base.toml import to_toml
 
-pytestmark = pytest.mark.quick
-
 
 def foreign() -> jax.sharding.Mesh:
     return jax.make_mesh((2, 4), ("data", "model"))

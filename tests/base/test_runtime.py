@@ -21,8 +21,6 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.process.runtime import keep_heap, keep_programs, start
 from jaxpar.base.whole_files import replacing, write_whole
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def same_platform_afterwards() -> Iterator[None]:

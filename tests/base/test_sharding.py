@@ -27,8 +27,6 @@ from jaxpar.base.layout.rules import LOGICAL_AXES
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.layout.specs import spec_for
 
-pytestmark = pytest.mark.quick
-
 logical_axes = st.lists(
     st.sampled_from([None, *LOGICAL_AXES]),
     max_size=4,

@@ -14,8 +14,6 @@ from jaxpar.base.toml import flatten, presets, to_toml
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 
-pytestmark = pytest.mark.quick
-
 # Another value of a key, what makes it idle, and what makes it matter.
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "data.path": ("a.txt", {}, {"data.source": "text"}),

@@ -83,7 +83,6 @@ def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPat
     assert said == ["jaxpar / torch 0.400 (quartiles 0.250 to 0.500, 7 rounds of 2 steps)"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "optimizer", "said"),
     [

@@ -6,8 +6,6 @@ from jaxpar.base.console import PACKAGES
 from jaxpar.base.machine import versions
 from jaxpar.cli.doctor import OPTIONAL, doctor_command, warnings_for
 
-pytestmark = pytest.mark.quick
-
 HEALTHY = {
     "jax": "0.11.1",
     "jaxlib": "0.11.1",

@@ -13,8 +13,6 @@ from jaxpar.cli.flags import flags_of, read_flags, replace_fields
 from jaxpar.cli.main import main
 from jaxpar.cli.trained import GenerateArgs
 
-pytestmark = pytest.mark.quick
-
 
 def words_of(config: Config) -> list[str]:
     """A config as the words of a command line, true and false as TOML has them."""

@@ -11,8 +11,6 @@ from jaxpar.cli.main import main
 from jaxpar.train.goodput import Costs, best_interval, expected_goodput
 from jaxpar.train.goodput.measured import measure_run
 
-pytestmark = pytest.mark.quick
-
 FIRST = {
     "began": 0,
     "ended": 100,

@@ -31,8 +31,6 @@ from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train.metrics import read_metrics
 
-pytestmark = pytest.mark.quick
-
 SMALL = """
 --model.embed 16 --model.heads 2 --model.mlp 32 --model.layers 1 --model.max-seq-len 16 --data.seq-len 16
 --train.batch 8 --train.steps 3 --train.warmup-steps 1 --train.eval-batches 1

@@ -12,8 +12,6 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 
-pytestmark = pytest.mark.quick
-
 VALUES = (
     float("nan"),
     float("inf"),

@@ -12,8 +12,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.streams.token_files import open_tokens
 from jaxpar.data.streams.tokens import read_windows
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize("part", ["all", "validation"])
 def test_a_token_file_that_is_cut_is_refused_before_it_is_read(tmp_path: Path, part: str) -> None:

@@ -18,8 +18,6 @@ from jaxpar.data.corpus import Corpus, load_corpus, train_batches, val_batches
 from jaxpar.data.masking import Masking, _first_of_word, corrupt, make_masking
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 
-pytestmark = pytest.mark.quick
-
 MASKED = DataConfig(source="text", objective="masked", seq_len=64, prefetch=0)
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 others do it too. " * 200
 MASK = 256

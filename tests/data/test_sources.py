@@ -26,8 +26,6 @@ from jaxpar.data.parts import PartDefaults
 from jaxpar.data.sources import register_source
 from jaxpar.data.streams.tokens import Tokens
 
-pytestmark = pytest.mark.quick
-
 
 @dataclass(frozen=True)
 class Counting(PartDefaults):

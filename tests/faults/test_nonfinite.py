@@ -40,7 +40,6 @@ def numbers(loss: float, norm: float = 1.0) -> StepNumbers:
     return StepNumbers(7, np.float32(loss), np.float32(norm), np.int32(0))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("again", "another", "moved", "said"),
     [

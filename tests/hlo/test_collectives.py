@@ -12,8 +12,6 @@ from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Collective
 from jaxpar.hlo.work.collectives import Devices, collective_of, devices_of, paired_send
 
-pytestmark = pytest.mark.quick
-
 DATA = Path(__file__).parent / "data" / "hlo"
 PAIRS = ((0, 1), (2, 3))
 

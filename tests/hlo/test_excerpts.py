@@ -10,8 +10,6 @@ import pytest
 from jaxpar.hlo.program.tasks import Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program
 
-pytestmark = pytest.mark.quick
-
 DATA = Path(__file__).parent / "data" / "hlo"
 DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 

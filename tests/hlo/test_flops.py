@@ -6,14 +6,11 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work.flops import Multiplied, backend_config, work_of
-
-pytestmark = pytest.mark.quick
 
 DATA = Path(__file__).parent / "data" / "hlo"
 

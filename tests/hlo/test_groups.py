@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work.collectives import Groups, replica_groups, source_target_pairs
 
-pytestmark = pytest.mark.quick
-
 
 def groups(attribute: str, devices: int = 8) -> Groups:
     line = f"  ROOT %x = f32[2]{{0}} all-gather(%a), {attribute}, dimensions={{0}}"

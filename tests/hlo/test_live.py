@@ -7,8 +7,6 @@ import pytest
 from jaxpar.hlo.live import live_arrays
 from jaxpar.hlo.program.parse import parse_module, parse_shape
 
-pytestmark = pytest.mark.quick
-
 K = 4 * 1024
 """The bytes of f32[1024]."""
 

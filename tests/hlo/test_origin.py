@@ -16,8 +16,6 @@ from jaxpar.hlo.read import read_program
 from jaxpar.models import linears
 from jaxpar.parallel import collectives
 
-pytestmark = pytest.mark.quick
-
 DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 CALL = "jit(step)/transpose(jvp())/while/body/closed_call"
 TICK = "jit(step)/shard_map/while/body/closed_call"

@@ -12,8 +12,6 @@ from jaxpar.hlo.program.module import Instruction, Module, Shape
 from jaxpar.hlo.program.parse import parse_module, parse_shape
 from jaxpar.hlo.program.text import fields, split
 
-pytestmark = pytest.mark.quick
-
 DATA = Path(__file__).parent / "data" / "hlo"
 EXCERPTS = sorted(path.stem for path in DATA.glob("*.txt"))
 

@@ -7,8 +7,6 @@ import pytest
 from jaxpar.hlo.program.tasks import Collective, Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program
 
-pytestmark = pytest.mark.quick
-
 DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 
 

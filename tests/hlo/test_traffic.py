@@ -6,12 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work.memory_traffic import result_of, traffic
-
-pytestmark = pytest.mark.quick
 
 DATA = Path(__file__).parent / "data" / "hlo"
 WHOLE = 32 * 64 * 4

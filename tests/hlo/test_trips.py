@@ -16,8 +16,6 @@ from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work import trips as subject
 from jaxpar.hlo.work.trips import evaluate, initial_state, invariant, trip_count
 
-pytestmark = pytest.mark.quick
-
 DATA = Path(__file__).parent / "data" / "hlo"
 DIRECTIONS = {
     "LT": operator.lt,

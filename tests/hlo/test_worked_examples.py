@@ -17,8 +17,6 @@ from jaxpar.hlo.read.reader import _Reader
 from jaxpar.hlo.read.values import Nodes, Value
 from jaxpar.hlo.work.collectives import devices_of
 
-pytestmark = pytest.mark.quick
-
 
 def text(entry: str, computations: str = "") -> str:
     header = "HloModule test, is_scheduled=true, num_partitions=2"

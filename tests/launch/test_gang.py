@@ -11,7 +11,6 @@ import pytest
 from jaxpar.launch import gang
 
 
-@pytest.mark.quick
 def test_a_config_that_is_not_read_is_told_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

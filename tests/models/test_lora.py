@@ -53,7 +53,6 @@ def config_of(family: str, **changes: Any) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pairs_add_their_product_to_the_matrices(family: str) -> None:
     """The loss is that of W + (alpha / rank) A B; both in float32, where only the order of sums
@@ -74,7 +73,6 @@ def test_the_pairs_add_their_product_to_the_matrices(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> None:
     """Frozen matrices may be bfloat16, LoRA's are float32; at the start B is zero, so the loss is
     the base model's.
@@ -112,7 +110,6 @@ def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> No
             assert np.array_equal(old, new) == ("lora" not in str(path)), path
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -182,7 +179,6 @@ def test_every_layout_gives_the_gradients_of_one_device(name: str) -> None:
     assert found.checks[0].rows and all("lora" in row.name for row in found.checks[0].rows)
 
 
-@pytest.mark.quick
 def test_an_adapter_of_what_transformers_does_not_know_is_not_exported(tmp_path: Path) -> None:
     lora = {"model.family": "llama", "model.lora.rank": 2, "model.lora.targets": ("q",)}
     model = Model(override(Config(), lora | {"model.sublayers": "parallel"}).model)

@@ -34,7 +34,6 @@ from jaxpar.models.masks import (
     words_that_look_ahead,
 )
 
-pytestmark = pytest.mark.quick
 S = 23
 I = np.arange(S)[:, None]
 J = np.arange(S)

@@ -27,8 +27,6 @@ from jaxpar.models.transformer import Block
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.ops import ops_without_plan
 
-pytestmark = pytest.mark.quick
-
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "vocab_multiple": 8,

@@ -120,7 +120,6 @@ def test_packed_documents_are_refused_before_a_step_is_traced() -> None:
         experiment_of(Gated, **rules, **{"data.pack": True})
 
 
-@pytest.mark.quick
 def test_its_loss_and_gradients_are_those_of_one_device_on_data_fsdp_and_tensor() -> None:
     found = verify.config(experiment_of())
     assert found.equal, found
@@ -145,7 +144,6 @@ def test_so_they_are_in_a_pipeline_and_under_context_parallelism(changes: dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_it_has_a_cache_in_generation_for_nothing() -> None:
     model = experiment_of().model
     one = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
@@ -163,7 +161,6 @@ def test_it_has_a_cache_in_generation_for_nothing() -> None:
         train.generate(mean, jax.jit(mean.init)(jax.random.key(0)), one, [prompt], 2)
 
 
-@pytest.mark.quick
 def test_what_is_kept_of_it_is_counted_and_a_policy_that_keeps_nothing_is_said() -> None:
     kept = experiment_of()
     names = [one.name for one in activations(kept)]
@@ -182,7 +179,6 @@ def test_what_is_kept_of_it_is_counted_and_a_policy_that_keeps_nothing_is_said()
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_a_checkpoint_is_not_read_as_a_model_of_other_parts(tmp_path: Path) -> None:
     """The parameters have the same names and shapes, and mean something else."""
 

@@ -23,8 +23,6 @@ from jaxpar.models import Block, Model
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf.export import export_hf
 
-pytestmark = pytest.mark.quick
-
 LLAMA = ModelConfig(
     family="llama", vocab_size=40, layers=2, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=16
 )

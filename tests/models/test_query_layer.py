@@ -24,8 +24,6 @@ from jaxpar.models import Model
 from jaxpar.models.masks import reach
 from jaxpar.models.query_layer import QueryLayer
 
-pytestmark = pytest.mark.quick
-
 CONFIG = ModelConfig(
     vocab_size=13,
     vocab_multiple=1,

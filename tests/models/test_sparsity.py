@@ -60,7 +60,6 @@ def plan_of_one() -> Plan:
     return Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 def test_a_sparse_model_is_the_dense_one_of_the_entries_that_multiply(family: str) -> None:
     changes: dict[str, Any] = {"model__family": "llama" if family == "mixtral" else family}
@@ -85,7 +84,6 @@ def test_a_sparse_model_is_the_dense_one_of_the_entries_that_multiply(family: st
     np.testing.assert_array_equal(loss(model, folded), got)  # zeros are the smallest of a group
 
 
-@pytest.mark.quick
 def test_what_does_not_multiply_decays_once_a_step_before_the_optimizer() -> None:
     config = config_of(model__sparsity__decay=0.25, model__sparsity__targets=["up"])
     model = Model(config.model)
@@ -117,7 +115,6 @@ def test_it_decays_as_much_with_microbatches_as_without() -> None:
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
-@pytest.mark.quick
 def test_sizes_that_cut_a_group_are_refused() -> None:
     devices = jax.devices()[:8]
     with pytest.raises(UserError, match=r"blocks.q of form 2:4 .* along embed.*has 2"):
@@ -130,7 +127,6 @@ def test_sizes_that_cut_a_group_are_refused() -> None:
         make_experiment(zero, devices)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -147,7 +143,6 @@ def test_what_is_no_sparsity_is_refused(changes: dict[str, Any], why: str) -> No
         check(config_of(**changes))
 
 
-@pytest.mark.quick
 def test_a_matrix_that_is_not_there_and_a_block_of_ones_own_are_refused() -> None:
     with pytest.raises(UserError, match="gpt2 has no matrix 'gate'"):
         Model(config_of(model__sparsity__targets=["gate"]).model)
@@ -165,7 +160,6 @@ def test_a_matrix_that_is_not_there_and_a_block_of_ones_own_are_refused() -> Non
     assert issubclass(Mine, nnx.Module)
 
 
-@pytest.mark.quick
 def test_flops_are_those_of_the_entries_that_multiply() -> None:
     """Forward and the input's gradient need half the entries, the weight's gradient all."""
     model = Model(config_of().model)
@@ -178,7 +172,6 @@ def test_flops_are_those_of_the_entries_that_multiply() -> None:
     assert saved == pytest.approx(6 * matrices / 2)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_compressed_matrix_is_its_values_and_their_places(dim: int) -> None:
     matrix = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
@@ -190,7 +183,6 @@ def test_a_compressed_matrix_is_its_values_and_their_places(dim: int) -> None:
     np.testing.assert_array_equal(expand(found, form, dim), sparse)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_a_compressed_folder_is_the_dense_one(family: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model__family": family, "model__sparsity__targets": ["up", "down"]}

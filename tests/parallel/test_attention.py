@@ -35,8 +35,6 @@ from jaxpar.parallel.ops import Ops, split_of
 from jaxpar.parallel.sequence_halves import ops_of_parts
 from jaxpar.verify.reference_ops import ReferenceOps
 
-pytestmark = pytest.mark.quick
-
 Tensors = tuple[jax.Array, ...]
 RATE = 0.3
 

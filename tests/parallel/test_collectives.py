@@ -24,8 +24,6 @@ from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
-pytestmark = pytest.mark.quick
-
 
 class Case(NamedTuple):
     """A move from `stored` to `used` and back from a sum that is partial over `partial`."""

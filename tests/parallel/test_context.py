@@ -36,8 +36,6 @@ from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
-pytestmark = pytest.mark.quick
-
 STRATEGIES = ("ring", "ulysses")
 
 

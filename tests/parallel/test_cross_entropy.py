@@ -28,8 +28,6 @@ from jaxpar.parallel.cross_entropy.loss_terms import SoftTargets, Targets
 from jaxpar.parallel.ops import Ops
 from jaxpar.verify.reference_ops import ReferenceOps
 
-pytestmark = pytest.mark.quick
-
 PLANS: dict[str, tuple[MeshSpec, dict[str, Any]]] = {
     "one": (MeshSpec(), {}),
     "data2.fsdp2.tensor2": (MeshSpec(data=2, fsdp=2, tensor=2), {}),

@@ -29,8 +29,6 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.verify.reference_ops import ReferenceOps
 
-pytestmark = pytest.mark.quick
-
 B = 8
 S = 24
 D = 12

@@ -21,8 +21,6 @@ from jaxpar.kernels import masks
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 
-pytestmark = pytest.mark.quick
-
 B = 4
 S = 16
 D = 16

@@ -21,8 +21,6 @@ from jaxpar.parallel.host_memory import (
 )
 from jaxpar.train.plans import make_plan, plan_notes
 
-pytestmark = pytest.mark.quick
-
 
 class Device:
     """A device of another kind: what `check_offload` asks of one."""

@@ -28,8 +28,6 @@ from jaxpar.parallel import dropout
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 
-pytestmark = pytest.mark.quick
-
 MESHES = {
     "one": MeshSpec(),
     "data2.fsdp2.tensor2": MeshSpec(data=2, fsdp=2, tensor=2),

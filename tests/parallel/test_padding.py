@@ -26,8 +26,6 @@ from jaxpar.train.step import gradients
 from jaxpar.verify.of_config.losses_and_gradients import text_of
 from jaxpar.verify.of_config.random_inputs import random_batch
 
-pytestmark = pytest.mark.quick
-
 
 def test_padding_is_the_filled_end_of_a_row_in_which_no_label_counts() -> None:
     tokens = np.array(

@@ -20,8 +20,6 @@ from jaxpar.parallel.remat import remat
 from jaxpar.train.activations import activations
 from jaxpar.train.plans import make_plan
 
-pytestmark = pytest.mark.quick
-
 POLICIES = [name for name in PRESETS if name != "none"]
 
 

@@ -33,8 +33,6 @@ from jaxpar.parallel.linear.ring_matmul import Lane, register_form, ring_forms
 from jaxpar.parallel.ops import Ops, overlap_notes
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
-pytestmark = pytest.mark.quick
-
 FORMS = ("ring", "bidirectional")
 B = 4
 D = 12

@@ -27,8 +27,6 @@ from jaxpar.parallel.pipeline.schedules import (
     simulate_schedule,
 )
 
-pytestmark = pytest.mark.quick
-
 # those of which the literature has closed forms
 NAMES = ("gpipe", "1f1b", "interleaved", "looped")
 CHUNKED = ("interleaved", "looped")

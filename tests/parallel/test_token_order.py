@@ -13,8 +13,6 @@ from jaxpar.base.layout.plan import Context, Overlap, Plan
 from jaxpar.parallel.halves import halves, whole_batch
 from jaxpar.parallel.token_order import TOKENS, in_natural_order, in_order
 
-pytestmark = pytest.mark.quick
-
 
 def plan_on(
     overlap: Overlap | None = None,

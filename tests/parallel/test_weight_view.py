@@ -43,7 +43,6 @@ def draw(*shapes: tuple[int, ...]) -> list[Array]:
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
-@pytest.mark.quick
 def test_the_largest_of_each_group_are_kept_and_of_equals_the_first() -> None:
     weight_IO = jnp.array([[1.0, -3.0], [-2.0, 3.0], [0.5, 3.0], [4.0, -3.0]])
     mask_IO = FORM.mask(weight_IO)
@@ -59,7 +58,6 @@ def block(ops: Any, weights: list[Array], x_BSD: Array, form: NOfM) -> Array:
     return attended + ops.row_linear(jnp.tanh(up_BSF), down, ("mlp",))
 
 
-@pytest.mark.quick
 def test_blocks_are_kept_by_their_squares_or_by_their_places() -> None:
     weight_IO = jnp.array([[3.0, 0.0], [0.0, 2.0], [2.0, 0.5], [2.0, 0.5]])
     assert NOfM(1, 2, rows=2).mask(weight_IO)[:, 0].tolist() == [True, True, False, False]
@@ -83,7 +81,6 @@ FORMS = {
 MESHES = {"one": MeshSpec(), "data2.fsdp2.tensor2": MeshSpec(data=2, fsdp=2, tensor=2)}
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("spec", MESHES)
 @pytest.mark.parametrize("form", FORMS)
 def test_linears_through_a_view_are_those_of_the_reference(form: str, spec: str) -> None:
@@ -104,7 +101,6 @@ def test_linears_through_a_view_are_those_of_the_reference(form: str, spec: str)
     assert share == (0.25 if form == "cyclic" else 1.0)
 
 
-@pytest.mark.quick
 def test_experts_through_a_view_are_those_of_the_reference() -> None:
     x_BSD, router, *weights = draw((B, S, D), (D, 4), (4, D, F), (4, D, F), (4, F, D))
     plan = plan_on(MeshSpec(expert=2, tensor=2))
@@ -123,7 +119,6 @@ def test_experts_through_a_view_are_those_of_the_reference() -> None:
         np.testing.assert_allclose(one, other, atol=1e-5 * scale, rtol=0)
 
 
-@pytest.mark.quick
 def test_a_group_that_would_lie_on_two_devices_is_refused() -> None:
     x_BSD, weight = draw((B, S, 12), (12, F))
     ops = Ops(plan_on(MeshSpec(fsdp=2)))
@@ -136,7 +131,6 @@ def test_a_group_that_would_lie_on_two_devices_is_refused() -> None:
         split.row_linear(hidden, WeightView(out, FORM), ("heads", "head_dim"))
 
 
-@pytest.mark.quick
 def test_a_view_keeps_nothing_beside_the_stored_matrix_and_sends_nothing_more() -> None:
     """What the backward keeps of a linear is its input and the stored weight; the collectives are
     those of the dense one.
@@ -178,7 +172,6 @@ class Doubled(WeightForm):
         return 2 * weight_IO
 
 
-@pytest.mark.quick
 def test_a_form_of_ones_own_multiplies_and_has_no_reference() -> None:
     x_BSD, weight = draw((B, S, D), (D, F))
     plan = plan_on(MeshSpec(fsdp=2))

@@ -29,8 +29,6 @@ from jaxpar.rehearse.targets import load_target
 from jaxpar.train.activations import activations
 from jaxpar.train.plans import make_plan
 
-pytestmark = pytest.mark.quick
-
 options = st.tuples(
     st.sampled_from(["save", "offload", "recompute"]),
     st.integers(0, 9),

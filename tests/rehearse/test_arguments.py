@@ -21,8 +21,6 @@ import jaxpar
 from jaxpar import rehearse
 from jaxpar.rehearse.arguments import argument_bytes, place_arguments
 
-pytestmark = pytest.mark.quick
-
 HERE: Any = SimpleNamespace(
     name="these",
     platform="cpu",

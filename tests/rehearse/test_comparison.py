@@ -16,8 +16,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.rehearse.report.comparison import comparison_parts
 from jaxpar.rehearse.report.schema import Rehearsal
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def before() -> Rehearsal:

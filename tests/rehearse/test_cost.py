@@ -16,8 +16,6 @@ from jaxpar.rehearse.program_report import _main_dtype
 from jaxpar.rehearse.targets import load_target
 from jaxpar.rehearse.timeline import TaskTime
 
-pytestmark = pytest.mark.quick
-
 TPU = load_target("v5p-64").hardware
 GPU = Hardware(
     hbm_bandwidth=2e12,

@@ -1,6 +1,5 @@
 """From a replayed program to the report's timeline."""
 
-import pytest
 from report_types import problems
 
 from jaxpar.hlo.program.tasks import Collective, Loop, Origin, Program, Task, Wait, walk_paths
@@ -8,8 +7,6 @@ from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report.schema import TimelineColumns
 from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.timeline import Event, replay
-
-pytestmark = pytest.mark.quick
 
 GATHER = Task(
     "ag",

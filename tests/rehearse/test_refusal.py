@@ -16,8 +16,6 @@ from jaxpar.rehearse.report.memory import DoesNotFit, needs_and_has, refusal
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
 
-pytestmark = pytest.mark.quick
-
 GIB = 2**30
 EARLY = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "

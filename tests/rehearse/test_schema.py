@@ -12,8 +12,6 @@ from report_types import problems
 
 from jaxpar.rehearse.report.schema import Rehearsal
 
-pytestmark = pytest.mark.quick
-
 DOCS = Path(__file__).parents[2] / "docs" / "rehearse_json.md"
 
 

@@ -18,8 +18,6 @@ from jaxpar.rehearse.report.tables import (
     summary,
 )
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def report():

@@ -18,8 +18,6 @@ from jaxpar.hlo.read import read_program
 from jaxpar.rehearse.cost import Cost, Costs
 from jaxpar.rehearse.timeline import Timeline, replay
 
-pytestmark = pytest.mark.quick
-
 DATA = Path(__file__).parents[1] / "hlo" / "data" / "hlo"
 GATHER = Collective("all-gather", ((0, 1),), 1024, "bf16")
 

@@ -11,8 +11,6 @@ from jaxpar import rehearse
 from jaxpar.base.errors import UserError
 from jaxpar.rehearse.report.trace import chrome_trace
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def report():

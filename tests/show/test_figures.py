@@ -20,8 +20,6 @@ from jaxpar.show.figures import (
     sweep_figure,
 )
 
-pytestmark = pytest.mark.quick
-
 ROWS = [
     {"step": 1, "loss": 3.0},
     {"step": 2, "loss": 2.5, "val_loss": 2.75},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import pytest
 from matplotlib.figure import Figure
 from traced_steps import config_of
 
@@ -13,8 +12,6 @@ from jaxpar.show.layer import layer_figure
 from jaxpar.train.activations import activations
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
-
-pytestmark = pytest.mark.quick
 
 
 def experiment_of(config: Config) -> Experiment:

@@ -12,8 +12,6 @@ from jaxpar.base.config import load_config
 from jaxpar.kernels.masks import Causal, Tiles, Window, tile_states
 from jaxpar.show.masks import mask_figure, masks_of_layers, tiles_to_draw
 
-pytestmark = pytest.mark.quick
-
 
 def drawn(axes: Axes) -> np.ndarray:
     (image,) = axes.images

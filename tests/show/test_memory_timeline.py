@@ -6,8 +6,6 @@ from fake_rehearsal import fake_rehearsal
 from jaxpar.base.errors import UserError
 from jaxpar.show.memory_timeline import memory_timeline_figure
 
-pytestmark = pytest.mark.quick
-
 GIB = 2**30
 
 

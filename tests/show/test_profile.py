@@ -75,7 +75,6 @@ HOST = plane(
 )
 
 
-@pytest.mark.quick
 def test_the_instructions_of_a_tpu_are_one_line_of_its_plane(tmp_path):
     chip = plane(
         "/device:TPU:0",
@@ -97,7 +96,6 @@ def test_the_instructions_of_a_tpu_are_one_line_of_its_plane(tmp_path):
     )
 
 
-@pytest.mark.quick
 def test_the_instructions_of_a_gpu_are_on_its_streams_under_the_names_of_kernels(tmp_path):
     def kernel(op: str, module: str = "jit_step") -> dict[str, str]:
         return {"hlo_op": op, "hlo_module": module}
@@ -117,7 +115,6 @@ def test_the_instructions_of_a_gpu_are_on_its_streams_under_the_names_of_kernels
     assert measured(tmp_path, HOST, chip) == {MLP: 300, LOSS: 50}
 
 
-@pytest.mark.quick
 def test_a_run_without_a_trace_is_told_how_to_make_one(tmp_path, capsys):
     assert main(["watch", str(tmp_path), "--profile"]) == 2
     assert "has no trace: train it with metrics.profile=20:25" in capsys.readouterr().err

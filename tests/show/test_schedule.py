@@ -15,8 +15,6 @@ from jaxpar.parallel.pipeline.schedules import Table, Times, schedule, simulate_
 from jaxpar.show.figures import save_figure
 from jaxpar.show.schedule import schedule_figure, schedule_text
 
-pytestmark = pytest.mark.quick
-
 SOME = {
     "1f1b": (schedule("1f1b", 4, 6), Times(1, 2.5)),
     "interleaved": (

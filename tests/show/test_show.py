@@ -18,8 +18,6 @@ from jaxpar.models import Model
 from jaxpar.show.figures import save_figure
 from jaxpar.show.show import show, show_schedule
 
-pytestmark = pytest.mark.quick
-
 TINY = load_config("tiny")
 
 

@@ -12,8 +12,6 @@ from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.graph.report import task_graph_of
 from jaxpar.show.task_graph import task_graph_figure
 
-pytestmark = pytest.mark.quick
-
 
 def test_both_orders_and_a_trip_are_drawn_with_its_critical_path():
     def task(seconds, *needs, lane="compute", scope="block/mlp"):

@@ -7,8 +7,6 @@ from matplotlib.collections import PolyCollection
 from jaxpar.base.errors import UserError
 from jaxpar.show.timeline import timeline_figure
 
-pytestmark = pytest.mark.quick
-
 
 def test_every_event_is_drawn_in_its_lane_and_the_close_up_has_a_part():
     report = fake_rehearsal()

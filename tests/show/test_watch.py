@@ -16,8 +16,6 @@ from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.show.watch import page
 
-pytestmark = pytest.mark.quick
-
 
 def make(folder, steps: int, age: float = 1.0, **more):
     """A run of 100 steps that has logged every second of these, the last of them `age` seconds

@@ -172,7 +172,6 @@ def _returning(found: object) -> OwnModel:
     return OwnModel("Mine", good.init_params, lambda *_: found, good.axes, 256, 64)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -188,7 +187,6 @@ def test_a_loss_returns_a_sum_and_a_count(found: object, said: str) -> None:
         _returning(found).loss({}, {}, layout)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.quick
 def test_functions_that_take_other_arguments_are_refused() -> None:
     good = mixer()
     with pytest.raises(
@@ -206,7 +204,6 @@ def test_functions_that_take_other_arguments_are_refused() -> None:
     OwnModel("Mine", good.init_params, lambda p, b, *rest: (0.0, 0), good.axes, 256, 64)
 
 
-@pytest.mark.quick
 def test_parameters_in_another_dtype_are_refused() -> None:
     """They would be trained in that of the config, by a step that was compiled for theirs."""
 
@@ -244,7 +241,6 @@ def _stacked(named: bool = True) -> OwnModel:
     return nnx_model(make, whole_model.loss, vocab_size=VOCAB, max_seq_len=64, name="Stacked")
 
 
-@pytest.mark.quick
 def test_vectors_that_vmap_stacks_do_not_decay() -> None:
     """Flax names the stack of what has names only; what has none was stacked beside it."""
     blocks = _stacked().axes["blocks"]
@@ -260,7 +256,6 @@ def test_vectors_that_vmap_stacks_do_not_decay() -> None:
     }
 
 
-@pytest.mark.quick
 def test_it_is_said_what_decays_without_names() -> None:
     """Where nothing says which dim is the stack."""
     notes = []
@@ -278,7 +273,6 @@ def test_it_is_said_what_decays_without_names() -> None:
     assert not any("weight_decay" in note for note in plan_notes(experiment))
 
 
-@pytest.mark.quick
 def test_a_count_of_a_loss_in_16_bits_is_not_rounded() -> None:
     layout = jaxpar.Layout(jaxpar.make_mesh(devices=jax.devices()[:1]))
     model = _returning((jnp.bfloat16(2.5), jnp.int32(100_001)))

@@ -30,8 +30,6 @@ from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
-pytestmark = pytest.mark.quick
-
 
 def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
     weight = scale * jax.random.normal(

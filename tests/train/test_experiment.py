@@ -9,8 +9,6 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.train.plans import make_experiment, make_plan
 
-pytestmark = pytest.mark.quick
-
 TWO = override(Config(), {"mesh.platform": "cpu", "mesh.fsdp": 2})
 
 

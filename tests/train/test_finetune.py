@@ -164,7 +164,6 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     )
 
 
-@pytest.mark.quick
 def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
     base: Path, tmp_path: Path
 ) -> None:

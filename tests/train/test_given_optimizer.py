@@ -49,7 +49,6 @@ def with_rate_in_state(rate: float) -> optax.GradientTransformation:
     return optax.inject_hyperparams(optax.lion)(rate)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("trained_with", "given"),
     [
@@ -71,7 +70,6 @@ def test_another_optimizer_with_a_state_of_the_same_form_is_noticed(
     assert "until step 7" in said
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("make", [lion, with_rate_in_state])
 def test_the_same_optimizer_made_again_is_the_same_on_any_mesh(make: Any) -> None:
     before = experiment_of(make(1e-4), data=2, tensor=2)
@@ -79,7 +77,6 @@ def test_the_same_optimizer_made_again_is_the_same_on_any_mesh(make: Any) -> Non
     assert before.optimizer_fingerprint == now.optimizer_fingerprint is not None
 
 
-@pytest.mark.quick
 def test_what_is_not_known_is_not_said() -> None:
     """Other versions may write one optimizer in two ways; a config's settings are compared."""
     here = experiment_of(optax.lion(1e-4)).optimizer_fingerprint
@@ -90,7 +87,6 @@ def test_what_is_not_known_is_not_said() -> None:
     assert experiment_of(None).optimizer_fingerprint is None
 
 
-@pytest.mark.quick
 def test_an_optimizer_of_ones_own_class_prunes_and_is_not_the_configs(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"pruning.method": "magnitude", "pruning.end": 100}
     config = override(config_of("llama"), changes)

@@ -9,8 +9,6 @@ from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.train.restore import given_notes
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def run_of(tmp_path):

@@ -22,8 +22,6 @@ from jaxpar.train.goodput import (
 from jaxpar.train.goodput.account import Mark
 from jaxpar.train.goodput.measured import measure_run
 
-pytestmark = pytest.mark.quick
-
 
 class Hands:
     """A clock that a test turns by hand."""

@@ -15,7 +15,6 @@ from jaxpar.train.goodput.intervals import (
     young_interval,
 )
 
-pytestmark = pytest.mark.quick
 HOUR = 3600.0
 
 

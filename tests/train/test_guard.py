@@ -14,8 +14,6 @@ from jaxpar.train.guard.failures import StepNumbers
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
-pytestmark = pytest.mark.quick
-
 
 def row(step: int, loss: float = 2.0, norm: float = 1.0, overflows: int = 0) -> StepNumbers:
     return StepNumbers(step, np.float32(loss), np.float32(norm), np.int32(overflows))

@@ -21,8 +21,6 @@ from jaxpar.train.runs.local_tier import LocalTier
 from jaxpar.train.runs.local_tier import tier as tiers
 from jaxpar.train.runs.local_tier.starts import Starts, note_start, read_starts
 
-pytestmark = pytest.mark.quick
-
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
 SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
 

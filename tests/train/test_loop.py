@@ -140,7 +140,6 @@ class Counted:
         self.steps = state["steps"]
 
 
-@pytest.mark.quick
 def test_damage_of_step_100_is_not_blamed_on_step_10(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     opened: Any = SimpleNamespace(source=checkpoints, after=10, is_new=False)

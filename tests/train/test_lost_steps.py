@@ -25,7 +25,7 @@ from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batch
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
+pytestmark = pytest.mark.usefixtures("keeps_programs")
 
 STEPS = 6
 

@@ -38,7 +38,6 @@ from jaxpar.train.runs.folder.val_losses import Losses
 from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
-pytestmark = pytest.mark.quick
 PIECE = mmap.ALLOCATIONGRANULARITY
 
 

@@ -27,8 +27,6 @@ from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer
 from jaxpar.train.runs.folder.run_folder import keep_config, read_run_config
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxpar.parallel.remat import named
 from jaxpar.train.guard.named_counts import count_nonfinite, with_counts
-
-pytestmark = pytest.mark.quick
 
 
 def test_more_entries_than_int32_counts_are_not_counted_as_none() -> None:

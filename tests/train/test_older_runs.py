@@ -31,8 +31,6 @@ from jaxpar.train.runs.folder.run_folder import (
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
-pytestmark = pytest.mark.quick
-
 # What an earlier version took, the keys that are refused for it today, and what may stand there
 # instead.
 OLD = {

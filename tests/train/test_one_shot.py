@@ -51,7 +51,6 @@ def prune(target: Target, params: Params | None = None, **changes: Any) -> tuple
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_each_output_keeps_its_share_and_features_that_are_always_zero_go_first() -> None:
     config = override(Config(), SMALL | ONE)
     params = random_params(Model(config.model))
@@ -71,7 +70,6 @@ def test_each_output_keeps_its_share_and_features_that_are_always_zero_go_first(
     np.testing.assert_array_equal(before["head"]["table"], after["head"]["table"])
 
 
-@pytest.mark.quick
 def test_groups_keep_n_of_m_by_magnitude_or_by_wanda() -> None:
     before, by_size = prune(Target(("down",), form=NOfM(2, 4)), criterion="magnitude")
     down = jnp.asarray(before["blocks"]["down"])
@@ -83,7 +81,6 @@ def test_groups_keep_n_of_m_by_magnitude_or_by_wanda() -> None:
     assert (by_norm["blocks"]["down"] != by_size["blocks"]["down"]).any()
 
 
-@pytest.mark.quick
 def test_what_cannot_be_pruned_is_refused() -> None:
     with pytest.raises(UserError, match="up is a matrix of experts"):
         prune(Target(("up",)), **{"model.experts": 4})

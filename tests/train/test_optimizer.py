@@ -18,8 +18,6 @@ from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 
-pytestmark = pytest.mark.quick
-
 TRAIN = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
 
 

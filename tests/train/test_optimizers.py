@@ -403,7 +403,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_contradict_each_other_are_refused(name: str) -> None:
     changes, message = REFUSED[name]
@@ -425,7 +424,6 @@ def test_a_given_optimizer_is_not_taken_apart(changes: dict[str, Any], message: 
         make_experiment(one, jax.devices()[:1], optimizer=mine())
 
 
-@pytest.mark.quick
 def test_a_given_optimizer_is_one() -> None:
     one = config(GIVEN)
     plan = make_plan(one, jax.devices()[:1])
@@ -433,7 +431,6 @@ def test_a_given_optimizer_is_one() -> None:
         state_shapes(Model(one.model), one, plan, optimizer="lion")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.quick
 def test_optax_muon_is_told_the_matrices_of_a_model() -> None:
     one = config(GIVEN)
     model = Model(one.model)
@@ -451,7 +448,6 @@ def _grown() -> optax.GradientTransformation:
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -470,7 +466,6 @@ def test_a_given_optimizer_that_makes_no_plain_step_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> None:
     """The two keep arrays of the same form, and mean something else."""
     one = config("adam")
@@ -493,7 +488,6 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_a_rate_in_the_state_is_reported() -> None:
     one = config(GIVEN)
     plan = make_plan(one, jax.devices()[:1])
@@ -507,7 +501,6 @@ def test_a_rate_in_the_state_is_reported() -> None:
     assert rates == [None, 0.25]
 
 
-@pytest.mark.quick
 def test_keys_of_adamw_of_an_earlier_version_are_taken() -> None:
     old = parse("[train]\nbeta1 = 0.8\nbeta2 = 0.99\neps = 1e-6\nweight_decay = 0.2")
     today = "[optimizer.adamw]\nbeta1 = 0.8\nbeta2 = 0.99\neps = 1e-6\nweight_decay = 0.2"
@@ -531,7 +524,6 @@ def test_a_large_array_that_lies_whole_everywhere_is_said() -> None:
         assert any("the optimizer's 0 lie whole on every device" in note for note in notes) == said
 
 
-@pytest.mark.quick
 def test_the_memory_account_has_the_matrices_that_muon_gathers() -> None:
     """Newton-Schulz works with three stacks of the largest matrix, whole on every device; where
     the state goes layer by layer, with those of one layer.

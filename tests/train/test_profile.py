@@ -10,8 +10,6 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.train.metrics import Profile
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize(
     ("changes", "message"),

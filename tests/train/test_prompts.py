@@ -15,8 +15,6 @@ from jaxpar.data.vocabulary.tokenizer import load_tokenizer
 from jaxpar.train.generation.prompts import read_prompts, stop_ids
 from jaxpar.train.generation.trained import Trained
 
-pytestmark = pytest.mark.quick
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "Hi"}
 ANSWERED = {"role": "assistant", "content": "SECRET"}

@@ -52,7 +52,6 @@ def config_of(**changes: Any) -> Config:
     return override(Config(), SMALL | {key.replace("__", "."): x for key, x in changes.items()})
 
 
-@pytest.mark.quick
 def test_the_largest_of_each_matrix_are_found_by_counting() -> None:
     sizes = jnp.abs(jax.random.normal(jax.random.key(0), (3, 8, 16)))
     found = np.asarray(largest(sizes, jnp.float32(10.9), outer=1)).reshape(3, -1)
@@ -63,7 +62,6 @@ def test_the_largest_of_each_matrix_are_found_by_counting() -> None:
     assert counts == [0, 1, 2, 4, 4]  # zeros are tied, and what is below zero is never chosen
 
 
-@pytest.mark.quick
 def test_the_highest_scores_are_found_with_their_signs_and_ties_go_to_the_largest() -> None:
     scores = jax.random.normal(jax.random.key(0), (3, 8, 16))
     sizes = jnp.abs(jax.random.normal(jax.random.key(1), scores.shape))
@@ -77,7 +75,6 @@ def test_the_highest_scores_are_found_with_their_signs_and_ties_go_to_the_larges
     assert found.tolist() == [[True, False, True, True, False]]
 
 
-@pytest.mark.quick
 def test_shares_of_the_matrices() -> None:
     sizes = {"q": (64, 64), "up": (64, 256), "down": (256, 64)}
     assert set(Pruning("rigl").kept(sizes, 0.75).values()) == {0.25}
@@ -126,7 +123,6 @@ def run_steps_with_gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_magnitude_follows_the_cubic_schedule_and_what_is_pruned_stays_zero() -> None:
     seen, states = run_steps(config_of(), 8)
     shares = [float(jnp.mean(params["blocks"]["up"] != 0)) for params in seen]
@@ -144,7 +140,6 @@ def test_magnitude_follows_the_cubic_schedule_and_what_is_pruned_stays_zero() ->
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_rigl_keeps_as_many_and_grows_where_the_gradient_is_largest() -> None:
     config = config_of(pruning__method="rigl", pruning__regrow=0.5, pruning__end=8)
     seen, states = run_steps(config, 3)
@@ -164,7 +159,6 @@ def test_rigl_keeps_as_many_and_grows_where_the_gradient_is_largest() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.quick
 def test_movement_scores_every_weight_and_one_that_comes_back_has_its_value() -> None:
     """Against the rules of arXiv:2005.07683 in NumPy: scores, the highest, and what pruned weights
     keep.
@@ -197,7 +191,6 @@ def test_movement_scores_every_weight_and_one_that_comes_back_has_its_value() ->
     assert returned > 0
 
 
-@pytest.mark.quick
 def test_shares_by_depth_are_those_of_their_layers_in_any_order() -> None:
     shares = Pruning("magnitude", sparsity_by_depth=(0.2, 0.4, 0.8))
     found = [shares.sparsity_at(layer, 5) for layer in range(5)]
@@ -220,7 +213,6 @@ def test_shares_by_depth_are_those_of_their_layers_in_any_order() -> None:
             assert layer < 0 or share == wanted[layer]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("method", ["magnitude", "movement"])
 def test_the_state_lies_as_the_weights_do(method: str) -> None:
     config = config_of(mesh__fsdp=2, mesh__tensor=2, mesh__data=2, pruning__method=method)
@@ -237,7 +229,6 @@ def test_the_state_lies_as_the_weights_do(method: str) -> None:
         assert state.opt_state.movement.scores["blocks"]["up"].sharding == up.sharding
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -257,7 +248,6 @@ def test_what_cannot_be_pruned_is_refused(changes: dict[str, Any], why: str) -> 
         check(config_of(**changes))
 
 
-@pytest.mark.quick
 def test_a_matrix_that_is_not_there_and_an_average_are_refused() -> None:
     devices = jax.devices()[:1]
     with pytest.raises(UserError, match="blocks of gpt2 have no matrix 'gate'"):

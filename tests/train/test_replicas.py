@@ -15,8 +15,6 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.guard.replicas import Mismatch, ReplicaCheck, mismatch_message, replicas_note
 
-pytestmark = pytest.mark.quick
-
 SHAPES = {"matrix": (P("fsdp", "tensor"), jnp.float32), "bias": (P("tensor"), jnp.bfloat16)}
 
 

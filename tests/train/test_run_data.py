@@ -23,7 +23,7 @@ from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import compare_data, keep_data, with_run_data
 from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
 
-pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("keeps_programs")]
+pytestmark = pytest.mark.usefixtures("keeps_programs")
 
 LINES = [f"{i} lorem ipsum dolor sit amet" for i in range(60)]
 

@@ -21,8 +21,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.train.runs.claims.run_lock import LOCK, RunLock, locked
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,6 @@ from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:

@@ -49,7 +49,6 @@ def fake():
     SINKS.remove("fake")
 
 
-@pytest.mark.quick
 def test_what_a_sink_could_not_take_is_said_kept_and_sent_again(tmp_path, fake):
     said: list[str] = []
     sink = Sink("fake", Config(), tmp_path, 0, said.append)
@@ -67,7 +66,6 @@ def test_what_a_sink_could_not_take_is_said_kept_and_sent_again(tmp_path, fake):
     ]
 
 
-@pytest.mark.quick
 def test_a_sink_that_stays_away_is_named_at_the_end_and_costs_no_row_of_the_file(tmp_path, fake):
     said: list[str] = []
     fake["down"] = True
@@ -79,7 +77,6 @@ def test_a_sink_that_stays_away_is_named_at_the_end_and_costs_no_row_of_the_file
     )
 
 
-@pytest.mark.quick
 def test_a_run_that_fails_is_failed_there_too(tmp_path, fake):
     with (
         pytest.raises(ZeroDivisionError),
@@ -89,7 +86,6 @@ def test_a_run_that_fails_is_failed_there_too(tmp_path, fake):
     assert fake["ended"] == [True]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_library_that_is_absent_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX"}.get(name, name), None)
@@ -99,7 +95,6 @@ def test_a_library_that_is_absent_is_named_with_its_extra(tmp_path, monkeypatch,
         Sink(name, Config(), tmp_path, 0, print)
 
 
-@pytest.mark.quick
 def test_a_sink_that_cannot_begin_is_one_line(tmp_path):
     def refuse(*_):
         raise RuntimeError("no API key\nand a page of advice")

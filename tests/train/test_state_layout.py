@@ -15,8 +15,6 @@ import jaxpar
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import path_name
 
-pytestmark = pytest.mark.quick
-
 AXES = {"table": ("vocab", "embed"), "up": ("layers", "embed", "mlp"), "scale": ("layers", "embed")}
 SHAPES = {"table": (256, 128), "up": (3, 128, 128), "scale": (3, 128)}
 TABLE = P("tensor", "fsdp")

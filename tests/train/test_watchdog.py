@@ -5,11 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-import pytest
-
 from jaxpar.train.guard.watchdog import Watchdog
-
-pytestmark = pytest.mark.quick
 
 
 def test_a_step_that_does_not_finish_ends_the_process() -> None:

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from experiments import case_on
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,7 +32,6 @@ def case_of(mesh: MeshSpec, **changes: object) -> Case:
     return case_on(small, jax.devices()[:8])
 
 
-@pytest.mark.quick
 def test_partitions_have_every_row_once() -> None:
     case = case_of(
         MeshSpec(data=2, fsdp=2, context=2),
@@ -75,7 +73,6 @@ def test_contributions_add_up_to_the_gradient() -> None:
         assert not np.allclose(parts[0][2][name], grad, rtol=0.1)
 
 
-@pytest.mark.quick
 def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of(data=2, fsdp=2, tensor=2)
 
@@ -96,7 +93,6 @@ def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> Non
     np.testing.assert_array_equal(found["tensor"], [x, x + 100])
 
 
-@pytest.mark.quick
 def test_the_wrong_gradient_nearest_to_the_loss() -> None:
     def wrong(*rows: tuple[str, tuple[int, ...] | None]) -> tuple[GradientRow, ...]:
         return tuple(GradientRow(name, (1,), 1.0, 0.1, layers=layers) for name, layers in rows)

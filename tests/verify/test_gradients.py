@@ -13,8 +13,6 @@ import pytest
 import jaxpar
 from jaxpar import verify
 
-pytestmark = pytest.mark.quick
-
 RNG = np.random.default_rng(0)
 PARAMS = {
     "w": RNG.standard_normal((4, 3)).astype(np.float32),

@@ -29,8 +29,6 @@ from jaxpar.verify.of_config.losses_and_gradients import (
 )
 from jaxpar.verify.of_config.shrink import shrink
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,8 +11,6 @@ import pytest
 
 from jaxpar.verify.mistakes import Evidence, MistakeKind, diagnose, guesses_of_part
 
-pytestmark = pytest.mark.quick
-
 
 def drawn(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

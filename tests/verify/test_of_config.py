@@ -695,7 +695,6 @@ def equal() -> tuple[Case, Answer]:
     return case, Answer(np.array([50.0]), grads, tokens=10.0)
 
 
-@pytest.mark.quick
 def test_one_wrong_copy_is_enough() -> None:
     case, want = equal()
     grads = {name: np.concatenate([grad, grad]) for name, grad in want.grads.items()}
@@ -706,7 +705,6 @@ def test_one_wrong_copy_is_enough() -> None:
     assert check.wrong[0].error == pytest.approx(1e-3, rel=1e-2)
 
 
-@pytest.mark.quick
 def test_the_librarys_ops_on_one_device_say_what_rounding_does_to_a_gradient_of_zero() -> None:
     """But not where they are far off: then it is they that are wrong."""
     case, want = equal()
@@ -769,7 +767,6 @@ def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_o
     assert [row.name for row in failed.wrong] == ["blocks.k_bias"]
 
 
-@pytest.mark.quick
 def test_loss_and_token_count_are_compared() -> None:
     case, want = equal()
     for got in (want._replace(losses=want.losses * 1.0001), want._replace(tokens=2.0)):
@@ -779,7 +776,6 @@ def test_loss_and_token_count_are_compared() -> None:
         assert not check.wrong
 
 
-@pytest.mark.quick
 def test_nan_is_a_difference() -> None:
     case, want = equal()
     grads = {name: grad.copy() for name, grad in want.grads.items()}
@@ -788,7 +784,6 @@ def test_nan_is_a_difference() -> None:
     assert [(row.name, row.error) for row in check.wrong] == [("blocks.down", math.inf)]
 
 
-@pytest.mark.quick
 def test_a_zero_gradient_is_measured_against_the_floor() -> None:
     case, want = equal()
     zero = {
@@ -805,7 +800,6 @@ def test_a_zero_gradient_is_measured_against_the_floor() -> None:
     assert row.error == pytest.approx(1e-6, rel=1e-2)
 
 
-@pytest.mark.quick
 def test_parameters_and_batches_hide_nothing() -> None:
     model = Model(override(Config(), {"model.family": "gpt2", "model.tied_head": False}).model)
     for leaf in jax.tree.leaves(random_params(model)):
@@ -821,7 +815,6 @@ def test_parameters_and_batches_hide_nothing() -> None:
     assert np.all(batch["positions"][~starts] == batch["positions"][:, :-1][~starts[:, 1:]] + 1)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -852,7 +845,6 @@ def test_what_cannot_be_laid_out_is_refused(changes: dict[str, Any], message: st
         small_setup.prepare(config, jax.devices())
 
 
-@pytest.mark.quick
 def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
     config = override(
         Config(),
@@ -873,7 +865,6 @@ def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
     assert setup.config.mesh == MeshSpec(fsdp=8)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "seq_len", "said"),
     [
@@ -905,7 +896,6 @@ def test_the_small_model_has_the_attention_of_the_whole(
     assert [note for note in setup.notes if note.startswith("OTHER ATTENTION")] == said
 
 
-@pytest.mark.quick
 def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -923,7 +913,6 @@ def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(
 # The command.
 
 
-@pytest.mark.quick
 def test_the_command_says_equal_and_exits_0(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

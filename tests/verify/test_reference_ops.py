@@ -23,8 +23,6 @@ from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
 from jaxpar.verify.of_config.shrink import shrink
 from jaxpar.verify.reference_ops import ReferenceOps
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def plan(plan_of: Any) -> Plan:

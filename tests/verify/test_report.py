@@ -18,8 +18,6 @@ from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.of_config import Setup, Verification
 from jaxpar.verify.report import GradientRow, Verdict, table
 
-pytestmark = pytest.mark.quick
-
 SETUP = Setup(
     Config(mesh=MeshSpec(data=2)),
     Model(Config().model),

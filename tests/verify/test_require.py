@@ -16,8 +16,6 @@ from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.of_config import Setup, Verification, checks, require
 from jaxpar.verify.report import GradientRow, Verdict
 
-pytestmark = pytest.mark.quick
-
 CONFIG = load_config("tiny")
 
 

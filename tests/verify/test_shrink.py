@@ -21,8 +21,6 @@ from jaxpar.verify.of_config.shrink import shrink
 from jaxpar.verify.of_config.shrink_rules import LEAST, RULES, Least
 from jaxpar.verify.of_config.sizes import asked_sizes, odd_multiple, pieces
 
-pytestmark = pytest.mark.quick
-
 
 def sizes(mesh: MeshSpec | None) -> dict[str, int]:
     """The axes above 1, slices included."""
