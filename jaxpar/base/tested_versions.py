@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Tested(NamedTuple):
-    """The versions of one package that every test was run with."""
+    """The versions of one package that CI runs with."""
 
     oldest: str
     """On Python 3.11."""
