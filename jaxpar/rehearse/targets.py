@@ -93,10 +93,10 @@ class Target:
         """
         if not jax.config.values["jax_platforms"]:
             jax.config.update("jax_platforms", "cpu")
-        if missing := _missing(self.platform):
-            raise UserError(f"target {self.name} needs {missing}")
         if why := refusal_without("topologies"):
             raise UserError(f"nothing can be compiled for {self.name}: {why}")
+        if missing := _missing(self.platform):
+            raise UserError(f"target {self.name} needs {missing}")
         try:
             with without_chips():
                 found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
