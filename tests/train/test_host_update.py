@@ -135,7 +135,9 @@ def test_a_run_whose_host_updates_resumes_to_the_bit(tmp_path):
 def test_what_the_host_works_with_is_what_the_compiler_takes(parameters):
     """The account's host memory beside that of the step, compiled for two A100.
 
-    Tolerance: arrays are padded to whole pages and a few scalars go down, 0.3 % here.
+    Tolerance: arrays are padded to whole pages and a few scalars go down, 0.3 % here. A compiler may
+    update the table first, and give back its gradient and its parameter before those of the layers
+    come down: that of jax 0.12 does.
     """
     targets = pytest.importorskip("jaxpar.rehearse.targets")
     if not targets.compilers()["cuda"].startswith("jax-cuda"):
@@ -153,4 +155,7 @@ def test_what_the_host_works_with_is_what_the_compiler_takes(parameters):
     compiled = taken.host_argument_size_in_bytes + new + taken.host_temp_size_in_bytes
     parts = {part.name: part.host for part in memory_account(experiment, "cuda")}
     assert parts["host update"] > parts["optimizer"]
-    assert sum(parts.values()) == pytest.approx(compiled, rel=0.02)
+    counted = sum(parts.values())
+    table = 4 * config.model.vocab_size * config.model.embed // config.mesh.fsdp
+    assert compiled <= counted * 1.02
+    assert counted <= (compiled + 2 * table) * 1.02
