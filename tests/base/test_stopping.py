@@ -53,6 +53,7 @@ def test_a_signal_before_the_first_step_ends_a_process_that_compiles_at_once(
 
 FIRST = """
 import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from jaxpar.base.process.early_signals import leave_on_signals
 leave_on_signals()
 from jaxpar.base.process.stopping import Stop
