@@ -468,7 +468,7 @@ def test_a_write_is_tried_again_for_as_long_as_it_may(bucket, monkeypatch):
     def fail(*_, **__):
         raise ConnectionError("503")
 
-    monkeypatch.setattr(bucket._fs, "pipe_file", fail)
+    monkeypatch.setattr(type(bucket._fs), "pipe_file", fail)
     began = time.monotonic()
     with pytest.raises(UserError, match="was tried for 0 s"):
         bucket.write("x", b"", seconds=0.1)
