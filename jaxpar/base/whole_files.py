@@ -1,8 +1,16 @@
-"""Files that are written whole or not at all, and errors of a disk in one sentence."""
+"""Files that are written whole or not at all, also where the power fails, and errors of a disk in
+one sentence.
+
+A write returns once the kernel has its bytes, and these reach the disk many seconds later; a new
+name of a file may be there before its bytes. What must outlive a power cut is synced: the file,
+then the folder that has its name.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +24,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that takes the name `path` once all of it is written, and is removed
     if that fails.
 
-    Readers see the file whole or not at all, also while others write it; its folder is made.
+    Readers see the file whole or not at all, also while others write it and after a power cut; its
+    folder is made. The old content is there until the new one has reached the disk.
 
     Args:
       path: the file.
@@ -30,11 +39,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     require_local(path)
     unfinished = path.with_name(f".{uuid.uuid4().hex}")
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             with unfinished.open("wb") as file:
                 yield file
+                file.flush()
+                _sync_open(file.fileno())
             unfinished.replace(path)
+            sync(path.parent)
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -75,3 +87,58 @@ def write_whole(path: Path, text: str | bytes) -> None:
     """
     with replacing(path) as file:
         file.write(text.encode() if isinstance(text, str) else text)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, with those above it, unless it is there; a power cut does not take it away.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, have reached the disk.
+
+    Args:
+      path: the file or the folder.
+
+    Raises:
+      OSError: it is not there, or the disk fails.
+    """
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        _sync_open(opened)
+    finally:
+        os.close(opened)
+
+
+def sync_below(folder: Path) -> None:
+    """Wait until all that is in a folder has reached the disk, and the folder itself.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      OSError: as for `sync`.
+    """
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
+def _sync_open(opened: int) -> None:
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        # some network file systems know no sync of a folder, or of what is open for reading
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from jax.stages import Compiled
 from jaxpar.base.errors import UserError, reading
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.ranges import MOST_STEPS
-from jaxpar.base.whole_files import write_whole, writing
+from jaxpar.base.whole_files import sync, write_whole, writing
 from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task
 from jaxpar.hlo.read import read_program
 from jaxpar.train.sinks import MetricsRow, Sink
@@ -189,6 +189,17 @@ class MetricsLog:
         if self._report is not None:
             self._report(step, known)
 
+    def sync(self) -> None:
+        """Wait until the lines have reached the disk, as those of steps that are saved must.
+
+        Raises:
+          UserError: they cannot be written.
+        """
+        if self._file is not None:
+            with writing(self._path):
+                self._file.flush()
+                sync(self._path)
+
     def __enter__(self) -> MetricsLog:
         return self
 
@@ -198,8 +209,9 @@ class MetricsLog:
         if self._file is None:
             return
         try:
-            with writing(self._path):
-                self._file.close()  # which writes what a full disk had left unwritten
+            # closing writes what a full disk had left unwritten
+            with writing(self._path), closing(self._file):
+                self.sync()
         except UserError:
             if error is None:  # else the first error is the one to tell
                 raise

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.layout.sharding import Axes, path_name
 from jaxpar.base.layout.specs import is_axes
+from jaxpar.base.whole_files import sync, sync_below
 from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.models.hf.config_json import hf_config
 from jaxpar.models.hf.families import HF_FAMILIES, Json, model_type
@@ -132,7 +133,9 @@ def write_folder(
         try:
             unfinished.mkdir(parents=True)
             write(unfinished)
+            sync_below(unfinished)
             unfinished.rename(folder)
+            sync(folder.parent)
         except OSError as error:
             raise UserError(
                 f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.console import duration_text
 from jaxpar.base.errors import UserError, parse_json, reading, require_kinds
-from jaxpar.base.whole_files import writing
+from jaxpar.base.whole_files import sync, writing
 from jaxpar.train.goodput.clock import CAUSES, Cause, Clock
 
 GOODPUT = "goodput.jsonl"
@@ -454,6 +454,7 @@ class Account:
             text = self._earlier_text + self._life().as_json()
             with writing(self._file):
                 unfinished.write_text(text, encoding="utf-8")
+                sync(unfinished)
                 unfinished.replace(self._file)
             self._written = self._now()
 

@@ -156,6 +156,7 @@ def _save(tools: Tools, step: int, local: bool = False) -> None:
     with tools.timing.apart("saving"):
         _require_alike(tools, step)
         place = tools.batches.place_after(step)
+        tools.parts.log.sync()
         tools.saves.save(step, tools.runner.state, place, tools.judge.guard, local)
 
 

@@ -15,7 +15,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.process.together import number_from_first
+from jaxpar.base.whole_files import sync
 from jaxpar.train.runs.claims.in_use import steps_in_use
+from jaxpar.train.runs.folder.manifest import METADATA
 from jaxpar.train.runs.folder.val_losses import lowest
 
 Disk = Literal["shared", "copy", "own"]
@@ -45,7 +47,8 @@ logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax's manager of checkpoints, which does not ask JAX's preemption service.
+    """Orbax's manager of checkpoints, which does not ask JAX's preemption service, and which
+    removes old steps only once the new one has reached the disk.
 
     The service lets all processes stop after the same call, by a number that each gives it and that
     grows: `jaxpar.base.process.stopping.Stop` counts its calls. Orbax would give it the step, and a
@@ -55,6 +58,17 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: the run itself saves before it stops."""
         return False
+
+    def _finalize_checkpoint(self, step: int) -> None:
+        """Orbax calls this in its thread when a step has its name, before it removes others."""
+        super()._finalize_checkpoint(step)
+        place = Path(self.directory) / str(step)
+        if place.is_dir():
+            # Its arrays and its manifest were synced under the temporary name. When it was finished
+            # Orbax writes just before it renames the folder.
+            sync(place / METADATA)
+            sync(place)
+            sync(place.parent)
 
 
 class KeepBest:

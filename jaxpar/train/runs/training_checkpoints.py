@@ -19,7 +19,8 @@ What becomes of a step, in this order:
     the caller's     Orbax copies the arrays to host memory and chooses the steps to remove
     the caller's     the sender is told of the step; `save` returns, and the training goes on
     Orbax's          the files are written, in a folder STEP.orbax-checkpoint-tmp-...
-    Orbax's          `_write_manifest` adds the manifest to it, and the folder is renamed to STEP
+    Orbax's          `_write_manifest` adds the manifest to it, and waits until the disk has all
+    Orbax's          the folder is renamed to STEP, and `Manager` waits until the disk has its name
     Orbax's          the steps that were chosen are removed
     the caller's     `record` notes the loss, before or after the step is there
     the sender's     once the folder STEP is there, its files are sent
@@ -46,7 +47,7 @@ from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.process.together import number_from_first, run_together, told_by_first
-from jaxpar.base.whole_files import writing
+from jaxpar.base.whole_files import make_folder, sync_below, writing
 from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
 from jaxpar.train.runs.claims.in_use import steps_in_use
@@ -169,7 +170,7 @@ class TrainingCheckpoints(Checkpoints):
     def _make_folder(self) -> None:
         if self._writes:
             with writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
 
     def steps(self) -> list[int]:
         """Return every finished step, sorted, and that which is being saved."""
@@ -295,13 +296,18 @@ class TrainingCheckpoints(Checkpoints):
         require_writable(self.folder)
 
     def _write_manifest(self) -> None:
-        """Write the manifest of the step that is being saved; Orbax calls this in its thread, once
-        all files are there and before the step has its name.
+        """Write the manifest of the step that is being saved, and wait until the disk has all of
+        it; Orbax calls this in its thread, once all files are there and before the step has its
+        name.
         """
-        if self._hashes and self._saving is not None:
-            step = self._saving
-            for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
+        step = self._saving
+        if step is None:
+            return
+        for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
+            if self._hashes:
                 write_manifest(folder, step, self._identity)
+            if self._writes:
+                sync_below(folder)
 
     def _finish_save(self) -> None:
         """Wait until what was saved is there, with its manifest and its loss."""
@@ -322,6 +328,7 @@ class TrainingCheckpoints(Checkpoints):
             # where Orbax called too late, when the step had its name
             if not (place / MANIFEST).exists():
                 write_manifest(place, step, self._identity)
+                sync_below(place)
         self._losses.write()
 
     @property
