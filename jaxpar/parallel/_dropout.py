@@ -29,5 +29,5 @@ def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
     require_number("dropout", "rate", rate, least=0, below=1)
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    kept = jax.random.bernoulli(key, jnp.float32(1 - rate), x.shape)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)

@@ -235,7 +235,7 @@ class ReferenceOps:
         if text_BS is None:
             text_BS = jnp.ones(x_BSD.shape[:2], bool)
         largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, experts_per_token)
-        choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
+        choices_BSKE = jax.nn.one_hot(chosen_BSK, E, dtype=jnp.float32)
         total_BS1 = jnp.sum(largest_BSK, axis=-1, keepdims=True)
         if experts_per_token == 1:
             weights_BSK = largest_BSK
@@ -303,12 +303,12 @@ class ReferenceOps:
         logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap, bias_V)
         lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
         counts_BS = labels_BS >= 0
-        labels_BSV = jax.nn.one_hot(labels_BS, vocab_size)
+        labels_BSV = jax.nn.one_hot(labels_BS, vocab_size, dtype=jnp.float32)
         smooth_BSV = (1 - label_smoothing) * labels_BSV + label_smoothing / vocab_size
         loss_BS = _cross_entropy(logits_BSV, smooth_BSV)
         if soft is not None:
             # `one_hot` of an id that is no entry of the vocabulary is zero everywhere.
-            ids_BSkV = jax.nn.one_hot(soft.ids, vocab_size)
+            ids_BSkV = jax.nn.one_hot(soft.ids, vocab_size, dtype=jnp.float32)
             soft_BSV = jnp.sum(soft.weights[..., None] * ids_BSkV, axis=2)
             of_soft_BS = _cross_entropy(logits_BSV / temperature, soft_BSV)
             loss_BS = (1 - alpha) * loss_BS + alpha * temperature**2 * of_soft_BS
@@ -383,7 +383,7 @@ def _weights_by_experts(probabilities_BSE: Array, text_BS: Array, experts_per_to
     taken = min(S, math.ceil(S * experts_per_token / E))
     scores_BSE = jnp.where(text_BS[..., None], probabilities_BSE, -1)
     best_BEC = jax.lax.top_k(scores_BSE.swapaxes(1, 2), taken)[1]
-    chosen_BSE = jnp.sum(jax.nn.one_hot(best_BEC, S), axis=2).swapaxes(1, 2)
+    chosen_BSE = jnp.sum(jax.nn.one_hot(best_BEC, S, dtype=jnp.float32), axis=2).swapaxes(1, 2)
     return probabilities_BSE * chosen_BSE * text_BS[..., None]
 
 

@@ -172,5 +172,7 @@ def drop_weights(weights: Array, rate: float, key: jax.Array | None) -> Array:
         return weights
     B, K, G, R, C = weights.shape
     # A draw over five dims gives the same bits, but takes XLA:CPU three times as long to compile.
-    kept = jax.random.bernoulli(key, 1 - rate, (B, K * G, R * C)).reshape(weights.shape)
+    kept = jax.random.bernoulli(key, jnp.float32(1 - rate), (B, K * G, R * C)).reshape(
+        weights.shape
+    )
     return jnp.where(kept, weights / (1 - rate), 0)

@@ -233,7 +233,7 @@ def see(scores: Scores, targets: Targets, how: LossOptions) -> Seen:
 
 def nothing_seen(targets: Targets, how: LossOptions) -> Seen:
     """What is known before any part of the vocabulary is looked at."""
-    zeros_T = jnp.zeros(targets.labels.shape)
+    zeros_T = jnp.zeros(targets.labels.shape, jnp.float32)
     soft = targets.soft is not None
     return Seen(
         zeros_T + MASKED,

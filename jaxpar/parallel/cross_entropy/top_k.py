@@ -140,9 +140,9 @@ def _by_slices(x_TD: Array, head_VD: Array, slices: int, layout: Layout, how: _H
     T = len(x_TD)
     nothing = _Found(
         jnp.zeros((T, how.k), jnp.int32),
-        jnp.full((T, how.k), -jnp.inf),
-        jnp.full((T,), MASKED),
-        jnp.zeros((T,)),
+        jnp.full((T, how.k), -jnp.inf, jnp.float32),
+        jnp.full((T,), MASKED, jnp.float32),
+        jnp.zeros((T,), jnp.float32),
     )
     parts = (head_VD.reshape(slices, rows, -1), first_rows_N)
     return _join_devices(jax.lax.scan(add, nothing, parts)[0], layout, how)

@@ -96,7 +96,7 @@ def _route_forward(layout, k, x_BSD, router_DE, text_BS):
         logits_BSE = router_logits(x_BSD, whole_router(router_DE, layout))
         chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
         choices_BSE = jnp.sum(
-            jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]),
+            jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1], dtype=jnp.float32),
             axis=2,
         )
         choices_BE = jnp.sum(choices_BSE * text_BS[..., None], axis=1)

@@ -137,7 +137,7 @@ class Stage:
         plan = self.plan
         program = self.task.program
         if self.model.config.experts:
-            routed = RouterSums(*jnp.zeros(2))
+            routed = RouterSums(*jnp.zeros(2, jnp.float32))
         else:
             routed = None
         x = jax.eval_shape(lambda: self.inputs.embed(self.arrays.ends, 0))
@@ -148,7 +148,7 @@ class Stage:
                 (None, *STORED),
             )
 
-        sums = LossSums(*jnp.zeros(3), routed=routed)
+        sums = LossSums(*jnp.zeros(3, jnp.float32), routed=routed)
         carry = Carry(messages(program.inbox), sums, first_order_token(plan))
         if not self.task.backward:
             return carry

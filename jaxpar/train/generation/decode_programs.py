@@ -154,7 +154,7 @@ def score(
             best_B & jnp.all(best_BC | ~counted_BC, axis=1),
         ), None
 
-    nothing = jnp.zeros(len(tokens_BS)), jnp.ones(len(tokens_BS), bool)
+    nothing = jnp.zeros(len(tokens_BS), jnp.float32), jnp.ones(len(tokens_BS), bool)
     return jax.lax.scan(part, nothing, jnp.arange(0, S, width))[0]
 
 

@@ -16,6 +16,7 @@ from jaxpar.train.guard import Guard
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.open_run import GUARD, FirstStep, OpenRun
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
+from jaxpar.train.runs.checkpoints import require_same_form
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
 from jaxpar.train.step import TrainState
@@ -77,9 +78,11 @@ class Saves:
             alone makes it the run of one experiment, it goes there.
 
         Raises:
-          UserError: this save, or the one before it, cannot be written.
+          UserError: this save, or the one before it, cannot be written; or the state is one that
+            the run could not go on from, and the step before stays.
         """
         run = self._run
+        require_same_form(state, run.experiment.state, f"the state after step {step}")
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
         beside = beside_state(run.experiment, place, size, self._frozen, teacher, step)

@@ -96,6 +96,29 @@ class Optimizer:
         )
 
 
+def in_32_bits(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return a transformation that computes as it does where `jax_enable_x64` is off.
+
+    optax makes its schedules, and what it corrects moments by, in JAX's default dtype: the state of
+    a step would become float64.
+
+    Args:
+      transformation: the transformation.
+    """
+
+    def init(params: Params) -> optax.OptState:
+        with jax.enable_x64(False):
+            return transformation.init(params)
+
+    def update(
+        grads: Params, state: optax.OptState, params: Params | None = None
+    ) -> tuple[Params, optax.OptState]:
+        with jax.enable_x64(False):
+            return transformation.update(grads, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
 def _averaging_state(state: optax.OptState) -> optax.contrib.ScheduleFreeState | None:
     """The state of Schedule-Free in an optimizer's state, if there is one."""
 
@@ -144,7 +167,8 @@ def reported_rate(
     of that name in the state; None where neither says it.
     """
     if optimizer.learning_rate is not None:
-        return jnp.asarray(optimizer.learning_rate(step), jnp.float32)
+        with jax.enable_x64(False):
+            return jnp.asarray(optimizer.learning_rate(step))
     found = [value for _, value in optax.tree.get_all_with_path(state, "learning_rate")]
     if not found:
         return None

@@ -21,7 +21,7 @@ from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.models import Params
-from jaxpar.train.optimizer.definition import Optimizer
+from jaxpar.train.optimizer.definition import Optimizer, in_32_bits
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.optimizer.pruning import with_pruning
 from jaxpar.train.optimizer.sparse_decay import with_sparse_decay
@@ -77,7 +77,8 @@ def saved_name(optimizer: Optimizer) -> str:
 
 def _with_sparsity(optimizer: Optimizer, config: Config, plan: Plan | None) -> Optimizer:
     """The optimizer, with what sparse and pruned matrices ask of a step."""
-    return with_pruning(with_sparse_decay(optimizer, config.model), config, plan)
+    sparse = with_pruning(with_sparse_decay(optimizer, config.model), config, plan)
+    return replace(sparse, make=lambda axes: in_32_bits(sparse.make(axes)))
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:

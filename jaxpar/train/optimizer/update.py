@@ -94,7 +94,7 @@ def update(
         jax.tree.map(lambda _: (), said),
         plan,
     )
-    squares = jnp.zeros(())
+    squares = jnp.float32(0)
     for name in (*rest, *streamed):
         squares = _squares(grads[name], squares, order_token)
     norm = jnp.sqrt(squares) / sums.tokens
@@ -276,7 +276,9 @@ def _update_by_layer(
     scalars = with_param_trees(transformation, opt_state, no_trees)
     (new, new_trees), scalars, overflows = local((params, trees), grads, scalars, scale)
     return UpdatedPart(
-        new, with_param_trees(transformation, scalars, new_trees), jnp.sum(overflows)
+        new,
+        with_param_trees(transformation, scalars, new_trees),
+        jnp.sum(overflows, dtype=jnp.int32),
     )
 
 

@@ -15,6 +15,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check
 from jaxpar.base.config.hidden_pairs import read_pairs
 from jaxpar.base.errors import UserError
+from jaxpar.base.jax_settings import require_usual_settings
 from jaxpar.base.layout.mesh import make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.process.runtime import start
@@ -68,13 +69,15 @@ def make_experiment(
       The experiment, whose `config` is the one given, but for the model's own sizes.
 
     Raises:
-      UserError: `check` refuses a setting, the devices cannot be had (see `jaxpar.start`), the mesh
+      UserError: JAX has a setting that no step runs with (see `require_usual_settings`), `check`
+        refuses a setting, the devices cannot be had (see `jaxpar.start`), the mesh
         does not fit them, mesh axes do not divide a dim or the batch, the optimizer state is split
         neither as its parameters nor further, XLA does not know an option, the devices' host memory
         cannot be used as it is asked for, `context.check_split` refuses the plan, documents are
         packed and the blocks would mix them, or the optimizer cannot be run with it (see
         `require_runnable`).
     """
+    require_usual_settings()
     if model is not None and not model.has_blocks:
         config = replace(config, model=model.config)
     check(config, training)

@@ -247,6 +247,28 @@ def _forms(tree: PyTree) -> dict[str, str]:
     }
 
 
+def require_same_form(state: PyTree, wanted: PyTree, what: str) -> None:
+    """Refuse to save a state that could not be restored.
+
+    Args:
+      state: the arrays.
+      wanted: the ShapeDtypeStructs that it is restored with.
+      what: what the message calls it.
+
+    Raises:
+      UserError: a name, a shape or a dtype is another.
+    """
+    here = _forms(state)
+    there = _forms(wanted)
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise UserError(
+                f"{what} is not saved, as this run could not go on from it: {name} is "
+                f"{here.get(name, 'absent')} and was {there.get(name, 'absent')}: look for what "
+                "changes dtypes, such as jax_enable_x64, or in an optimizer of your own"
+            )
+
+
 def _is_wider_moment(name: str, there: str, here: str) -> bool:
     """Whether a saved bfloat16 is the second moment of an earlier version, which is float32 now:
     the same number.
