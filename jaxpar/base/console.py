@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,13 @@ class PlainConsole(Console):
     def __init__(self, **options: Any):
         # a path may be `data:train:test`
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Say that the reader of the output has gone, as an error that a training saves its steps
+        for; rich would end the program. What is printed afterwards goes nowhere.
+        """
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

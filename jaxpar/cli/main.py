@@ -70,6 +70,8 @@ COMMANDS = {
 }
 _ORBAX_READING = "_read_array_index_and_device_put"
 """What reads an array of a checkpoint, seen in orbax-checkpoint 0.12.8."""
+_OUTPUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""How a disk refuses what a command prints."""
 _HELP = ("-h", "--help", "help")
 
 
@@ -112,19 +114,27 @@ def main(argv: list[str] | None = None) -> int:
         if argv is not None:
             raise
         _end_interrupted()
-    except BrokenPipeError:  # `| head` has read enough; what is still unsaid goes nowhere
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY),
-            sys.stdout.fileno(),
-        )
+    except BrokenPipeError:  # `| head` has read enough
+        _say_no_more()
         return 141
     except OSError as error:
+        if error.errno in _OUTPUT_FULL and error.filename is None:
+            _say_no_more()
+            return fail(
+                f"what this command says cannot be written ({error.strerror}): free some space "
+                "where its output goes, or send it elsewhere"
+            )
         if error.errno != errno.ENAMETOOLONG:
             raise
         return fail(
             f"{short(str(error.filename))} is too long for the name of a file or folder: give a "
             "shorter one"
         )
+
+
+def _say_no_more() -> None:
+    """Let what is still unsaid go nowhere, as Python would write it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end_interrupted() -> NoReturn:

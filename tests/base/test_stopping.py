@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from heard_signals import children_hear
 
 from jaxpar.base.process import machine_notice
 from jaxpar.base.process.machine_notice import MachineNotice, metadata_server
@@ -31,18 +32,16 @@ ctypes.CDLL(None).sleep(20)  # as a compiler does: Python calls no handler meanw
         (signal.SIGINT, 130, "jaxpar: interrupted\n"),
         (signal.SIGTERM, 143, "jaxpar: stopped by SIGTERM, with nothing to save\n"),
         (signal.SIGUSR1, 143, "jaxpar: stopped by SIGUSR1, with nothing to save\n"),
+        (signal.SIGHUP, 143, "jaxpar: stopped by SIGHUP, with nothing to save\n"),
     ],
 )
 def test_a_signal_before_the_first_step_ends_a_process_that_compiles_at_once(
     number: signal.Signals, code: int, said: str
 ) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with children_hear():
         process = subprocess.Popen(
             [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    finally:
-        signal.signal(signal.SIGINT, before)
     with process:
         assert process.stdout and process.stderr
         process.stdout.readline()
@@ -53,7 +52,6 @@ def test_a_signal_before_the_first_step_ends_a_process_that_compiles_at_once(
 
 FIRST = """
 import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from jaxpar.base.process.early_signals import leave_on_signals
 leave_on_signals()
 from jaxpar.base.process.stopping import Stop
@@ -68,9 +66,10 @@ print("lives on")
 
 
 def test_the_first_ctrl_c_asks_also_where_the_thread_hears_of_it_later() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
-    )
+    with children_hear():
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
+        )
     assert (done.returncode, done.stdout, done.stderr) == (130, "True\n", "jaxpar: interrupted\n")
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from heard_signals import children_hear
 from orbax.checkpoint._src.serialization import serialization
 from safetensors.numpy import load_file, save_file
 
@@ -215,9 +216,8 @@ def test_a_reader_that_has_gone_is_no_error(words):
 @pytest.fixture
 def heard():
     """Ctrl-C reaches a child also where the tests were started in the background, deaf to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with children_hear():
+        yield
 
 
 @pytest.mark.slow

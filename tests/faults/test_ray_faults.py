@@ -24,6 +24,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from heard_signals import children_hear
 
 from jaxpar.train.metrics import read_metrics
 
@@ -67,16 +68,14 @@ class Launched:
         self.said: list[str] = []
         # compiled programs are kept, as a user's are
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAXPAR_TEST": self.mark}
-        # Ctrl-C reaches it also where the tests were started in the background, deaf to it
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.process = subprocess.Popen(
-            [*command, f"--run={folder}", *FLAGS, *flags],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        signal.signal(signal.SIGINT, before)
+        with children_hear():
+            self.process = subprocess.Popen(
+                [*command, f"--run={folder}", *FLAGS, *flags],
+                env=os.environ | environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     def steps(self) -> Iterator[int]:
         """The steps that it logs, as it logs them."""

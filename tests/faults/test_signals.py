@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from heard_signals import children_hear
 from trainings import SMALL, differences, end_of, start, token_file
 
 pytestmark = pytest.mark.slow
 
-SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BEFORE_PYTHON = 0.15
 """Seconds in which Python itself starts and has not begun to run jaxpar."""
 FLAGS = [
@@ -60,15 +61,11 @@ def start_listening(
     run: Path, processes: int, steps: int, data: list[str]
 ) -> list[subprocess.Popen[str]]:
     """Begin a training, or go on with it."""
-    # Ctrl-C reaches them also where the tests were started in the background, deaf to it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGABRT then shows the stack of every thread
     environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
     flags = [*FLAGS, *data, f"--train.steps={steps}"]
-    try:
+    with children_hear():
         return start(run, flags, processes, environment=environment, stdout=subprocess.DEVNULL)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def is_busy(process: subprocess.Popen[str]) -> bool:

@@ -11,12 +11,11 @@ from threading import Lock, Thread
 from types import FrameType
 from typing import Any
 
-# Windows has no SIGUSR1
-SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
-"""What asks a run to stop: Ctrl-C, a scheduler, and the notice of a scheduler that a limit is
-near (Slurm's `--signal`)."""
+# Windows has no SIGUSR1 and no SIGHUP
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+"""What asks a run to stop: Ctrl-C, a scheduler, the notice of a scheduler that a limit is near
+(Slurm's `--signal`), and a terminal that is closed."""
 INTERRUPTED = 130
 """The exit code of Ctrl-C, and of a run that was told to stop and saved."""
 NOTHING_SAVED = 143
@@ -51,8 +50,9 @@ def _leave_soon(reading: int) -> None:
 
 
 def end_quietly() -> None:
-    """Ignore SIGUSR1 from now on, at the end of a process: Python itself gives its handlers back
-    while it ends, and the signal would end what has succeeded with a code that says otherwise.
+    """Ignore SIGUSR1 and SIGHUP from now on, at the end of a process: Python itself gives its
+    handlers back while it ends, and such a signal would end what has succeeded with a code that
+    says otherwise.
     """
     for number in SIGNALS:
         if signal.getsignal(number) is leave and number not in (signal.SIGINT, signal.SIGTERM):

@@ -86,14 +86,17 @@ class Stop:
         """Take the signals that ask for a stop, until `close`; only the main thread can.
 
         A second Ctrl-C does what the first would have done before. Other signals may come again,
-        as some schedulers send them, and change nothing.
+        as some schedulers send them, and change nothing. SIGHUP stays ignored under `nohup`.
         """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
+            before = signal.getsignal(number)
+            if number == getattr(signal, "SIGHUP", None) and before is signal.SIG_IGN:
+                continue
             # of several processes SIGTERM goes to JAX's preemption service
             if not (self._several and number == signal.SIGTERM):
-                self._previous[number] = signal.getsignal(number)
+                self._previous[number] = before
                 signal.signal(number, self._take)
 
     def _take(self, number: int, _: FrameType | None) -> None:

@@ -43,7 +43,7 @@ class StepRows:
         self._skipped = _Skipped(run.corpus, show.say)
 
     def write(self, step: int, measured: Mapping[str, float], bad_steps: int) -> None:
-        """Print and write a step's numbers, with the speed since the last row.
+        """Write and print a step's numbers, with the speed since the last row.
 
         Args:
           step: the step.
@@ -62,8 +62,8 @@ class StepRows:
             numbers["bad_steps"] = float(bad_steps)
         self._skipped.say_more()
         left = (self._run.last - step) * (speed["step_seconds"] or 0.0)
-        self._show.step(step, numbers | speed, left)
         self._log.write(step, **numbers, **speed, **self._account.row())
+        self._show.step(step, numbers | speed, left)
         self._account.note()
 
     def go_back(self, step: int) -> None:

@@ -4,6 +4,8 @@ an evaluation. What is good is saved before an error leaves.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import jax
 import numpy as np
 
@@ -17,6 +19,7 @@ from jaxpar.train.loop.run_step import Metrics
 from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.tools import Tools
 from jaxpar.train.run_data import keep_data
+from jaxpar.train.runs.checkpoints import warn
 
 
 def run_steps(tools: Tools, missed: set[str], asked: Stop) -> int:
@@ -164,6 +167,8 @@ def _save_good(tools: Tools, ended_by: Exception) -> None:
     """Save what was trained until now, and say so, unless the last step failed or diverged."""
     run = tools.parts.run
     say = tools.parts.show.say
+    if isinstance(ended_by, OSError):  # the reader of the output has gone, or its disk is full
+        say = say_elsewhere
     state = tools.runner.state
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         return  # the step that failed had taken the state
@@ -179,10 +184,19 @@ def _save_good(tools: Tools, ended_by: Exception) -> None:
         if str(error) != str(ended_by):
             say(f"warning: the steps since the last checkpoint are lost: {error}")
         return
+    what = "an error"
+    if isinstance(ended_by, BrokenPipeError):
+        what = "the end of what reads its output"
     say(
-        f"an error ends this run after step {step}, which is saved: the same command goes on from "
+        f"{what} ends this run after step {step}, which is saved: the same command goes on from "
         "there"
     )
+
+
+def say_elsewhere(line: str) -> None:
+    """Say a line on standard error, where standard output takes none, or nowhere."""
+    with suppress(OSError):
+        warn(line)
 
 
 def _evaluate(tools: Tools, step: int, final: bool = False) -> None:
