@@ -100,10 +100,23 @@ def _train_config(
     def watch(experiment: Experiment, compiled: Compiled) -> None:
         _write_memory(experiment, compiled, folder / "memory.json")
 
+    def finish() -> None:
+        if main and (folder / "metrics.jsonl").exists():
+            beside.submit(draw).result()
+            account.close()
+            send(folder)
+            say(f"wrote {folder / 'loss.png'}")
+
     try:
         with ThreadPoolExecutor(1) as beside:
-            result = run(
-                settled, folder, watch=watch, report=take_row, began=began, account=account
+            return run(
+                settled,
+                folder,
+                watch=watch,
+                report=take_row,
+                began=began,
+                account=account,
+                finish=finish,
             )
     except OutOfMemory as error:
         if error.where != STEP:
@@ -112,12 +125,6 @@ def _train_config(
         say(memory_table(parts))
         has = memory_of(error.experiment.devices[0])
         raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
-    if main and (folder / "metrics.jsonl").exists():
-        draw()
-        account.close()
-        send(folder)
-        say(f"wrote {folder / 'loss.png'}")
-    return result
 
 
 def _write_memory(experiment: Experiment, compiled: Compiled, file: Path) -> None:

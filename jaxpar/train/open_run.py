@@ -5,6 +5,7 @@ state and the data of its first step are made or read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +122,9 @@ class OpenRun(NamedTuple):
         return self._replace(after=step, is_new=False, source=source)
 
     def release(self) -> None:
-        """Give the folders back."""
+        """Give the folders back, into which nothing is written or sent from now on."""
+        for tier in self.tiers:
+            tier.stop_sending()
         if self.local is not None:
             self.local.release()
         self.lock.close()
@@ -219,8 +222,11 @@ def _open_locked(
         lock.require,
         seconds=longest_save(experiment.state),
     )
-    local = _find_local(experiment, folder)
-    try:
+    with ExitStack() as stack:  # what works in the background ends where the run is refused
+        stack.callback(checkpoints.abandon)
+        local = _find_local(experiment, folder)
+        if local is not None:
+            stack.callback(local.release)
         begin = _choose_tier(checkpoints, local, folder, config, compared, before, say)
         run_together(lambda: require_tokenizer_files(folder, begin.manifest, say))
         after = begin.step or 0
@@ -229,10 +235,7 @@ def _open_locked(
             local.open(after, config.checkpoint, identity)
             if begin.is_local:
                 source = local.checkpoints
-    except BaseException:
-        if local is not None:
-            local.release()
-        raise
+        stack.pop_all()
     notes = [compared.note]
     if before is not None:
         notes.insert(0, replaced_values(before, config))

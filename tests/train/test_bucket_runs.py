@@ -475,6 +475,17 @@ def test_a_write_is_tried_again_for_as_long_as_it_may(bucket, monkeypatch):
     assert time.monotonic() - began < 10  # of 300 seconds
 
 
+def test_a_run_that_is_refused_sends_nothing_more(bucket):
+    folder = run_here(bucket.url)
+    keep_config(folder, Config())
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    found = copy_of(folder)
+    assert found is not None and found.sender is not None and not found.sender.stopped
+    checkpoints.abandon()
+    assert found.sender.stopped
+    assert bucket.find("config.toml") is None
+
+
 def test_the_disk_that_is_too_full_is_that_of_the_copy(bucket, tmp_path, monkeypatch):
     folder = run_here(bucket.url)
     checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig())

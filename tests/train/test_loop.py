@@ -26,6 +26,7 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
+from jaxpar.train import open_run
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import read_lives
@@ -34,8 +35,10 @@ from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.claims.run_lock import LOCK
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.folder.run_folder import read_run_config
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 
@@ -222,6 +225,39 @@ def test_each_second_of_a_run_has_one_cause(whole: Path) -> None:
         assert row["goodput"] == pytest.approx(row["productive_seconds"] / row["wall_seconds"])
     # the rest is the last save, and a picture
     assert rows[-1]["wall_seconds"] <= life.ended - life.began
+
+
+def test_what_is_written_at_the_end_is_written_while_the_folder_is_held(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = dict[str, bool]()
+
+    def lock_is_there(name: str) -> None:
+        held[name] = (tmp_path / "run" / LOCK).exists()
+
+    monkeypatch.setattr(local, "_draw_loss", lambda *_: lock_is_there("loss.png"))
+    monkeypatch.setattr(local, "send", lambda *_: lock_is_there("bucket"))
+    train(override(config, {"train.stop_at": 2}), tmp_path / "run")
+    assert held == {"loss.png": True, "bucket": True}
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_what_a_refused_opening_began_is_ended(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = list[Path]()
+
+    def refuse(*_: object) -> None:
+        raise UserError("not this one")
+
+    monkeypatch.setattr(open_run, "_choose_tier", refuse)
+    monkeypatch.setattr(
+        TrainingCheckpoints, "abandon", lambda checkpoints: ended.append(checkpoints.folder)
+    )
+    with pytest.raises(UserError, match="not this one"):
+        train(config, tmp_path / "run")
+    assert ended == [tmp_path / "run" / "checkpoints"]
+    assert not (tmp_path / "run" / LOCK).exists()
 
 
 def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(

@@ -279,6 +279,22 @@ def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
     )
 
 
+def test_a_checkpoint_of_a_folder_that_was_moved_away_does_not_speak_of_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require_lock() -> None:
+        raise UserError("the run folder is no longer there")
+
+    checkpoints = TrainingCheckpoints(tmp_path, CheckpointConfig(), require_lock=require_lock)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+    with pytest.raises(UserError, match=r"^the run folder is no longer there$"):
+        checkpoints.close()
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,17 @@ def test_who_has_lost_the_folder_is_told_by_its_heartbeat(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_folder_that_has_another_ones_name_is_not_held(tmp_path: Path) -> None:
+    """The account of the time was written into it until the next beat of the heart."""
+    run = tmp_path / "run"
+    with locked(run, print) as lock:
+        assert lock.holds()
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+        assert not lock.holds()
+    assert not lock.holds()
+
+
 def test_the_heartbeat_goes_on_where_the_file_system_does_not_say_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def run(
     began: float | None = None,
     stateful: Mapping[str, Stateful] | None = None,
     account: Account | None = None,
+    finish: Callable[[], None] = lambda: None,
 ) -> Result:
     """Train the run in `folder`, or go on with it.
 
@@ -87,6 +88,8 @@ def run(
         given back to them, on every process, when the run goes on.
       account: counts what the time of this process goes on, and is closed by the caller, for whom
         the run has not ended yet; None = its time is that of this call, from `began`.
+      finish: is called on every process when the run has been saved, before its folder is given
+        back, for what is to be written there.
 
     Raises:
       OutOfMemory: a device has too little memory for a step or an evaluation.
@@ -103,7 +106,7 @@ def run(
         stack.enter_context(peer_errors())
         if account is None:
             account = stack.enter_context(closing(Account(began)))
-        call = _Call(watch, report, began, stateful or {}, account, say)
+        call = _Call(watch, report, began, stateful or {}, account, say, finish)
         while True:
             opened = open_run(experiment, folder, corpus, say)
             result = _train_and_close(opened, call)
@@ -122,6 +125,7 @@ class _Call(NamedTuple):
     stateful: Mapping[str, Stateful]
     account: Account
     say: Callable[[str], None]
+    finish: Callable[[], None]
 
 
 def _is_of_first_step(opened: OpenRun, error: BaseException) -> bool:
@@ -142,7 +146,7 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
     limit = _time_limit(opened, call.began)
     stop = Stop(limit.asks)
     # what was saved is written to its end before a signal ends the process
-    with _released(opened), closing(stop), closing(MachineNotice(stop.ask)):
+    with _released(opened, call.account), closing(stop), closing(MachineNotice(stop.ask)):
         try:
             result = _train(opened, call, stop, limit)
         except PeerLost:
@@ -166,15 +170,17 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
                 tier.close()
         if said := call.account.summary():
             call.say(said)
+        call.finish()
     return result
 
 
 @contextmanager
-def _released(opened: OpenRun) -> Iterator[None]:
-    """Give the folders back at the end."""
+def _released(opened: OpenRun, account: Account) -> Iterator[None]:
+    """Give the folders back at the end, with the account of the time until then."""
     try:
         yield
     finally:
+        account.note(at_once=True)
         opened.release()
 
 
@@ -239,8 +245,7 @@ def _train(opened: OpenRun, call: _Call, stop: Stop, limit: TimeLimit) -> Result
 def _open_account(opened: OpenRun, call: _Call) -> None:
     """Have the first process keep the account of the run's time in its folder."""
     if jax.process_index() == 0:
-        lock = opened.lock
-        call.account.open(opened.folder, opened.after, lambda: not lock.lost, call.say)
+        call.account.open(opened.folder, opened.after, opened.lock.holds, call.say)
 
 
 def _first_step(parts: Parts) -> FirstStep:

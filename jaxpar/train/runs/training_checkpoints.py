@@ -372,8 +372,19 @@ class TrainingCheckpoints(Checkpoints):
             else:
                 self._finish_and_close()
         finally:
-            if self._sender is not None:
-                self._sender.stop()
+            self.stop_sending()
+
+    def stop_sending(self) -> None:
+        """Send nothing more to a bucket, unless it is asked for."""
+        if self._sender is not None:
+            self._sender.stop()
+
+    def abandon(self) -> None:
+        """Give up what works in the background for a run that could not be opened: nothing is being
+        saved, and nothing is sent.
+        """
+        self.stop_sending()
+        self._manager.close()
 
     def _finish_and_close(self) -> None:
         with self._writing():
@@ -395,8 +406,9 @@ class TrainingCheckpoints(Checkpoints):
         try:
             yield
         except Exception as error:
-            if self._sender is not None:
-                self._sender.stop()
+            self.stop_sending()
+            if self._hashes:  # a folder that was moved away explains it better
+                self._require_lock()
             if _took_too_long(error):
                 if jax.process_count() > 1:
                     who = "another process has not written its part of a checkpoint"

@@ -239,6 +239,19 @@ class RunLock:
         if self.lost:
             raise UserError(self.lost)
 
+    def holds(self) -> bool:
+        """Whether this process holds the lock, as far as a look at this machine says: a folder may
+        have been moved a moment ago, and another have its name.
+        """
+        if self._stopped.is_set():
+            return False
+        with suppress(UserError):  # who cannot read the lock has not lost it
+            self._look()
+        return not self.lost
+
+    def _look(self) -> None:
+        self.lost = self.lost or self._why_lost()
+
     def close(self) -> None:
         """Give the lock back."""
         self._stopped.set()
@@ -284,6 +297,9 @@ class BucketLock(RunLock):
             return _Owner(**{name: found[name] for name in _KINDS})
         except (UserError, KeyError):
             return None
+
+    def _look(self) -> None:
+        """The heartbeat asks the bucket, which is far away."""
 
     def _beat_time(self) -> str:
         found = self._bucket.find(LOCK)
@@ -345,6 +361,10 @@ class SharedLock:
         process's.
         """
         return "" if self._lock is None else self._lock.lost
+
+    def holds(self) -> bool:
+        """See `RunLock.holds`; on processes but the first there is nothing to hold."""
+        return self._lock is None or self._lock.holds()
 
     def require(self) -> None:
         """See `RunLock.require`; on processes but the first nothing is required."""
