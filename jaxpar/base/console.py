@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.segment import Segment
 from rich.table import Column
 
-from jaxpar.base.errors import UserError, require_local, visible, with_urls
+from jaxpar.base.errors import UserError, require_local, visible, with_urls, without_passwords
 from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.layout.mesh import describe
 from jaxpar.base.layout.plan import Plan
@@ -49,7 +49,7 @@ class PlainConsole(Console):
             if segment.control:
                 yield segment
             else:
-                yield segment._replace(text=visible(with_urls(segment.text)))
+                yield segment._replace(text=visible(without_passwords(with_urls(segment.text))))
 
 
 def console() -> Console:

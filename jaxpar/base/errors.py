@@ -67,6 +67,21 @@ def with_urls(text: str) -> str:
     return text
 
 
+_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
+
+
+def without_passwords(text: str) -> str:
+    """Write stars in place of the password of each URL that has one, `sftp://name:password@host`.
+
+    Args:
+      text: a message.
+
+    Returns:
+      The text.
+    """
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
 PEER_LOST = 75
 """What a process exits with that cannot go on because another of its run is not there."""
 
@@ -85,7 +100,7 @@ class UserError(Exception):
     that are gone."""
 
     def __init__(self, message: object = ""):
-        super().__init__(with_urls(str(message)))
+        super().__init__(without_passwords(with_urls(str(message))))
 
 
 def suggest(word: str, choices: Iterable[str], alike: float = 0.5) -> str:

@@ -119,9 +119,10 @@ def test_requests_that_wait_together_are_said_once(bucket, tmp_path, monkeypatch
     files = [tmp_path / str(number) for number in range(6)]
     for file in files:
         file.write_bytes(b"x")
+    bucket.write("x", b"")
     threading.Timer(0.3, away.set).start()
     bucket.send_all((file, file.name) for file in files)
-    assert len(bucket.files()) == 6 and len(waiting) >= 6
+    assert len(bucket.files()) == 7 and len(waiting) >= 6
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "is tried again" in said[0] and "answers again" in said[1]
 
@@ -130,6 +131,7 @@ def test_what_fails_for_too_long_ends_in_one_line(bucket, monkeypatch, capsys, q
     def busy(*args, **options):
         raise TimeoutError
 
+    bucket.write("x", b"")
     monkeypatch.setattr(MemoryFileSystem, "cat_file", busy)
     with pytest.raises(UserError) as error:
         bucket.read("x")
@@ -138,6 +140,37 @@ def test_what_fails_for_too_long_ends_in_one_line(bucket, monkeypatch, capsys, q
     assert "tried for 300 s" in text and "\n" not in text
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert sum(quick) == pytest.approx(300, abs=0.1)  # the last pause is cut at the limit
+
+
+def test_a_bucket_that_has_not_answered_yet_is_not_waited_for(bucket, monkeypatch, capsys, quick):
+    """It may have no such name, and a run has nothing to lose before it begins."""
+
+    def no_host(*args, **options):
+        raise ConnectionError("no such host")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", no_host)
+    with pytest.raises(
+        UserError, match=r"\(no such host\), and was tried for 20 s: look at its name"
+    ):
+        bucket.read("x")
+    assert capsys.readouterr().err == ""
+    assert sum(quick) == pytest.approx(20, abs=0.1)
+
+
+def test_a_password_is_not_said(capsys):
+    url = "sftp://me:secret@host/run"
+    assert str(UserError(f"{url} cannot be read")) == "sftp://me:***@host/run cannot be read"
+    outages.say(f"warning: {url} cannot be read")
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_a_first_request_that_hangs_is_left_behind(bucket, monkeypatch):
+    asked = threading.Event()
+    monkeypatch.setattr(outages, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: asked.wait(60))
+    with pytest.raises(UserError, match=r"cannot be read \(no answer in time\)"):
+        bucket.read("x")
+    asked.set()
 
 
 def test_what_would_fail_again_is_tried_once(bucket, quick):

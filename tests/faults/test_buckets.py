@@ -268,6 +268,7 @@ def test_a_request_that_is_never_answered_is_said_and_ends_in_one_line(
     monkeypatch.setattr(outages, "LIMIT_SECONDS", 4.0)
     monkeypatch.setattr(runs.server, "ignores", lambda method, path: path.endswith("/silent"))
     S3FileSystem.clear_instance_cache()
+    Bucket(f"s3://{BUCKET}").find("answers")
     before = runs.server.failed
     with pytest.raises(UserError) as ended:
         Bucket(f"s3://{BUCKET}").read("silent")

@@ -200,11 +200,12 @@ def test_what_other_processes_sent_of_a_step_is_fetched_to_go_back_to_it(bucket)
     assert {part: part.read_bytes() for part in lost} == kept
 
 
-def test_a_step_without_its_last_object_is_none_and_is_cleared_away(bucket):
+def test_a_step_without_its_last_object_is_none_and_is_cleared_away(bucket, capsys):
     train(run_here(bucket.url), 1, 2)
     whole = bucket.files("checkpoints/2")
     bucket.remove([f"checkpoints/2/{UPLOADED}"])
     folder = another_process(bucket)
+    assert "step 2 is left out, as it has no uploaded.json" in capsys.readouterr().err
     assert Checkpoints(folder / "checkpoints").steps() == [1]
     assert bucket.files("checkpoints/2").keys() == whole.keys() - {
         UPLOADED,

@@ -19,6 +19,8 @@ T = TypeVar("T")
 _THREADS = 8
 """Objects that are sent or fetched at once."""
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+_LIBRARIES = ("aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
+"""What logs that which it raises, or that it tries again, in words of its own."""
 _IDENTITY = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "created")
 """What a file system may say of an object that is another once the object is; the first counts."""
 
@@ -242,8 +244,10 @@ def _file_system(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
-    # gcsfs logs what it raises
-    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+    for library in _LIBRARIES:
+        logger = logging.getLogger(library)
+        if logger.level == logging.NOTSET:  # else a program wants to hear it
+            logger.setLevel(logging.CRITICAL)
     # a listing that is kept would hide what other machines write
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "file":

@@ -1,5 +1,6 @@
 """Requests of a bucket that fail for a while, as by a 503 or a timeout: they are tried again, and
-one line says so, however many of them wait.
+one line says so, however many of them wait. A bucket that has not answered yet, as where its name
+is wrong or there is no network, is not waited for: there is nothing to lose.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from jaxpar.base.console import PlainConsole
@@ -17,6 +19,8 @@ T = TypeVar("T")
 
 LIMIT_SECONDS = 300.0
 """How long a request that fails for a while is tried again."""
+FIRST_SECONDS = 20.0
+"""How long a bucket has for its first answer."""
 _LONGEST_PAUSE = 30.0
 _FINAL = (
     FileNotFoundError,
@@ -31,7 +35,13 @@ _FINAL = (
 """Errors that the same request would get again."""
 _FOR_A_WHILE = (408, 429)
 """Codes of HTTP below 500 after which the same request may succeed: too slow, too many."""
-_FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NoSuchBucket"}
+_FINAL_NAMES = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "NoSuchBucket",
+    "DefaultCredentialsError",
+}
 
 
 class Outage:
@@ -44,6 +54,8 @@ class Outage:
         self._lock = threading.Lock()
         self._waiting = 0
         self._began: float | None = None
+        self.answered = False
+        """Whether the bucket has ever answered this process."""
 
     def enter(self, line: str) -> None:
         """Wait for the bucket; the first that does says the line."""
@@ -84,7 +96,8 @@ def keep_trying(
       what: what it does to an object, as a participle: `read`, `written`.
       where: the URL of the object.
       outage: that of the bucket, which says that the request waits.
-      seconds: how long it is tried; None = `LIMIT_SECONDS`.
+      seconds: how long it is tried; None = `LIMIT_SECONDS`, or `FIRST_SECONDS` where the bucket has
+        not answered yet.
 
     Returns:
       What the request gives.
@@ -92,7 +105,12 @@ def keep_trying(
     Raises:
       UserError: the same request would fail again, or has failed for so long.
     """
-    limit = LIMIT_SECONDS if seconds is None else seconds
+    if seconds is not None:
+        limit = seconds
+    elif outage.answered:
+        limit = LIMIT_SECONDS
+    else:
+        limit = min(FIRST_SECONDS, LIMIT_SECONDS)
     until = time.monotonic() + limit
     pause = 0.5
     waiting = False
@@ -100,14 +118,15 @@ def keep_trying(
     try:
         while True:
             try:
-                result = do()
+                result = do() if outage.answered else _within(do, until)
             # of a network library, or of one above it
             except Exception as error:
-                why = _require_passing(error, what, where, until, limit)
+                look = "the bucket" if outage.answered else "its name, at your credentials"
+                why = _require_passing(error, what, where, until, limit, look)
             else:
-                answered = True
+                answered = outage.answered = True
                 return result
-            if not waiting:
+            if outage.answered and not waiting:
                 waiting = True
                 outage.enter(
                     f"warning: {where} cannot be {what} ({why}): it is tried again for up to "
@@ -121,7 +140,30 @@ def keep_trying(
             outage.leave(answered)
 
 
-def _require_passing(error: Exception, what: str, where: str, until: float, limit: float) -> str:
+def _within(do: Callable[[], T], until: float) -> T:
+    """Do something in a thread, which is left behind where it takes too long: what client libraries
+    try by themselves takes minutes.
+
+    Raises:
+      TimeoutError: it is not done by then.
+      Exception: whatever it raises.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(do())
+        # which the caller raises
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="first request").start()
+    return done.result(max(until - time.monotonic(), 0.01))
+
+
+def _require_passing(
+    error: Exception, what: str, where: str, until: float, limit: float, look: str
+) -> str:
     """Return what an error says that may pass; raise one that the same request would get again, or
     that has not passed in time.
     """
@@ -135,7 +177,7 @@ def _require_passing(error: Exception, what: str, where: str, until: float, limi
     if time.monotonic() >= until:
         raise UserError(
             f"{where} cannot be {what} ({why}), and was tried for {limit:.0f} s: look at "
-            "the bucket and at the network, and give the command again"
+            f"{look} and at the network, and give the command again"
         ) from error
     return why
 

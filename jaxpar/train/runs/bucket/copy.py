@@ -27,6 +27,7 @@ from jaxpar.train.runs.bucket.layout import (
     read_sizes,
     size_and_hash,
     states_below,
+    step_of,
     steps_below,
     whole_steps,
 )
@@ -61,6 +62,8 @@ class RunCopy:
         """The files of the steps in the bucket that are whole."""
         self._absent: dict[int, Sizes] = {}
         """Those files of them that were not fetched yet."""
+        self._unfinished: set[int | None] = set()
+        """The steps of which the bucket has something, and not all."""
         self._known: dict[str, Found] = {}
         """The small objects as they were fetched."""
         self._fetched: dict[str, State] = {}
@@ -92,7 +95,9 @@ class RunCopy:
         left_out = (CHECKPOINTS, LOCK)
         small = {name: one for name, one in found.items() if not name.startswith(left_out)}
         small = {name: one for name, one in small.items() if not _is_array_aside(name)}
-        steps = self._read_steps(whole_steps(found))
+        whole = whole_steps(found)
+        steps = self._read_steps(whole)
+        self._say_unfinished({step_of(name) for name in found} - {None} - whole.keys())
         for step in self._steps.keys() - steps.keys():
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
             self._absent.pop(step, None)
@@ -112,6 +117,15 @@ class RunCopy:
             _set_time(self._step_folder(step), found[f"{CHECKPOINTS}/{step}/{UPLOADED}"])
         self._fetched = dict(states_below(self.folder))
         self._looked = time.monotonic()
+
+    def _say_unfinished(self, steps: set[int | None]) -> None:
+        """Say once of each step without its last object that it is left out."""
+        for step in steps - self._unfinished:
+            say(
+                f"{self.url}: step {step} is left out, as it has no {UPLOADED}: it is being sent, "
+                "or was not sent to its end"
+            )
+        self._unfinished = steps
 
     def refresh_page(self) -> None:
         """Fetch what a page about the run needs: its config and its metrics, and which steps there
