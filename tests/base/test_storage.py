@@ -142,6 +142,14 @@ def test_what_fails_for_too_long_ends_in_one_line(bucket, monkeypatch, capsys, q
     assert sum(quick) == pytest.approx(300, abs=0.1)  # the last pause is cut at the limit
 
 
+class HttpError(Exception):
+    """As gcsfs raises it."""
+
+    def __init__(self, code: int):
+        super().__init__(f"HTTP {code}")
+        self.code = code
+
+
 def test_a_bucket_that_has_not_answered_yet_is_not_waited_for(bucket, monkeypatch, capsys, quick):
     """It may have no such name, and a run has nothing to lose before it begins."""
 
@@ -155,6 +163,15 @@ def test_a_bucket_that_has_not_answered_yet_is_not_waited_for(bucket, monkeypatc
         bucket.read("x")
     assert capsys.readouterr().err == ""
     assert sum(quick) == pytest.approx(20, abs=0.1)
+
+
+def test_a_bucket_that_is_busy_at_the_first_request_is_waited_for(bucket, monkeypatch, quick):
+    def busy(*args, **options):
+        raise HttpError(503)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", busy)
+    with pytest.raises(UserError, match="was tried for 300 s"):
+        bucket.read("x")
 
 
 def test_a_password_is_not_said(capsys):
@@ -177,14 +194,6 @@ def test_what_would_fail_again_is_tried_once(bucket, quick):
     with pytest.raises(UserError, match=r"/x cannot be read: there is no such object$"):
         bucket.read("x")
     assert quick == []
-
-
-class HttpError(Exception):
-    """As gcsfs raises it."""
-
-    def __init__(self, code: int):
-        super().__init__(f"HTTP {code}")
-        self.code = code
 
 
 @pytest.mark.parametrize(

@@ -105,22 +105,22 @@ def keep_trying(
     Raises:
       UserError: the same request would fail again, or has failed for so long.
     """
-    if seconds is not None:
-        limit = seconds
-    elif outage.answered:
-        limit = LIMIT_SECONDS
-    else:
-        limit = min(FIRST_SECONDS, LIMIT_SECONDS)
-    until = time.monotonic() + limit
+    began = time.monotonic()
     pause = 0.5
     waiting = False
     answered = False
     try:
         while True:
             try:
-                result = do() if outage.answered else _within(do, until)
+                if outage.answered:
+                    result = do()
+                else:
+                    result = _within(do, began + _limit(outage, seconds))
             # of a network library, or of one above it
             except Exception as error:
+                outage.answered = outage.answered or _is_of_server(error)
+                limit = _limit(outage, seconds)
+                until = began + limit
                 look = "the bucket" if outage.answered else "its name, at your credentials"
                 why = _require_passing(error, what, where, until, limit, look)
             else:
@@ -138,6 +138,24 @@ def keep_trying(
     finally:
         if waiting:
             outage.leave(answered)
+
+
+def _limit(outage: Outage, seconds: float | None) -> float:
+    """How many seconds a request of a bucket is tried."""
+    if seconds is not None:
+        return seconds
+    return LIMIT_SECONDS if outage.answered else min(FIRST_SECONDS, LIMIT_SECONDS)
+
+
+def _is_of_server(error: BaseException | None) -> bool:
+    """Whether a server said this, and so is there: gcsfs has the code of HTTP, botocore, in what
+    s3fs was given, the response.
+    """
+    while error is not None:
+        if isinstance(getattr(error, "code", None), int) or hasattr(error, "response"):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _within(do: Callable[[], T], until: float) -> T:
