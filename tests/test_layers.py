@@ -296,7 +296,11 @@ def test_the_bottom_wing_needs_jax_and_the_console_only(module):
         "numpy",
         "rich",
         # what opens paths that are URLs
-        *(("filelock", "fsspec") if module.startswith("jaxpar.base.storage.") else ()),
+        *(
+            ("filelock", "fsspec", "huggingface_hub")
+            if module.startswith("jaxpar.base.storage.")
+            else ()
+        ),
         *sys.stdlib_module_names,
     }
 

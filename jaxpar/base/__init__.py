@@ -1,5 +1,5 @@
 """What everything stands on, from the ground up. This wing imports jax, numpy, rich and the
-standard library only, and in `storage` alone filelock and fsspec too.
+standard library only, and in `storage` alone filelock, fsspec and huggingface_hub too.
 
 Plain things come first: `errors` and `console` speak to the user; `arguments`, `ranges`,
 `durations` and `meanings` judge what a user gives; `toml` reads and writes files of settings,
@@ -9,7 +9,8 @@ and `version` which jaxpar this is.
 
 `hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told, and
 `default_options` asks the compiler at hand what it takes of that. `jax_compat` is the only place
-for names of JAX that are not public, `tested_versions` says which versions CI has seen, and
+for names of JAX that are not public, `jax_settings` refuses settings of JAX that no step runs with,
+`tested_versions` says which versions CI has seen, and
 `batch_arrays` names the arrays in which a batch has a teacher's answers.
 
 The folders are read after these: `layout` (logical axes, the rules that map them to mesh axes, and

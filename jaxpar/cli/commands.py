@@ -91,7 +91,8 @@ class TokenizeArgs:
     """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
 
     tokenizer: str = "bytes"
-    """bytes, chars, or the path of a tokenizer.json."""
+    """bytes, chars, a tokenizer.json or its folder, or a model of the Hugging Face Hub, hf://gpt2
+    (the extra hf)."""
     bos: Bos = "auto"
     """Whether each text begins with the tokenizer's begin of text; auto = where the tokenizer
     says so.

@@ -420,7 +420,11 @@ def test_stdlib_is_capped_sorted_and_the_same_again():
         ),
         ({"a.txt": b"abcdefghij"}, {"source": "tokens"}, r"a\.txt is not a \.bin file"),
         ({}, {"source": "tokens", "path": ""}, r"data\.source=tokens needs data\.path"),
-        ({}, {"source": "tokens", "path": "a.bin"}, r"cannot read a\.bin: No such file"),
+        (
+            {},
+            {"source": "tokens", "path": "a.bin"},
+            r"a\.bin, a file of token ids, is not there: `jaxpar tokenize TEXTS a\.bin",
+        ),
         ({"a.bin": b""}, {"source": "tokens", "path": "a.bin"}, r"a\.bin has 0 bytes"),
         (
             {"a.bin": b"abc"},

@@ -14,10 +14,12 @@ import pytest
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.storage.hub import hub_folder
 from jaxpar.cli.main import main
+from jaxpar.data.streams.urls import tokenizer_here
+from jaxpar.data.vocabulary.tokenizer import make_tokenizer
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
-from jaxpar.models.hf.hub import hub_folder
 from jaxpar.train.runs.folder.run_folder import read_run_config
 
 hub = pytest.importorskip("huggingface_hub")
@@ -150,13 +152,31 @@ def test_a_model_is_fetched_converted_and_then_taken_from_the_cache(
     assert served.sent == []
 
 
+def test_a_tokenizer_is_fetched_without_the_weights(served: _Hub, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    served.folder = tmp_path
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (tmp_path / "model.safetensors").write_bytes(b"is not fetched")
+    found = tokenizer_here("hf://org/name")
+    assert make_tokenizer(found).end_of_text == 0
+    assert "model.safetensors" not in served.sent
+
+
+def test_a_folder_is_taken_for_its_tokenizer(tmp_path: Path) -> None:
+    assert tokenizer_here(str(tmp_path)) == str(tmp_path / "tokenizer.json")
+    assert tokenizer_here("bytes") == "bytes"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("hf://org/missing", "not on the Hub, or it is private"),
         ("hf://org/gated", "is gated: accept its terms"),
         ("hf://org/name@none", "has no such revision"),
-        ("hf://name", "names no model of the Hub: try hf://org/name"),
+        ("hf://org/name/more", "names no model of the Hub: try hf://org/name"),
     ],
 )
 def test_what_the_hub_does_not_give_is_one_line(served: _Hub, name: str, said: str) -> None:

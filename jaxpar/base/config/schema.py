@@ -211,7 +211,8 @@ class DataConfig:
     """The id that hides a token; -1 = the tokenizer's own ([MASK], <mask>), or else the first past
     its vocabulary."""
     tokenizer: str = "bytes"
-    """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
+    """bytes, chars, a tokenizer.json or its folder, or a model of the Hugging Face Hub, hf://gpt2
+    (the extra hf)."""
     bos: Bos = "auto"
     """Whether documents, prompts and windows begin with the tokenizer's begin of text; auto = where
     it says so, by `add_bos_token` in tokenizer_config.json, or else by what it puts before a text.

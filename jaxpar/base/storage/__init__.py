@@ -8,6 +8,7 @@ copied here first, and what is made here is sent there:
   tokenizers and Hugging Face folders (`copies`).
 - `Bucket` reads, lists, writes and removes the objects below a URL (`bucket`). What fails for a
   while is tried again (`outages`).
+- `hub` fetches models and tokenizers of the Hugging Face Hub by their names.
 - A `UserError` and the console name such copies by their URLs (`errors.with_urls`).
 
 `jaxpar.train.runs.bucket` keeps run folders in buckets, and `jaxpar.data.ranged` reads

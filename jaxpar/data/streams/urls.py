@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from fnmatch import fnmatch
+from pathlib import Path
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import is_url
 from jaxpar.base.storage import as_url, local_path
+from jaxpar.base.storage.hub import hub_tokenizer, is_hub
+from jaxpar.data.vocabulary.special_tokens import TOKENIZER
 
 _PATTERN = re.compile(r"[*?\[]")
 _SPLIT = re.compile(r":(?!//)(?![^\[]*\])")
@@ -48,17 +51,23 @@ def tokenizer_here(path: str) -> str:
     """Copy a tokenizer to this machine, with the files beside it that say how it is used.
 
     Args:
-      path: a `data.tokenizer`, which may be a URL.
+      path: a `data.tokenizer`, which may be a URL, a folder that has a tokenizer.json, or a model
+        of the Hugging Face Hub, `hf://org/name`.
 
     Returns:
-      The path on this machine; what is no URL is returned as it is.
+      The path of the file on this machine; what is none of these is returned as it is.
 
     Raises:
-      UserError: a bucket cannot be read.
+      UserError: a bucket or the Hub cannot be read.
     """
+    if is_hub(path):
+        return str(hub_tokenizer(path))
     if not is_url(path):
-        return path
-    folder, _, name = as_url(path).rpartition("/")
+        return str(Path(path) / TOKENIZER) if Path(path).is_dir() else path
+    url = as_url(path)
+    if not url.endswith(".json"):
+        url = f"{url}/{TOKENIZER}"
+    folder, _, name = url.rpartition("/")
 
     def belongs(other: str) -> bool:
         return other == name or any(

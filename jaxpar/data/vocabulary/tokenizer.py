@@ -167,7 +167,10 @@ def make_tokenizer(
         return CharsTokenizer("".join(sorted(set().union(*texts))))
     if not name.endswith(".json"):
         hint = suggest(name, ("bytes", "chars"))
-        raise UserError(f"no tokenizer {name!r}{hint}: bytes, chars, or a path ending in .json")
+        raise UserError(
+            f"no tokenizer {name!r}{hint}: bytes, chars, a tokenizer.json or its folder, or a "
+            "model of the Hugging Face Hub, hf://org/name"
+        )
     return load_tokenizer(name, vocab_size, bos)
 
 

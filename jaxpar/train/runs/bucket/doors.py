@@ -20,7 +20,7 @@ import jax
 
 from jaxpar.base.errors import UserError, is_url, name_by_url
 from jaxpar.base.storage import Bucket, as_url, local_path
-from jaxpar.models.hf.hub import hub_folder, is_hub
+from jaxpar.base.storage.hub import hub_folder, is_hub
 from jaxpar.train.runs.bucket.copy import RunCopy, new_folder
 from jaxpar.train.runs.bucket.layout import names_below
 

@@ -1,16 +1,21 @@
-"""Models of the Hugging Face Hub by their names, `hf://org/name`, as folders of this machine."""
+"""Models and tokenizers of the Hugging Face Hub by their names, `hf://org/name`, as folders of this
+machine.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.errors import UserError, name_by_url
 
-_NAME = re.compile(r"hf://?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?")
+# the oldest models have no org: gpt2
+_NAME = re.compile(r"hf://?((?:[\w.-]+/)?[\w.-]+)(?:@([\w./-]+))?/?")
 READ = ("*.safetensors", "*.json", "*.jinja")
 """The files that a model, its tokenizer and its chat template are read from."""
+_TOKENIZER = "tokenizer.json"
 
 
 def is_hub(path: str | Path) -> bool:
@@ -33,6 +38,27 @@ def hub_folder(path: str | Path) -> Path:
       UserError: there is no such model or revision, it is gated or private, or it can neither be
         reached nor is in the cache.
     """
+    return _fetched(path, READ, "config.json", "model of a form that is read here")
+
+
+def hub_tokenizer(path: str | Path) -> Path:
+    """Fetch the tokenizer of a model of the Hub, without its weights.
+
+    Args:
+      path: as for `hub_folder`.
+
+    Returns:
+      The file in the cache, with what says how it is used beside it.
+
+    Raises:
+      UserError: as for `hub_folder`, or the model has no tokenizer.json.
+    """
+    files = [name for name in READ if name != "*.safetensors"]
+    return _fetched(path, files, _TOKENIZER, "tokenizer of a form that is read here") / _TOKENIZER
+
+
+def _fetched(path: str | Path, files: Sequence[str], needed: str, what: str) -> Path:
+    """Fetch files of a model of the Hub, one of which it must have."""
     found = _NAME.fullmatch(str(path))
     if found is None:
         raise UserError(
@@ -49,15 +75,14 @@ def hub_folder(path: str | Path) -> Path:
         ) from error
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=list(READ), ignore_patterns=["*/*"]
+            name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"]
         )
     # whatever the library, its HTTP client or the disk raises
     except Exception as error:
         raise UserError(_reason(error, errors, url, HF_HUB_CACHE)) from error
-    if not (Path(folder) / "config.json").exists():
+    if not (Path(folder) / needed).exists():
         raise UserError(
-            f"{url} has no config.json, so it is no model of a form that is read here: look at "
-            f"https://huggingface.co/{name}"
+            f"{url} has no {needed}, so it is no {what}: look at https://huggingface.co/{name}"
         )
     name_by_url(Path(folder), url)
     return Path(folder)
