@@ -10,8 +10,8 @@ and `version` which jaxpar this is.
 `hardware` has the figures of chips, `compiler` and `compiled_for` what XLA is told, and
 `default_options` asks the compiler at hand what it takes of that. `jax_compat` is the only place
 for names of JAX that are not public, `jax_settings` refuses settings of JAX that no step runs with,
-`tested_versions` says which versions CI has seen, and
-`batch_arrays` names the arrays in which a batch has a teacher's answers.
+`tested_versions` says which versions CI has seen, and `batch_arrays` names the arrays in which a
+batch has a teacher's answers.
 
 The folders are read after these: `layout` (logical axes, the rules that map them to mesh axes, and
 `Layout`), `config` (the schema of an experiment) and `process` (how JAX starts, and how processes

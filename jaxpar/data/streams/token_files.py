@@ -169,8 +169,8 @@ def open_tokens(path: str | Path) -> Tokens:
     if not is_url(path) and not place.exists():
         raise UserError(
             f"{path}, a file of token ids, is not there: `jaxpar tokenize TEXTS {path} "
-            "--tokenizer hf://gpt2` writes it from a folder of text with GPT-2's tokenizer (extra hf); or train "
-            "on the text itself with --data.source text"
+            "--tokenizer hf://gpt2` writes it from a folder of text with GPT-2's tokenizer (extra "
+            "hf); or train on the text itself with --data.source text"
         )
     file = RangedFile(str(path)) if is_url(path) else place
     itself = look_at_ranged(file) if isinstance(file, RangedFile) else look_at(file)
