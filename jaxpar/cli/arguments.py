@@ -28,13 +28,13 @@ from jaxpar.base.registry import require_names
 from jaxpar.base.storage import as_url, local_path
 from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.flags import Flag, flags_of, key_of, read_flags, replace_fields
+from jaxpar.cli.help import command_help
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Args = TypeVar("Args", bound="DataclassInstance")
 """The dataclass of a command's arguments."""
-HELP_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 # A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack
 # True`).
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
@@ -265,7 +265,7 @@ def positional(
       UserError: there are fewer words than `count`, or one of them is a URL and may be none.
     """
     if {"-h", "--help"}.intersection(words[:count]):
-        parse_words(usage, default, ["--help"])
+        _print_help(usage, default, words)
     if len(words) < count or any(word.startswith("-") for word in words[:count]):
         raise UserError(f"usage: {usage}")
     if not urls:
@@ -289,7 +289,7 @@ def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
         URL.
     """
     if {"-h", "--help"}.intersection(words):
-        _print_help(usage, default)
+        _print_help(usage, default, words)
     flags = flags_of(type(default))
     older = _older_flags() if hasattr(default, "config") else {}
     values, left = read_flags({**flags, **older}, words)
@@ -315,10 +315,13 @@ def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
     return args
 
 
-def _print_help(usage: str | None, default: DataclassInstance) -> NoReturn:
-    """Print the flags with their values in `default`, as tyro lists them, and end."""
-    prog = str(usage).partition(" [")[0]
-    tyro.cli(type(default), args=["--help"], default=default, prog=prog, config=HELP_STYLE)
+def _print_help(usage: str | None, default: DataclassInstance, words: list[str]) -> NoReturn:
+    """Print the flags with their values in `default`, or those of the tables that are named behind
+    `--help`, and end.
+    """
+    at = min(words.index(word) for word in ("-h", "--help") if word in words)
+    topics = itertools.takewhile(lambda word: not word.startswith("-"), words[at + 1 :])
+    print(command_help(usage, default, list(topics)), end="")
     raise SystemExit(0)
 
 

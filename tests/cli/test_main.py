@@ -269,7 +269,7 @@ def test_version(run):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_shows_its_usage_and_flags(command, flag, capsys):
     with pytest.raises(SystemExit) as stop:
-        sys.exit(main([command, flag]))
+        sys.exit(main([command, flag, "all"]))
     assert stop.value.code == 0
     text = capsys.readouterr().out
     function = getattr(commands, f"{command}_command", None)
@@ -282,8 +282,29 @@ def test_help_of_a_command_shows_its_usage_and_flags(command, flag, capsys):
 
 def test_help_shows_the_values_of_the_config_that_is_named(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "tiny", "--help"])
+        main(["train", "tiny", "--help", "train"])
     assert "(default: 300)" in capsys.readouterr().out
+
+
+def test_help_is_short_and_lists_the_tables(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 60 and "--run STR" in short
+    for table in load_config("tiny").__dataclass_fields__:
+        assert re.search(rf"^  {table} +[A-Z]", short, re.MULTILINE), table
+    assert "--model.layers" not in short
+
+
+def test_help_on_tables(capsys, refused):
+    with pytest.raises(SystemExit):
+        main(["train", "tiny", "--help", "kernels", "model.lora"])
+    shown = capsys.readouterr().out
+    assert re.search(r"--kernels.attention {auto,.*reference}\n", shown)
+    assert "[model.lora]  Low-rank adaptation" in shown and "--model.layers" not in shown
+    assert "no help on 'modle' (did you mean 'model'?)" in refused(
+        "train", "tiny", "--help", "modle"
+    )
 
 
 @pytest.mark.parametrize(
@@ -830,7 +851,7 @@ def test_a_checkpoint_of_another_model_than_the_flags_say(checkpoint, refused, t
 
 def test_every_flag_of_a_config_is_a_key_of_its_file(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
+        main(["train", "--help", "all"])
     shown = capsys.readouterr().out
     for key in flatten(load_config("tiny")):
         assert f"--{key.replace('_', '-')} " in shown, key

@@ -222,10 +222,10 @@ def test_help_names_every_switch(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
-    own = text.partition("model options")[0]
+    own = " ".join(text.partition("Settings (")[0].split())
     for flag in "target", "on", "trace", "picture", "json", "against", "fail-on":
         assert f"--{flag}" in own
-    assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text
+    assert "v5p-128x4 (four slices)" in own and "  mesh " in text
 
 
 def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(monkeypatch, capsys):
