@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
@@ -170,22 +171,25 @@ def item_handlers(disk: Disk) -> dict[str, Any]:
     the first one joins).
     """
     processes = writing_processes(disk)
-    if disk == "shared" or jax.process_count() == 1:
-        return {
-            "state": ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
-            "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-        }
-    # of a part that several hold, the first sends its copy; on a disk of its own each needs one
-    replica = 0 if disk == "copy" else None
-    handler = ocp.type_handlers.ArrayHandler(
-        primary_host=None,
-        replica_id=replica,
-        use_replica_parallel=None if disk == "copy" else False,
+    data = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
+    if jax.process_count() == 1:
+        # By default the devices that hold an array divide it among them, as they may be of several
+        # processes; the first save of a training would compile a program for each piece.
+        handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    elif disk == "shared":
+        state = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
+        return {"state": state, "data": data}
+    else:
+        # of a part that several hold, the first sends its copy; on a disk of its own each needs one
+        handler = ocp.type_handlers.ArrayHandler(
+            primary_host=None,
+            replica_id=0 if disk == "copy" else None,
+            use_replica_parallel=None if disk == "copy" else False,
+        )
+    handlers = [(jax.Array, handler), (np.ndarray, ocp.type_handlers.NumpyHandler())]
+    state = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=jax.process_count() == 1,
+        multiprocessing_options=processes,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
     )
-    arrays = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-    return {
-        "state": ocp.PyTreeCheckpointHandler(
-            use_ocdbt=False, multiprocessing_options=processes, type_handler_registry=arrays
-        ),
-        "data": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-    }
+    return {"state": state, "data": data}
