@@ -39,8 +39,8 @@ _KERNELS: dict[str, tuple[str, ...]] = {
 }
 """The kernels of each platform in order of speed; plain XLA by tiles comes after them.
 
-The libraries' kernels come first: our own were interpreted and compiled for absent chips but have
-not run on one.
+The libraries' kernels come first: of our own `pallas_gpu` was measured on one chip, an H100, where
+cuDNN is faster, and `pallas_tpu` was interpreted and compiled for absent ones.
 """
 log = logging.getLogger(__name__)
 
