@@ -106,15 +106,15 @@ def in_32_bits(transformation: optax.GradientTransformation) -> optax.GradientTr
       transformation: the transformation.
     """
 
-    def init(params: Params) -> optax.OptState:
+    def init(params: optax.Params) -> optax.OptState:
         with jax.enable_x64(False):
             return transformation.init(params)
 
     def update(
-        grads: Params, state: optax.OptState, params: Params | None = None
-    ) -> tuple[Params, optax.OptState]:
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         with jax.enable_x64(False):
-            return transformation.update(grads, state, params)
+            return transformation.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 
