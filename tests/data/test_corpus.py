@@ -13,10 +13,10 @@ from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.data.mixture import Mixture
+from jaxpar.data.patterns import matches
 from jaxpar.data.streams.texts import stdlib_files, text_files
 from jaxpar.data.streams.token_files import open_tokens, tokenize
 from jaxpar.data.streams.tokens import Tokens, read_windows, window_count
-from jaxpar.data.streams.urls import matches
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer
 
 VOCAB = 1000

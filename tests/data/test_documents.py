@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import uuid
 from dataclasses import replace
 
 import grain
@@ -18,6 +19,7 @@ from tiers import some
 
 from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
+from jaxpar.base.storage import Bucket
 from jaxpar.base.toml import to_toml
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.data.mixture import skipped_records
@@ -572,3 +574,96 @@ def test_a_later_file_with_other_columns_is_refused_before_a_training_begins(
     parquet.write_table(arrow.table(column), tmp_path / "b.parquet")
     with pytest.raises(UserError, match=message):
         load_corpus(DataConfig(source="parquet", path=str(tmp_path), seq_len=24), 256)
+
+
+def texts_of(corpus):
+    return bytes(corpus.train.sample.astype(np.uint8)).decode()
+
+
+def write_documents(folder, word, name="a"):
+    """A document of one word in a file of each kind, under a name."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text(json.dumps({"text": word}) + "\n")
+    parquet.write_table(arrow.table({"text": [word]}), folder / f"{name}.parquet")
+    writer = record.ArrayRecordWriter(str(folder / f"{name}.array_record"), "group_size:1")
+    writer.write(word.encode())
+    writer.close()
+
+
+ODD_NAMES = ["a[12]", "a*", "a?", "{a,a1}", "[!b]1", "a[0:1]"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_file_is_read_whose_name_is_also_a_pattern(tmp_path, monkeypatch, name, streaming):
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path, "other", "a1")
+    write_documents(tmp_path, "mine", name)
+    write_documents(tmp_path / name, "mine")
+    (tmp_path / f"{name}.array_record").rename(tmp_path / name / name)
+    for source, path in (
+        ("hf", f"{name}.jsonl"),
+        ("hf", f"{name}.jsonl:train[:1]"),
+        ("hf", f"{name}.parquet"),
+        ("hf", f"{name}/a.jsonl"),
+        ("parquet", f"{name}.parquet"),
+        ("parquet", name),
+        ("parquet", f"{name}/*.parquet"),
+        ("parquet", f"{tmp_path}/{name}/*.parquet"),
+        ("arrayrecord", f"{name}/{name}"),
+        ("arrayrecord", f"{name}/*.array_record"),
+    ):
+        data = DataConfig(source=source, path=path, seq_len=2, streaming=streaming)
+        corpus = load_corpus(data, 256)
+        assert texts_of(corpus) == "mine", path
+        assert not corpus.train.files or name in str(corpus.train.files[0])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_is_a_data_set_whose_name_is_also_a_pattern(tmp_path, streaming):
+    place = tmp_path / "crawl[2024]"
+    for split in ("train", "test"):
+        (place / f"{split}-[1]").mkdir(parents=True)
+        (place / split).mkdir()
+        for folder in (f"{split}-[1]", split):
+            (place / folder / "a[0].jsonl").write_text(json.dumps({"text": split}) + "\n")
+    found = datasets.Dataset.from_dict({"text": ["saved"]})
+    found.save_to_disk(tmp_path / "saved[1]")
+    data = DataConfig(source="hf", seq_len=2, streaming=streaming)
+    for name, text in (
+        ("crawl[2024]", "traintrain"),
+        ("crawl[2024]:test", "testtest"),
+        ("crawl[2024]/test-[1]/a[0].jsonl", "test"),
+        ("saved[1]", "saved"),
+    ):
+        assert texts_of(load_corpus(replace(data, path=f"{tmp_path}/{name}"), 256)) == text
+    (place / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n# Texts\n")
+    with pytest.raises(UserError, match=r"crawl\[2024\] has characters of a pattern in its path"):
+        load_corpus(replace(data, path=str(place)), 256)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_an_object_of_a_bucket_is_read_whose_name_is_also_a_pattern(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_documents(tmp_path / "local", "other", "a1")
+    write_documents(tmp_path / "local", "mine", name)
+    bucket = Bucket(f"memory://{uuid.uuid4().hex}/to[p]")
+    for file in (tmp_path / "local").iterdir():
+        bucket.send(file, file.name)
+        if name in file.name:
+            bucket.send(file, f"{name}/a{file.suffix}")
+    for text, word in ((f"{name}.txt", b"mine"), ("a1.txt", b"other"), (f"{name}/a.txt", b"mine")):
+        bucket.write(text, word)
+    for source, path in (
+        ("hf", f"{name}.jsonl"),
+        ("hf", f"{name}.jsonl:train[:1]"),
+        ("hf", f"{name}/a.jsonl"),
+        ("parquet", f"{name}.parquet"),
+        ("parquet", name),
+        ("parquet", f"{name}/*.parquet"),
+        ("arrayrecord", f"{name}/*.array_record"),
+        ("text", f"{name}.txt"),
+        ("text", f"{name}/a.txt"),
+    ):
+        data = DataConfig(source=source, path=f"{bucket.url}/{path}", seq_len=2, val_fraction=0.0)
+        assert texts_of(load_corpus(data, 256)) == "mine", path

@@ -220,6 +220,20 @@ def test_a_loss_may_follow_its_checkpoint_and_what_it_makes_old_is_removed(tmp_p
     assert again.steps() == [3] and again.best() == 3
 
 
+@pytest.mark.parametrize("name", ["run[1]", "*", "**/a?"])
+def test_a_step_is_whole_in_a_folder_whose_name_is_also_a_pattern(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name / "checkpoints"
+    state = {"w": jax.numpy.arange(4.0)}
+    checkpoints = TrainingCheckpoints(folder, CheckpointConfig())
+    checkpoints.save(1, state, {"place": 7})
+    checkpoints.close()
+    again = Checkpoints(folder)
+    assert again.steps() == [1] and again.data(1) == {"place": 7}
+    np.testing.assert_array_equal(again.restore(1, state)["w"], state["w"])
+
+
 def test_a_step_with_rows_that_a_process_lacks_changes_nothing_and_says_so(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,12 @@ import grain.experimental
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
+from jaxpar.data.documents.data_set_files import (
+    folder_splits,
+    is_pattern_to_datasets,
+    named_files,
+)
+from jaxpar.data.patterns import matching_files
 from jaxpar.data.streams.texts import files_below
 
 _ENDLESS = 2**62
@@ -66,11 +71,9 @@ def open_hf(name: str, data: DataConfig) -> Opened:
             if data.streaming:
                 found = found.to_iterable_dataset()
         else:
-            folder, file = (
-                (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
-            )
+            folder, named = _folder_and_files(place)
             found = _loaded_slices(
-                partial(_load_split, folder, config, file), split, data.streaming
+                partial(_load_split, folder, config, named), split, data.streaming
             )
         if data.column in (found.column_names or ()):
             return found.select_columns(data.column)
@@ -107,13 +110,22 @@ def _split_name(name: str) -> tuple[str, list[str], str]:
     return path, others[:-1], split
 
 
-def _load_split(
-    folder: str, config: Sequence[str], file: str | None, split: str, streaming: bool
-) -> Any:
+def _folder_and_files(place: Path) -> tuple[str, Any]:
+    """Return the folder or the name that `datasets` is to load, and the files there that are meant;
+    None = those that it finds itself.
+    """
+    if place.is_file():
+        return str(place.absolute().parent), named_files({"train": [place]})
+    if place.is_dir() and is_pattern_to_datasets(place):
+        return str(place), named_files(folder_splits(place))
+    return str(place), None
+
+
+def _load_split(folder: str, config: Sequence[str], files: Any, split: str, streaming: bool) -> Any:
     import datasets
 
     load: Any = datasets.load_dataset
-    return load(folder, *config, data_files=file, split=split, streaming=streaming)
+    return load(folder, *config, data_files=files, split=split, streaming=streaming)
 
 
 def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool) -> Any:
@@ -162,16 +174,17 @@ def open_parquet(path: str, data: DataConfig) -> Opened:
     import pyarrow.parquet
 
     found = _files(path, ".parquet")
-    counts = dict[str, int]()
+    counts = dict[Path, int]()
     for file in found:
         about = pyarrow.parquet.read_metadata(file)
-        counts[str(file)] = about.num_rows
+        counts[file] = about.num_rows
         _require_text_column(about.schema.to_arrow_schema(), file, data.column)
     files = [file for file, rows in counts.items() if rows]
     if not files:
         raise UserError(f"{path} is empty: its files have no rows")
+    named = named_files({"train": files})
     opened = partial(
-        datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True
+        datasets.load_dataset, "parquet", data_files=named, split="train", streaming=True
     )
     return opened, sum(counts.values()), tuple(found)
 
@@ -201,9 +214,30 @@ def _require_text_column(schema: Any, file: Path, column: str) -> None:
 
 def open_arrayrecord(path: str, data: DataConfig) -> Opened:
     files = _files(path, ".array_record", ".arrayrecord")
-    found: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
+    found: Any = grain.sources.ArrayRecordDataSource([_whole_file(file) for file in files])
     records: Any = _Records(found, path)
     return grain.MapDataset.source(records), len(records), tuple(files)
+
+
+class _WholeFile(NamedTuple):
+    """An ArrayRecord file of which all records are read, as grain takes it."""
+
+    filename: str
+    skip: int
+    take: int
+    examples_in_shard: int
+
+
+def _whole_file(file: Path) -> str | _WholeFile:
+    """Return a file as grain takes it, to which a name such as `a[0:9]` is nine records of `a`."""
+    if not file.name.endswith("]"):
+        return str(file)
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(file))
+    count = reader.num_records()
+    reader.close()
+    return _WholeFile(str(file), 0, count, count)
 
 
 def _files(path: str, *endings: str) -> list[Path]:
@@ -217,7 +251,7 @@ def _files(path: str, *endings: str) -> list[Path]:
         if root.is_file():
             found = [root]
         else:
-            found = [Path(file) for file in sorted(glob(path, recursive=True))]
+            found = matching_files(path)
     if not found:
         pattern = f"a pattern like 'texts/*{endings[0]}'"
         raise UserError(f"no {endings[0]} file at {path}: give a file, a folder, or {pattern}")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import is_url
-from jaxpar.base.storage import as_url, local_path
+from jaxpar.base.storage import Bucket, as_url, local_path
 from jaxpar.base.storage.hub import hub_tokenizer, is_hub
+from jaxpar.data.patterns import IN_A_PATTERN, matches
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER
 
-_PATTERN = re.compile(r"[*?\[]")
 _SPLIT = re.compile(r":(?!//)(?![^\[]*\])")
 """What parts a data set's path from its config and its split."""
 _OF_A_TOKENIZER = ("*.json", "*.jinja", "tokenizer.model", "vocab.json", "merges.txt")
@@ -87,18 +87,31 @@ def _entry_here(entry: str, source: str) -> str:
 def _path_here(path: str, source: str) -> str:
     if not is_url(path):
         return path
-    if source == "hf":
-        path, *names = _SPLIT.split(path)
-        return ":".join([str(local_path(path)), *names])
-    if _PATTERN.search(path):
-        url = as_url(path)
-        folder = url[: _PATTERN.search(url).start()].rpartition("/")[0]  # pyright: ignore
-        pattern = url[len(folder) + 1 :]
-        found = local_path(folder, lambda name: matches(name, pattern), pattern)
-        return f"{found}/{pattern}"
-    return str(local_path(path))
+    url = as_url(path)
+    names = list[str]()
+    if source == "hf" and _SPLIT.search(url) and not _is_there(url):
+        url, *names = _SPLIT.split(url)
+    # a data set of Hugging Face has a name, and no pattern
+    if source == "hf" or not IN_A_PATTERN.search(url) or _is_there(url):
+        return ":".join([str(local_path(url)), *names])
+    folder, pattern = _folder_of_pattern(url)
+    found = local_path(folder, lambda name: matches(name, pattern), pattern)
+    return f"{found}/{pattern}"
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a path below a folder may be one of a pattern: `**/` is any folders, and none."""
-    return fnmatch(name, pattern) or fnmatch(name, pattern.replace("**/", ""))
+def _folder_of_pattern(url: str) -> tuple[str, str]:
+    """Return the folder below which a pattern looks, and the rest of it; see `matching_files`."""
+    first = IN_A_PATTERN.search(url)
+    assert first is not None
+    folder = url[: first.start()].rpartition("/")[0]
+    parts = url[len(folder) + 1 :].split("/")
+    while len(parts) > 1 and _is_there(f"{folder}/{parts[0]}"):
+        folder = f"{folder}/{parts[0]}"
+        parts = parts[1:]
+    return folder, "/".join(parts)
+
+
+def _is_there(url: str) -> bool:
+    """Return whether an object has this URL, or is in a folder that has it."""
+    bucket = Bucket(url)
+    return bucket.find() is not None or bool(bucket.files())

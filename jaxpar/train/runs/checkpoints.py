@@ -30,7 +30,7 @@ from jaxpar.train.runs.folder.manifest import (
 )
 from jaxpar.train.runs.folder.steps import steps_in
 from jaxpar.train.runs.folder.val_losses import Losses, lowest
-from jaxpar.train.runs.orbax_options import Disk, item_handlers, writing_processes
+from jaxpar.train.runs.orbax_options import Disk, LiteralPath, item_handlers, writing_processes
 
 PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
 
@@ -172,13 +172,16 @@ class Checkpoints:
     def _saved_form(self, step: int) -> Any:
         """Return names, shapes and dtypes of what a step has, by item."""
         self._complete(step)
-        return self._reader.metadata(self.folder / str(step)).item_metadata
+        return self._reader.metadata(self._place(step)).item_metadata
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
         with self._readable(step):
             if "state" in items:
                 self._complete(step)
-            return self._reader.restore(self.folder / str(step), ocp.args.Composite(**items))
+            return self._reader.restore(self._place(step), ocp.args.Composite(**items))
+
+    def _place(self, step: int) -> LiteralPath:
+        return LiteralPath(self.folder / str(step))
 
     @contextmanager
     def _readable(self, step: int) -> Iterator[None]:

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.process.together import number_from_first
@@ -45,6 +47,18 @@ def _is_not_of_unread_future(record: logging.LogRecord) -> bool:
 # Of its writes that fail together it raises the first, and asyncio logs the others.
 logging.getLogger("absl").addFilter(_is_not_of_orbax)
 logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
+
+
+class LiteralPath(epath.gpath.PosixGPath):
+    """A folder as Orbax is given it. Orbax looks for files in it by patterns, of which the folder's
+    own name is no part: it would find nothing in `run[1]`, and a step would be saved without its
+    arrays.
+    """
+
+    def glob(self, pattern: str) -> Iterator[LiteralPath]:
+        """Yield the files below this folder that match a pattern."""
+        for name in glob(pattern, root_dir=self):
+            yield self / name
 
 
 class Manager(ocp.CheckpointManager):

@@ -60,6 +60,7 @@ from jaxpar.train.runs.orbax_options import (
     ORBAX_SECONDS,
     KeepBest,
     KeepRead,
+    LiteralPath,
     Manager,
     item_handlers,
     steps_from_first,
@@ -149,7 +150,7 @@ class TrainingCheckpoints(Checkpoints):
         run_together(self._make_folder)
         try:
             handlers = item_handlers(self._disk)
-            return Manager(self.folder, options=options, item_handlers=handlers)
+            return Manager(LiteralPath(self.folder), options=options, item_handlers=handlers)
         # Orbax reads a few files of every checkpoint, and hands on what fails
         except Exception as error:
             why = first_line(error)
