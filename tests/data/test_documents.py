@@ -3,6 +3,7 @@ is refused.
 """
 
 import argparse
+import gzip
 import hashlib
 import itertools
 import json
@@ -667,3 +668,101 @@ def test_an_object_of_a_bucket_is_read_whose_name_is_also_a_pattern(tmp_path, mo
     ):
         data = DataConfig(source=source, path=f"{bucket.url}/{path}", seq_len=2, val_fraction=0.0)
         assert texts_of(load_corpus(data, 256)) == "mine", path
+
+
+OTHER_COLUMNS = {
+    "of another type": ({"id": [1, 2]}, {"id": ["x1", "x2"]}),
+    "in one file only": ({}, {"score": [0.5, 0.7]}),
+    "nested otherwise": ({"meta": [{"a": 1}] * 2}, {"meta": [{"b": "x"}, {"c": [1]}]}),
+    "of two types in a file": ({"id": [1, "x"]}, {"id": [{"a": 1}, None]}),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "json", "jsonl.gz"])
+@pytest.mark.parametrize("columns", OTHER_COLUMNS)
+def test_of_a_data_set_only_the_column_of_its_texts_is_read(tmp_path, columns, ending, streaming):
+    (tmp_path / "set").mkdir()
+    for name, others in zip("ab", OTHER_COLUMNS[columns], strict=True):
+        table = {"text": [name * 3, name * 4], **others}
+        rows = [{key: values[i] for key, values in table.items()} for i in range(2)]
+        file = tmp_path / "set" / f"{name}.{ending}"
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        if ending == "jsonl.gz":
+            file.write_bytes(gzip.compress(lines))
+        elif ending == "json":
+            file.write_text(json.dumps(rows, indent=2))
+        elif ending == "jsonl":
+            file.write_bytes(lines)
+        elif "two types" in columns:
+            pytest.skip("a column of Parquet has one type")
+        else:
+            parquet.write_table(arrow.table(table), file)
+    sources = ["hf", "parquet"] if ending == "parquet" else ["hf"]
+    for source in sources:
+        data = DataConfig(source=source, path=str(tmp_path / "set"), seq_len=2, streaming=streaming)
+        corpus = load_corpus(data, 256)
+        assert texts_of(corpus) == "aaaaaaabbbbbbb"
+        read = b"".join(bytes(batch["tokens"].astype(np.uint8)) for batch in batches(data, 8)[0])
+        assert b"a" in read and b"b" in read
+
+
+def test_texts_of_parquet_may_be_of_any_type_of_text_in_each_file(tmp_path):
+    for i, kind in enumerate(
+        [
+            arrow.null(),
+            arrow.string(),
+            arrow.large_string(),
+            arrow.dictionary(arrow.int32(), arrow.string()),
+        ]
+    ):
+        texts = arrow.array([None if kind == arrow.null() else f"t{i}"], kind)
+        parquet.write_table(arrow.table({"text": texts}), tmp_path / f"{i}.parquet")
+    for source in ("hf", "parquet"):
+        data = DataConfig(source=source, path=str(tmp_path), seq_len=2)
+        assert texts_of(load_corpus(data, 256)) == "t1t2t3"
+
+
+@pytest.mark.parametrize("source", ["hf", "parquet"])
+def test_a_damaged_file_of_a_data_set_is_named_in_one_line(tmp_path, source, capsys):
+    for name in "ab":
+        texts = [f"{name} {i} lorem ipsum" for i in range(400)]
+        parquet.write_table(arrow.table({"text": texts}), tmp_path / f"{name}.parquet")
+    content = bytearray((tmp_path / "b.parquet").read_bytes())
+    content[8:3000] = bytes(2992)
+    (tmp_path / "b.parquet").write_bytes(content)
+    data = DataConfig(source=source, path=str(tmp_path), seq_len=24)
+    with pytest.raises(UserError, match=r"cannot read .*/b\.parquet as data\.source="):
+        load_corpus(data, 256)
+    assert "Failed to read" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (['{"text": "a"}', '{"text": '], r"a\.jsonl, line 2 is not valid JSON"),
+        (['{"body": "a"}'], r"a\.jsonl has no column 'text', set data\.column: it has body"),
+        (['{"text": 3}'], r"a\.jsonl, line 1: column 'text' has a value that is no text: 3"),
+        (["7"], r"a\.jsonl, line 1: found 7, where a row is an object"),
+        (['{"text": "a"}', "\0\0"], r"a\.jsonl, line 2 has a NUL byte"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_row_of_json_is_named(tmp_path, rows, message, streaming):
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    data = DataConfig(source="hf", path=str(tmp_path), seq_len=2, streaming=streaming)
+    with pytest.raises(UserError, match=message) as refused:
+        load_corpus(data, 256)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_that_a_data_set_leaves_out_are_named(tmp_path, streaming, capsys):
+    write_documents(tmp_path / "set", "mine", "a")
+    write_documents(tmp_path / "set", "more", "b")
+    (tmp_path / "set" / "a.parquet").unlink()
+    (tmp_path / "set" / "NOTES.md").write_text("Not of the data set.")
+    data = DataConfig(source="hf", path=str(tmp_path / "set"), seq_len=2, streaming=streaming)
+    assert texts_of(load_corpus(data, 256)) == "minemore"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith("has files of several kinds, of which one is read: left out are b.parquet")

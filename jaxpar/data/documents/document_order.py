@@ -19,6 +19,7 @@ import numpy as np
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.data.documents.blocks import BLOCK, Blocks
+from jaxpar.data.documents.data_set_files import unread_file
 
 
 @contextmanager
@@ -35,8 +36,19 @@ def reading_source(path: str, source: str) -> Iterator[None]:
     except (UserError, StopIteration):
         raise
     except Exception as error:
+        error = _cause(error)
+        if isinstance(error, UserError):
+            raise error from None
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot read {path} as data.source={source}: {said}") from error
+        place = unread_file.take() or path
+        raise UserError(f"cannot read {place} as data.source={source}: {said}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what kept `datasets` from making a data set; it says only that something did."""
+    while type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 class DocumentStream(grain.IterDataset):

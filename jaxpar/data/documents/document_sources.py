@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 
 import grain
 import grain.experimental
+import jax
 
 from jaxpar.base.config import DataConfig
+from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.data.documents.data_set_files import (
     folder_splits,
+    has_configs,
+    is_parquet,
     is_pattern_to_datasets,
+    is_table,
     named_files,
 )
 from jaxpar.data.patterns import matching_files
+from jaxpar.data.rows import is_json
 from jaxpar.data.streams.texts import files_below
 
 _ENDLESS = 2**62
@@ -63,18 +69,17 @@ def open_hf(name: str, data: DataConfig) -> Opened:
     """
     path, config, split = _split_name(name)
     place = Path(path)
+    # from save_to_disk
+    saved = (place / "dataset_dict.json").exists() or (place / "state.json").exists()
+    load = None if saved else _loader(place, config, data.column)
 
     def opened() -> Any:
-        # from save_to_disk
-        if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
+        if load is not None:
+            found = _loaded_slices(load, split, data.streaming)
+        else:
             found = _saved_slices(path, split)
             if data.streaming:
                 found = found.to_iterable_dataset()
-        else:
-            folder, named = _folder_and_files(place)
-            found = _loaded_slices(
-                partial(_load_split, folder, config, named), split, data.streaming
-            )
         if data.column in (found.column_names or ()):
             return found.select_columns(data.column)
         return found
@@ -110,22 +115,75 @@ def _split_name(name: str) -> tuple[str, list[str], str]:
     return path, others[:-1], split
 
 
-def _folder_and_files(place: Path) -> tuple[str, Any]:
-    """Return the folder or the name that `datasets` is to load, and the files there that are meant;
-    None = those that it finds itself.
+def _loader(place: Path, config: Sequence[str], column: str) -> Callable[[str, bool], Any]:
+    """Return what loads a split of a data set as `datasets` does, streaming or not.
+
+    Of files of JSON and Parquet only the column is read, as others may have another type in each
+    file.
     """
-    if place.is_file():
-        return str(place.absolute().parent), named_files({"train": [place]})
-    if place.is_dir() and is_pattern_to_datasets(place):
-        return str(place), named_files(folder_splits(place))
-    return str(place), None
-
-
-def _load_split(folder: str, config: Sequence[str], files: Any, split: str, streaming: bool) -> Any:
     import datasets
+    from datasets.load import infer_module_for_data_files
 
     load: Any = datasets.load_dataset
-    return load(folder, *config, data_files=files, split=split, streaming=streaming)
+    if place.is_file():
+        folder = place.absolute().parent
+        splits = {"train": [place]}
+    elif place.is_dir() and (is_pattern_to_datasets(place) or not (config or has_configs(place))):
+        folder = place
+        splits = folder_splits(place)
+    else:
+        return lambda split, streaming: load(str(place), *config, split=split, streaming=streaming)
+    named = named_files(splits)
+    kind, _ = infer_module_for_data_files(named, path=str(place))
+    is_read = {"json": is_json, "parquet": is_parquet}.get(kind or "")
+    if is_read is None:
+        return lambda split, streaming: load(
+            str(folder), *config, data_files=named, split=split, streaming=streaming
+        )
+    files = [file for found in splits.values() for file in found]
+    _say_left_out(place, [file for file in files if is_table(file) and not is_read(file)])
+    named = named_files({split: filter(is_read, found) for split, found in splits.items()})
+    if kind == "json":
+        return partial(_load_json, named, column)
+    for file in filter(is_read, files):
+        _read_parquet_head(file, column)
+    return partial(_load_parquet, named, column)
+
+
+def _say_left_out(folder: Path, files: Sequence[Path]) -> None:
+    """Say which files of a folder are not read, as `datasets` reads those of one kind."""
+    if files and jax.process_index() == 0:
+        names = ", ".join(str(file.relative_to(folder)) for file in files[:3])
+        more = "" if len(files) <= 3 else f" and {len(files) - 3} more"
+        console().print(
+            f"{folder} has files of several kinds, of which one is read: left out are {names}{more}"
+        )
+
+
+def _load_parquet(files: Any, column: str, split: str, streaming: bool) -> Any:
+    import datasets
+
+    from jaxpar.data.documents.json_documents import text_features
+
+    load: Any = datasets.load_dataset
+    return load(
+        "parquet",
+        data_files=files,
+        columns=[column],
+        features=text_features(column),
+        split=split,
+        streaming=streaming,
+    )
+
+
+def _load_json(files: Any, column: str, split: str, streaming: bool) -> Any:
+    from jaxpar.data.documents.json_documents import JsonDocuments
+
+    builder = JsonDocuments(dataset_name="json", data_files=files, column=column)
+    if streaming:
+        return builder.as_streaming_dataset(split=split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
 
 
 def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool) -> Any:
@@ -170,23 +228,28 @@ def _saved_slices(path: str, split: str) -> Any:
 
 
 def open_parquet(path: str, data: DataConfig) -> Opened:
-    import datasets
-    import pyarrow.parquet
-
     found = _files(path, ".parquet")
-    counts = dict[Path, int]()
-    for file in found:
-        about = pyarrow.parquet.read_metadata(file)
-        counts[file] = about.num_rows
-        _require_text_column(about.schema.to_arrow_schema(), file, data.column)
+    counts = {file: _read_parquet_head(file, data.column) for file in found}
     files = [file for file, rows in counts.items() if rows]
     if not files:
         raise UserError(f"{path} is empty: its files have no rows")
     named = named_files({"train": files})
-    opened = partial(
-        datasets.load_dataset, "parquet", data_files=named, split="train", streaming=True
-    )
+    opened = partial(_load_parquet, named, data.column, "train", streaming=True)
     return opened, sum(counts.values()), tuple(found)
+
+
+def _read_parquet_head(file: Path, column: str) -> int:
+    """Return the number of rows of a Parquet file, which has such a column of text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        about = pyarrow.parquet.read_metadata(file)
+        schema = about.schema.to_arrow_schema()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"cannot read {file} as data.source=parquet: {error}") from error
+    _require_text_column(schema, file, column)
+    return about.num_rows
 
 
 def _require_text_column(schema: Any, file: Path, column: str) -> None:
