@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UTF8, UserError, parse_json, reading, short
 
+UTF16 = "UTF-16 text"
 _KINDS = {
     b"\x1f\x8b": "gzip",
     **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
-    codecs.BOM_UTF16_LE: "UTF-16 text",
-    codecs.BOM_UTF16_BE: "UTF-16 text",
+    codecs.BOM_UTF16_LE: UTF16,
+    codecs.BOM_UTF16_BE: UTF16,
     b"PAR1\x15": "Parquet",
     b"ARROW1\0": "Arrow",
     b"\x89HDF": "HDF5",
@@ -76,7 +77,7 @@ def read_rows(file: Path) -> Iterator[Row]:
         yield from _parquet_rows(file)
     elif not kind or kind in COMPRESSED:
         yield from _json_rows(file, kind)
-    elif kind == "UTF-16 text":
+    elif kind == UTF16:
         raise UserError(
             f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8"
         )
@@ -122,8 +123,8 @@ def _one_text(file: Path, number: int, line: str, rest: str) -> Iterator[Row]:
     try:
         found = parse_json(line + rest, str(file))
     except UserError:
-        where = f"{file}, line {number}"
-        parse_json(line, where)  # of lines, the first is the one that is broken
+        if line.lstrip().startswith("{"):
+            parse_json(line, f"{file}, line {number}")  # of lines, the first is broken
         raise
     if not isinstance(found, list):
         yield Row(str(file), found)
@@ -219,6 +220,17 @@ def row_texts(file: Path, column: str, advice: str) -> Iterator[list[str | None]
             _require_text(file, batch, column, advice)
         first = False
         yield [_text_of_value(row.value, column) for row in batch]
+
+
+def has_column(file: Path, column: str) -> bool:
+    """Return whether one of the first rows of a file has a column, or is a text itself."""
+    try:
+        for row in islice(read_rows(file), _BATCH):
+            if isinstance(row.value, str) or (isinstance(row.value, dict) and column in row.value):
+                return True
+    except UserError:  # told by who reads the file
+        return False
+    return False
 
 
 def _text_of_value(value: Any, column: str) -> str | None:

@@ -102,7 +102,7 @@ def stdlib(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
 
 @register_source("text", reads={"path", "stride"}, holds_out=True)
 def text(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """A text file, or a folder of them, each of which is a document."""
+    """A text file, or a folder of them, of which each, or each of its rows, is a document."""
     from jaxpar.data.streams.texts import load_texts
 
     return load_texts(paths, data, vocab_size)
@@ -151,7 +151,7 @@ def arrayrecord(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Load
     "chat", reads={"path", "loss_on", "template_args", "template_date"}, holds_out=True
 )
 def chat(paths: Sequence[str], data: DataConfig, vocab_size: int) -> Loaded:
-    """JSONL of conversations, or of prompts with their completions."""
+    """Conversations, or prompts with their completions, as JSON lines, a JSON array or Parquet."""
     from jaxpar.data.chat import load_examples
 
     return load_examples(paths, data, vocab_size)

@@ -1,3 +1,5 @@
+import gzip
+import io
 import json
 from dataclasses import replace
 
@@ -486,3 +488,67 @@ def test_names_of_all_files_reach_the_template_and_a_missing_one_is_said(chat, t
     assert "its chat template writes video_token, which no file and no setting defines" in (
         load_corpus(data, 400).train.amount
     )
+
+
+QUESTIONS = [{"prompt": f"Q{i}:", "completion": f" answer {i}"} for i in range(3)]
+TALKS = [{"messages": TALK, "tools": None}, {"messages": TALK[:2], "tools": None}]
+
+
+def forms_of(rows):
+    """The content of files with some rows, by name."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as opened:
+        opened.write(lines)
+    return {
+        "a.jsonl": lines,
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.jsonl.zst": packed.getvalue().to_pybytes(),
+        "a.json": json.dumps(rows).encode(),
+        "pretty.json": json.dumps(rows, indent=2).encode(),
+        "pretty.json.gz": gzip.compress(json.dumps(rows, indent=2).encode()),
+        "a.parquet": table.getvalue(),
+    }
+
+
+@pytest.mark.parametrize("rows", [QUESTIONS, TALKS], ids=["prompts", "messages"])
+def test_conversations_are_read_in_every_form_of_a_file(chat, tmp_path, rows):
+    data = chat(rows, seq_len=256)
+    expected = load_corpus(data, 400).train
+    folder = tmp_path / "all"
+    folder.mkdir()
+    forms = forms_of(rows)
+    for name, content in forms.items():
+        (folder / name).write_bytes(content)
+        found = load_corpus(replace(data, path=str(folder / name)), 400).train
+        np.testing.assert_array_equal(found.ids, expected.ids, name)
+        np.testing.assert_array_equal(found.labels, expected.labels, name)
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
+    whole = load_corpus(replace(data, path=str(folder)), 400).train
+    assert whole.size == len(forms) * len(rows)
+    assert "(files that are neither JSON nor Parquet, left out: picture.png)" in whole.amount
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps([*QUESTIONS, {"prompt": "a"}]).encode(), "element 4: found the keys prompt"),
+        (b'[{"prompt": "a"', r"talk is not valid JSON"),
+        (b'{"prompt": \n"a"}', r"talk: found the keys prompt"),
+        (b"PK\x03\x04", "talk is a zip file: give lines of JSON, which may be compressed"),
+        (gzip.compress(b'{"prompt": "a"}\n{'), "talk, line 1: found the keys prompt"),
+        (gzip.compress(b"x" * 999)[:-9], "talk: its gzip stream is damaged"),
+        (b"\x89PNG\0\0", "talk: it is no text"),
+        (b"ab\0c", "talk, line 1 has a NUL byte: the file is cut or binary, not JSON"),
+        (b"PAR1\x15\0PAR1", "cannot read .*talk as Parquet"),
+    ],
+)
+def test_a_file_without_conversations_is_named_as_what_it_is(chat, tmp_path, content, message):
+    (tmp_path / "talk").write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        load_corpus(replace(chat([]), path=str(tmp_path / "talk")), 400)
+    assert "\n" not in str(refused.value)

@@ -1,4 +1,7 @@
+import bz2
+import gzip
 import json
+import lzma
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.patterns import matches
-from jaxpar.data.streams.texts import stdlib_files, text_files
+from jaxpar.data.streams.texts import data_files, is_text, stdlib_files
 from jaxpar.data.streams.token_files import open_tokens, tokenize
 from jaxpar.data.streams.tokens import Tokens, read_windows, window_count
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer
@@ -340,7 +343,9 @@ def text_config(path, **changes):
 
 
 def test_folder_gives_its_texts_in_order(folder):
-    assert [file.relative_to(folder).as_posix() for file in text_files(str(folder))] == [
+    assert [
+        file.relative_to(folder).as_posix() for file in data_files(str(folder), is_text)[0]
+    ] == [
         "b.md",
         "b/z.txt",
     ]
@@ -348,6 +353,89 @@ def test_folder_gives_its_texts_in_order(folder):
     assert val is None
     assert tokenizer.decode(train.tokens) == "apple ézebra"
     assert train.document_starts.tolist() == [0, len("apple é".encode())]
+
+
+ROWS = [{"text": "zebra"}, {"text": ""}, {"text": "apple é", "id": 3}]
+
+
+def write_rows(file, rows):
+    """Write rows into a file, in the form that its name says."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    match file.suffix:
+        case ".gz":
+            file.write_bytes(gzip.compress(lines))
+        case ".bz2":
+            file.write_bytes(bz2.compress(lines))
+        case ".xz":
+            file.write_bytes(lzma.compress(lines))
+        case ".zst":
+            pyarrow = pytest.importorskip("pyarrow")
+            with pyarrow.output_stream(file, compression="zstd") as opened:
+                opened.write(lines)
+        case ".parquet":
+            pyarrow = pytest.importorskip("pyarrow")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        case _:
+            file.write_bytes(lines)
+
+
+ROW_FILES = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.jsonl.zst"]
+
+
+@pytest.mark.parametrize("name", [*ROW_FILES, "a.parquet"])
+def test_each_row_is_a_document_of_text(tmp_path, name):
+    (tmp_path / "texts").mkdir()
+    write_rows(tmp_path / "texts" / name, ROWS)
+    (tmp_path / "texts" / "b.txt").write_text("me")
+    for path, text in (("texts", "zebraapple éme"), (f"texts/{name}", "zebraapple é")):
+        data = text_config(tmp_path / path, val_fraction=0, tokenizer="chars")
+        train, _, tokenizer = load_corpus(data, 256)
+        assert tokenizer.decode(train.tokens) == text
+        assert train.document_starts[:2].tolist() == [0, 5]
+        assert "(documents without text, left out: 1)" in train.amount
+        written = tokenize(replace(data, tokenizer="bytes"), tmp_path / "out.bin")
+        assert bytes(np.asarray(written.tokens).astype(np.uint8)).decode() == text
+        assert "(documents without text, left out: 1)" in written.amount
+
+
+def test_compressed_text_is_read(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"zebra"))
+    train, _, _ = load_corpus(text_config(tmp_path, val_fraction=0), 256)
+    assert bytes(train.tokens.astype(np.uint8)) == b"zebra"
+
+
+def test_what_a_folder_of_texts_leaves_out_or_takes_as_it_is_is_named(folder):
+    write_rows(folder / "talk.jsonl", [{"prompt": "a", "completion": "b"}])
+    (folder / "code.zip").write_bytes(b"PK\x03\x04")
+    train = load_corpus(text_config(folder, val_fraction=0), 256).train
+    assert "(files that are no text, left out: code.zip, picture.png)" in train.amount
+    assert "(rows without a `text`, taken as they are: talk.jsonl)" in (train.amount)
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (
+            b'{"prompt": "a"}\n{"prompt": "b"}\n',
+            "a.jsonl",
+            r"a\.jsonl has no column 'text', of which each row would be a document .*: it has prompt",
+        ),
+        (b'{"text": "a"}\n{"text": ', "a.jsonl", r"a\.jsonl, line 2 is not valid JSON"),
+        (b'{"text"', "a.jsonl", r"a\.jsonl, line 1 is not valid JSON"),
+        (b'{"text": 3}', "a.jsonl", r"line 1: column 'text' has a value that is no text: 3"),
+        (gzip.compress(b"text" * 99)[:-9], "a.txt.gz", r"a\.txt\.gz: its gzip stream is damaged"),
+        (gzip.compress(b"te\0xt"), "a.txt.gz", r"a\.txt\.gz is binary \(NUL at byte 2\)"),
+        (b"PK\x03\x04...", "a.zip", r"a\.zip is a zip file, not text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_text_is_named_as_what_it_is(
+    tmp_path, content, name, message
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        load_corpus(text_config(tmp_path / name), 256)
+    assert "\n" not in str(refused.value)
 
 
 def test_characters_come_from_training_and_validation_text(folder, tmp_path):
@@ -496,7 +584,10 @@ def test_documents_without_text_are_left_out_and_counted(folder, tmp_path):
     written = tokenize(text_config(folder), tmp_path / "a.bin")
     for stream in (plain, written):
         assert stream.document_starts.tolist() == [0, len("apple é".encode())]
-        assert stream.amount == "13 tokens (documents without text, left out: 1)"
+        assert stream.amount == (
+            "13 tokens (documents without text, left out: 1) (files that are no text, left out: "
+            "picture.png)"
+        )
     (tmp_path / "blank.txt").write_text(" \n")
     for refused in (load_corpus, lambda config, _: tokenize(config, tmp_path / "b.bin")):
         with pytest.raises(

@@ -167,7 +167,7 @@ class DataConfig:
     source: Annotated[str, OneOf(SOURCES)] = "stdlib"
     """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a
     .bin file; hf = a data set of Hugging Face; parquet, arrayrecord = files of documents; chat =
-    JSONL of conversations; or one that was registered (`jaxpar.data.sources`)."""
+    conversations (JSON or Parquet); or one that was registered (`jaxpar.data.sources`)."""
     path: str = ""
     """File, folder, or pattern of files. For hf: `path`, `path:split` or `path:config:split`, where
     path is a name on the hub, a folder or a file, and the split is train if it is not given."""

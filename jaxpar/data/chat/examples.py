@@ -18,13 +18,14 @@ import grain.experimental
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError, parse_json
+from jaxpar.base.errors import UserError
 from jaxpar.data.chat.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat.conversations import read_conversation
 from jaxpar.data.chat.template.render import Span
 from jaxpar.data.parts import PartDefaults
 from jaxpar.data.ranged import RangedFile
-from jaxpar.data.streams.texts import text_files
+from jaxpar.data.rows import kind_of_file, read_rows
+from jaxpar.data.streams.texts import data_files, is_text, name_files
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.data.vocabulary.tokenizer import (
     CharsTokenizer,
@@ -32,7 +33,6 @@ from jaxpar.data.vocabulary.tokenizer import (
     Tokenizer,
     make_tokenizer,
     missing_begin,
-    read_text,
 )
 
 _BINS = 64  # rows that are packed at a time
@@ -142,10 +142,10 @@ class Examples(PartDefaults):
 def load_examples(
     paths: Sequence[str], data: DataConfig, vocab_size: int
 ) -> tuple[list[Examples], Tokenizer]:
-    """Load the examples in JSONL files or folders of them, with `data.tokenizer` and the chat
-    template beside it.
+    """Load the examples in files of JSON or Parquet (see `read_rows`), or folders of them, with
+    `data.tokenizer` and the chat template beside it.
 
-    A line is a conversation (see `conversations.read_conversation`), with `tools` and other names
+    A row is a conversation (see `conversations.read_conversation`), with `tools` and other names
     if the template reads them, or `{"prompt": text, "completion": text}`, which takes no template
     and is closed by the end-of-text token.
 
@@ -164,17 +164,14 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter)
     dropped = 0
     undefined = set[str]()
     notes = Counter[str]()
-    files = text_files(path)
+    files, others = data_files(path, _may_have_rows)
     for file in files:
-        for number, line in enumerate(read_text(file).split("\n"), 1):
-            if not line.strip():
-                continue
-            row = parse_json(line, f"{file}, line {number}")
+        for row in read_rows(file):
             try:
-                written = _write(row, data, writer)
+                written = _write(row.value, data, writer)
                 ids, counted = _encode(written, data, tokenizer)
             except (UserError, UnicodeError) as error:
-                raise UserError(f"{file}, line {number}: {error}") from error
+                raise UserError(f"{row.where}: {error}") from error
             undefined.update(written.undefined)
             notes.update(written.notes)
             cut += len(ids) > data.seq_len + 1
@@ -195,12 +192,17 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter)
     )
     if not cut:
         note = ""
+    note += name_files("files that are neither JSON nor Parquet, left out", path, others)
     if undefined:
         note += f" ({missing_names(undefined)})"
     for said, count in sorted(notes.items()):
         note += f" ({said}: {count} of {len(rows) + dropped} examples)"
     starts = np.cumsum([0, *(len(row) for row, _ in rows)])
     return Examples(ids, labels, starts, path, note, tuple(files))
+
+
+def _may_have_rows(file: Path) -> bool:
+    return is_text(file) or kind_of_file(file) == "Parquet"
 
 
 class _Written(NamedTuple):

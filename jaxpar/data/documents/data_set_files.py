@@ -61,7 +61,7 @@ def named_files(splits: Mapping[str, Iterable[Path]]) -> Any:
     found = DataFilesDict()
     for split, files in splits.items():
         paths = [file.absolute() for file in files]
-        written = [(str(path.stat().st_mtime),) for path in paths]
+        written: list[Any] = [(str(path.stat().st_mtime),) for path in paths]
         found[split] = DataFilesList([str(path) for path in paths], written)
     return found
 

@@ -277,7 +277,8 @@ def _require_text_column(schema: Any, file: Path, column: str) -> None:
 
 def open_arrayrecord(path: str, data: DataConfig) -> Opened:
     files = _files(path, ".array_record", ".arrayrecord")
-    found: Any = grain.sources.ArrayRecordDataSource([_whole_file(file) for file in files])
+    named: list[Any] = [_whole_file(file) for file in files]
+    found: Any = grain.sources.ArrayRecordDataSource(named)
     records: Any = _Records(found, path)
     return grain.MapDataset.source(records), len(records), tuple(files)
 

@@ -25,6 +25,7 @@ class JsonDocuments(datasets.ArrowBasedBuilder):
     """The texts of a column of JSON files, of which a row without text has none."""
 
     BUILDER_CONFIG_CLASS = _OneColumn
+    config: Any
 
     def _info(self) -> datasets.DatasetInfo:
         return datasets.DatasetInfo(features=text_features(self.config.column))
@@ -35,7 +36,10 @@ class JsonDocuments(datasets.ArrowBasedBuilder):
             for split, files in self.config.data_files.items()
         ]
 
-    def _generate_tables(self, files: Sequence[str]) -> Iterator[tuple[Any, pyarrow.Table]]:
+    # the arguments are those of `gen_kwargs`
+    def _generate_tables(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, files: Sequence[str]
+    ) -> Iterator[tuple[Any, pyarrow.Table]]:
         column = self.config.column
         for number, file in enumerate(files):
             for place, texts in enumerate(row_texts(Path(file), column, "set data.column")):

@@ -1,5 +1,5 @@
 """Text sources: a file, a folder of texts, or the standard library of Python. Each file is a
-document.
+document, or has one in each of its rows.
 """
 
 from __future__ import annotations
@@ -7,22 +7,36 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError, reading
+from jaxpar.base.errors import UserError
+from jaxpar.data.rows import (
+    COMPRESSED,
+    UTF16,
+    has_column,
+    is_json_lines,
+    kind_of_file,
+    read_unpacked,
+    row_texts,
+)
 from jaxpar.data.streams.tokens import Tokens
 from jaxpar.data.vocabulary.tokenizer import (
-    UTF16_MARKS,
     Tokenizer,
+    decode_text,
     encode_files,
     make_tokenizer,
-    read_text,
 )
 
+_COLUMN = "text"
+_ADVICE = (
+    "of which each row would be a document (take data.source=chat for conversations, and "
+    "data.source=hf with data.column for another column)"
+)
 NOTHING_IN_IT = "is empty: there is no document with text in it"
 _STDLIB_LEFT_OUT = {
     "site-packages",
@@ -47,26 +61,58 @@ def load_texts(
     characters of all.
     """
     sources = [source_files(path, data) for path in paths]
-    texts = (read_text(file) for files, _ in sources for file in files)
+    texts = (text for source in sources for file in source.files for text in document_texts(file))
     tokenizer = make_tokenizer(data.tokenizer, texts, vocab_size, data.bos)
     streams = []
-    for files, origin in sources:
-        documents = [document for document in encode_files(files, tokenizer) if len(document)]
+    for source in sources:
+        found = list(encode_files(source.files, tokenizer, document_texts))
+        documents = [document for document in found if len(document)]
         if not documents:
-            raise UserError(f"{origin} {NOTHING_IN_IT}")
+            raise UserError(f"{source.name} {NOTHING_IN_IT}")
         ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
         starts = np.concatenate([[0], ends[:-1]])
-        note = left_out(len(files) - len(documents))
         stream = Tokens(
             tokens=np.concatenate(documents),
             document_starts=starts,
-            origin=origin,
-            files=tuple(files),
-            note=note,
+            origin=source.name,
+            files=tuple(source.files),
+            note=left_out(len(found) - len(documents)) + source.note,
             begin_of_text=tokenizer.begin_of_text,
         )
         streams.append(stream)
     return streams, tokenizer
+
+
+class TextSource(NamedTuple):
+    """Files of documents."""
+
+    files: list[Path]
+    name: str
+    """What messages call them."""
+    note: str = ""
+    """Which files were left out."""
+
+
+def document_texts(file: Path) -> Iterator[str]:
+    """Yield the documents of a file: its text, which may be compressed, or the `text` of each row
+    of JSON lines or Parquet. A row without one is a document without text.
+
+    Raises:
+      UserError: the file cannot be read, or none of its first rows has a `text`.
+    """
+    if not (_is_parquet(file) or _has_texts_in_lines(file)):
+        yield decode_text(read_unpacked(file), file)
+        return
+    for texts in row_texts(file, _COLUMN, _ADVICE):
+        yield from (text or "" for text in texts)
+
+
+def _is_parquet(file: Path) -> bool:
+    return kind_of_file(file) == "Parquet"
+
+
+def _has_texts_in_lines(file: Path) -> bool:
+    return is_json_lines(file) and has_column(file, _COLUMN)
 
 
 def left_out(empty: int, of: int = 0) -> str:
@@ -79,12 +125,24 @@ def left_out(empty: int, of: int = 0) -> str:
     return f" (documents without text, left out: {empty:,}{among})"
 
 
-def source_files(path: str, data: DataConfig) -> tuple[list[Path], str]:
+def source_files(path: str, data: DataConfig) -> TextSource:
     """Return the documents of a text source, and a name for it."""
     if path:
-        return text_files(path), path
+        files, others = data_files(path, _has_documents)
+        note = name_files("files that are no text, left out", path, others)
+        as_they_are = [
+            file for file in files if is_json_lines(file) and not _has_texts_in_lines(file)
+        ]
+        if as_they_are and Path(path).is_file():
+            next(row_texts(as_they_are[0], _COLUMN, _ADVICE), None)  # says what it has
+        note += name_files("rows without a `text`, taken as they are", path, as_they_are)
+        return TextSource(files, path, note)
     name = f"the standard library of Python {platform.python_version()}"
-    return stdlib_files(data.max_bytes), name
+    return TextSource(stdlib_files(data.max_bytes), name)
+
+
+def _has_documents(file: Path) -> bool:
+    return is_text(file) or (_is_parquet(file) and has_column(file, _COLUMN))
 
 
 def stdlib_files(max_bytes: int) -> list[Path]:
@@ -104,25 +162,41 @@ def stdlib_files(max_bytes: int) -> list[Path]:
     return files
 
 
-def text_files(path: str) -> list[Path]:
-    """Return the file at `path`, or every text file in the folder, sorted by path.
+def data_files(path: str, is_read: Callable[[Path], bool]) -> tuple[list[Path], list[Path]]:
+    """Return the file at `path`, or those in the folder that are read, sorted by path, and those
+    that are not, so that a picture among the texts does no harm. Hidden and empty files of a folder
+    are neither.
 
-    Hidden and empty files of a folder are left out, and so are files with a NUL byte in their first
-    8 KiB (git's test for binary), so that a picture among the texts does no harm.
+    Args:
+      path: the file or the folder.
+      is_read: whether a file of a folder is read.
+
+    Raises:
+      UserError: there is none, or it is empty.
     """
     root = Path(path)
     if root.is_file():
         if root.stat().st_size == 0:
             raise UserError(f"{path} is empty: give a file with text in it")
-        return [root]
+        return [root], []
     if not root.is_dir():
         raise UserError(f"no file or folder {path}: look at data.path and data.val_path")
-    files = [file for file in files_below(root) if not _looks_binary(file)]
+    found = files_below(root)
+    files = [file for file in found if is_read(file)]
     if not files:
         raise UserError(
             f"folder {path} has no text in it: hidden, empty and binary files do not count"
         )
-    return files
+    return files, sorted(set(found) - set(files))
+
+
+def name_files(what: str, path: str, files: Sequence[Path]) -> str:
+    """Return a note on some files of a folder."""
+    if not files:
+        return ""
+    names = ", ".join(str(file.relative_to(path)) for file in files[:3])
+    more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+    return f" ({what}: {names}{more})"
 
 
 def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
@@ -137,8 +211,11 @@ def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
-def _looks_binary(file: Path) -> bool:
-    with reading(file), file.open("rb") as opened:
-        beginning = opened.read(8192)
-    # text, which `read_text` says is to convert
-    return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)
+def is_text(file: Path) -> bool:
+    """Return whether a file has no NUL byte in the first 8 KiB of what it holds, which may be
+    compressed (git's test for binary).
+    """
+    kind = kind_of_file(file)
+    if kind and kind not in COMPRESSED:
+        return kind == UTF16  # text, which `decode_text` says is to convert
+    return b"\0" not in read_unpacked(file, 8192)

@@ -30,7 +30,7 @@ from jaxpar.data.streams.id_files import (
     require_guess,
     require_ids,
 )
-from jaxpar.data.streams.texts import NOTHING_IN_IT, left_out, source_files
+from jaxpar.data.streams.texts import NOTHING_IN_IT, document_texts, left_out, source_files
 from jaxpar.data.streams.tokens import Tokens
 from jaxpar.data.streams.urls import data_here
 from jaxpar.data.vocabulary.special_tokens import carry_declared
@@ -39,7 +39,6 @@ from jaxpar.data.vocabulary.tokenizer import (
     encode_files,
     load_tokenizer,
     make_tokenizer,
-    read_text,
     token_dtype,
 )
 
@@ -61,21 +60,28 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
             f"tokenize writes text to a .bin file, found source={data.source} and {out}: try "
             "tokens.bin"
         )
-    files, _ = source_files(data.path if data.source == "text" else "", data)
-    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files), bos=data.bos)
+    source = source_files(data.path if data.source == "text" else "", data)
+    texts = (text for file in source.files for text in document_texts(file))
+    tokenizer = make_tokenizer(data.tokenizer, texts, bos=data.bos)
     dtype = token_dtype(tokenizer.vocab_size)
     count = 0
     documents = 0
+    empty = 0
     said = PlainConsole(stderr=True, soft_wrap=True)
     for note in tokenizer.notes:
         said.print(note)
     try:
         with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
             progress = track(
-                files, "tokenizing", console=said, transient=True, disable=not said.is_terminal
+                source.files,
+                "tokenizing",
+                console=said,
+                transient=True,
+                disable=not said.is_terminal,
             )
-            for document in encode_files(progress, tokenizer):
+            for document in encode_files(progress, tokenizer, document_texts):
                 if not len(document):
+                    empty += 1
                     continue
                 starts.write(np.array(count, "<i8").tobytes())
                 ids.write(document.tobytes())
@@ -90,7 +96,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
         carry_declared(tokenizer.file, out.with_suffix(".bin.tokenizer.json"))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    return replace(open_tokens(out), note=left_out(len(files) - documents))
+    return replace(open_tokens(out), note=left_out(empty) + source.note)
 
 
 def load_token_files(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -16,6 +16,7 @@ import numpy as np
 from jaxpar.base.config import Bos
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, suggest
 from jaxpar.base.ranges import MOST_WORDS
+from jaxpar.data.rows import kind_of
 from jaxpar.data.vocabulary.special_tokens import find_ends, read_special_tokens
 
 if TYPE_CHECKING:
@@ -291,18 +292,22 @@ def missing_begin(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     return np.array([] if there else [begin], np.int32)
 
 
-def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of each file by `encode_document`, in the dtype of `token_dtype`; an error
+def encode_files(
+    files: Iterable[Path],
+    tokenizer: Tokenizer,
+    texts_of: Callable[[Path], Iterable[str]] = lambda file: [read_text(file)],
+) -> Iterator[np.ndarray]:
+    """Yield the ids of each document by `encode_document`, in the dtype of `token_dtype`; an error
     names the file.
 
-    A file that is a document without text yields no ids.
+    A document without text yields no ids. A file is a document, or what `texts_of` finds in it.
     """
     for file in files:
-        text = read_text(file)
-        try:
-            yield encode_document(text, tokenizer).astype(token_dtype(tokenizer.vocab_size))
-        except UserError as error:
-            raise UserError(f"{file}: {error}") from error
+        for text in texts_of(file):
+            try:
+                yield encode_document(text, tokenizer).astype(token_dtype(tokenizer.vocab_size))
+            except UserError as error:
+                raise UserError(f"{file}: {error}") from error
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -320,10 +325,22 @@ def read_text(file: Path) -> str:
     """
     with reading(file):
         content = file.read_bytes()
+    return decode_text(content, file)
+
+
+def decode_text(content: bytes, file: Path) -> str:
+    """Return the text that the bytes of a file are, or a part of them.
+
+    Raises:
+      UserError: they are no text in UTF-8.
+    """
     if content.startswith(UTF16_MARKS):
         raise UserError(
             f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8"
         )
+    kind = kind_of(content)
+    if kind:
+        raise UserError(f"{file} is a {kind} file, not text")
     if b"\0" in content:
         raise UserError(
             f"{file} is binary (NUL at byte {content.index(0)}), not text: is it "

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
+from etils.epath.gpath import PosixGPath
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.process.together import number_from_first
@@ -49,7 +49,7 @@ logging.getLogger("absl").addFilter(_is_not_of_orbax)
 logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
-class LiteralPath(epath.gpath.PosixGPath):
+class LiteralPath(PosixGPath):
     """A folder as Orbax is given it. Orbax looks for files in it by patterns, of which the folder's
     own name is no part: it would find nothing in `run[1]`, and a step would be saved without its
     arrays.
