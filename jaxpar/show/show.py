@@ -36,7 +36,8 @@ def show(
     """Print where a config's parameters live and what each device sends in a step. Draw the largest
     arrays on the mesh, and what else is asked for.
 
-    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
+    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 takes those
+    that JAX was told of, and counts as 1 where it was told nothing.
 
     Args:
       config: the experiment.

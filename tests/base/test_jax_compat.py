@@ -67,6 +67,24 @@ def test_a_moved_module_breaks_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax_compat.cudnn_version() == 0
 
 
+def test_jax_says_how_many_joined_before_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from jax._src.distributed import global_state
+
+    assert global_state.num_processes == 1
+    assert jax_compat.joined_processes() == 1
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(global_state, "num_processes", 3)
+    assert jax_compat.joined_processes() == 3
+    assert not caplog.messages
+    monkeypatch.setattr(jax._src.distributed, "global_state", object())
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
+    assert jax_compat.joined_processes() == 4
+    assert "share the simulated devices" in caplog.text
+
+
 @pytest.mark.slow
 def test_processes_give_each_other_bytes_through_jaxs_own_service() -> None:
     from jax._src.distributed import global_state

@@ -6,9 +6,10 @@ import errno
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxpar.base import jax_compat
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
-from jaxpar.base.process.runtime import keep_heap, keep_programs, start
+from jaxpar.base.process import runtime
+from jaxpar.base.process.runtime import devices_of_a_process, keep_heap, keep_programs, start
 from jaxpar.base.whole_files import replacing, write_whole
 
 
@@ -34,7 +37,13 @@ def test_auto_takes_every_device():
 
 def test_cpu_takes_as_many_devices_as_the_mesh_needs():
     assert start(MeshSpec(platform="cpu", data=2, tensor=3)) == jax.devices()[:6]
-    assert start(MeshSpec(platform="cpu", data=-1, fsdp=2)) == jax.devices()[:2]
+
+
+def test_an_axis_that_is_open_takes_every_cpu_device_that_jax_was_told_of() -> None:
+    assert start(MeshSpec(platform="cpu", data=-1, fsdp=2)) == jax.devices()
+    assert start(MeshSpec(platform="cpu", data=-1, fsdp=3)) == jax.devices()[:6]
+    with pytest.raises(UserError, match="16 simulated CPU devices are needed"):
+        start(MeshSpec(platform="cpu", data=-1, fsdp=16))
 
 
 @pytest.fixture
@@ -122,6 +131,144 @@ def test_a_fresh_process_simulates_as_many_devices_as_the_mesh_needs():
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+MESHES = """
+import sys, jax
+if sys.argv[1]:
+    jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+from jaxpar import MeshSpec, start
+for sizes in (dict(data=1), dict(data=2, fsdp=2), dict(data=-1, fsdp=2)):
+    print(len(start(MeshSpec(platform="cpu", **sizes))))
+"""
+FLAG = "--xla_force_host_platform_device_count"
+
+
+@pytest.mark.parametrize(
+    ("told", "setting"),
+    [
+        ({}, "5"),
+        ({"JAX_NUM_CPU_DEVICES": "5"}, ""),
+        ({"XLA_FLAGS": f"{FLAG}=2 {FLAG}=5"}, ""),
+        ({"XLA_FLAGS": f"{FLAG}=9"}, "5"),  # JAX's own setting comes first
+    ],
+)
+def test_a_number_of_cpu_devices_that_was_told_is_never_lowered(
+    told: dict[str, str], setting: str
+) -> None:
+    ours = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    environment = {key: value for key, value in os.environ.items() if key not in ours} | told
+    done = subprocess.run(
+        [sys.executable, "-c", MESHES, setting],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout.split(), done.stderr) == (["1", "4", "4"], "")
+
+
+def test_a_number_of_cpu_devices_that_was_told_is_raised_where_a_mesh_needs_more() -> None:
+    program = "from jaxpar import MeshSpec, start; start(MeshSpec(platform='cpu', data=3))"
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
+    assert done.returncode == 0
+
+
+def share(processes: int, **sizes: int) -> int:
+    return devices_of_a_process(MeshSpec(platform="cpu", **sizes), processes)
+
+
+def test_processes_share_the_cpu_devices_of_a_mesh() -> None:
+    assert share(1, data=6) == 6
+    assert share(2, data=2, fsdp=3) == 3
+    # an open axis makes a multiple of the others
+    assert share(2, data=-1) == 1
+    assert share(2, data=-1, fsdp=2) == 1
+    assert share(4, data=-1, fsdp=6) == 3
+    with pytest.raises(UserError, match="2 processes do not divide mesh fsdp=3, and each"):
+        share(2, fsdp=3)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process one of so many, as far as JAX says before it has started."""
+
+    def join(processes: int) -> None:
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(jax_compat.find_private("distributed"), "num_processes", processes)
+
+    return join
+
+
+def test_who_joined_by_hand_shares_the_cpu_devices_too(
+    joined: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined(4)
+    asked = list[int]()
+    monkeypatch.setattr(runtime, "ask_for_cpus", asked.append)
+    start(MeshSpec(platform="cpu", data=8))
+    assert asked == [2]
+
+
+CLUSTERS = {
+    "slurm": {
+        "SLURM_JOB_ID": "{job}",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "{index}",
+        "SLURM_LOCALID": "{index}",
+    },
+    "openmpi": {
+        "OMPI_MCA_orte_hnp_uri": "{mpi_job}.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "{index}",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "{index}",
+    },
+    "by hand": {
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "{index}",
+    },
+}
+"""What two processes are told of each other, and whence."""
+SHARED = """
+import jax
+from jaxpar import MeshSpec, start
+spec = MeshSpec(platform="cpu", fsdp=4, distributed=True, join_seconds=60)
+print(len(start(spec)), len(jax.local_devices()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cluster", "told"), [("slurm", ""), ("openmpi", ""), ("by hand", ""), ("slurm", "3")]
+)
+def test_processes_that_a_cluster_starts_share_the_cpu_devices(cluster: str, told: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = 4096 + port % 4096  # JAX makes the port of it
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "OMPI_", "JAX_NUM_CPU", "XLA_FLAGS"))
+    }
+    if told:
+        kept["JAX_NUM_CPU_DEVICES"] = told
+    pair = list[subprocess.Popen[str]]()
+    for index in range(2):
+        known = {
+            name: text.format(index=index, port=port, job=job, mpi_job=job * 4096)
+            for name, text in CLUSTERS[cluster].items()
+        }
+        command = [sys.executable, "-c", SHARED]
+        pair.append(subprocess.Popen(command, env=kept | known, stdout=subprocess.PIPE, text=True))
+    try:
+        assert [process.communicate(timeout=240)[0] for process in pair] == [f"4 {told or 2}\n"] * 2
+    finally:
+        for process in pair:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,6 @@ SRUN = """
 while [[ $1 == --* ]]; do shift; done
 export SLURM_JOB_ID=7 SLURM_NTASKS=2 SLURM_STEP_NODELIST=127.0.0.1 SLURM_LOCALID=0
 export SLURM_STEP_NUM_TASKS=2 SLURM_JOB_NUM_NODES=2
-export JAX_NUM_PROCESSES=2  # the simulated devices of the mesh are shared out by it
 pids=()
 for ((i = 0; i < 2; i++)); do
   SLURM_PROCID=$i "$@" & pids+=($!)

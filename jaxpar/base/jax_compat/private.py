@@ -43,7 +43,10 @@ PRIVATE = {
         "jax._src.lib", "cuda_versions", "cuDNN counts as not installed, and attention takes others"
     ),
     "distributed": _Private(
-        "jax._src.distributed", "global_state", "processes of a run do not say which one is late"
+        "jax._src.distributed",
+        "global_state",
+        "processes of a run do not say which one is late, and only JAX_NUM_PROCESSES, Slurm and "
+        "Open MPI say how many share the simulated devices",
     ),
     "compute_on": _Private(
         "jax.experimental.compute_on", "compute_on", "memory.optimizer=host is refused"
@@ -252,6 +255,40 @@ def compute_in_host_memory(function: Callable[..., Any], *arguments: Any) -> Any
     there = jax.tree.map(lambda _: jax.memory.Space.Host, results)
     on_the_host = compute_on(function, compute_type="device_host", out_memory_spaces=there)
     return on_the_host(*arguments)
+
+
+# What JAX knows of the machine before it starts.
+
+_CPU_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+"""The option of XLA that JAX goes by where its own setting is not set."""
+
+
+def cpu_devices_told() -> int:
+    """How many CPU devices this process simulates by what JAX was told: by its setting
+    `jax_num_cpu_devices`, or else by XLA_FLAGS; 0 = it was told nothing.
+    """
+    told = jax.config.values.get("jax_num_cpu_devices", -1)
+    if told >= 0:
+        return told
+    found = _CPU_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
+    return int(found[-1]) if found else 0
+
+
+_PROCESS_COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+"""Variables of the environment that say how many processes there are."""
+
+
+def joined_processes() -> int:
+    """How many processes a run has that this one has joined, which JAX itself only says once it has
+    started; 1 = it has joined none.
+    """
+    if not jax.distributed.is_initialized():
+        return 1
+    count = getattr(find_private("distributed"), "num_processes", None)
+    if isinstance(count, int):
+        return count
+    _say_once(_line(PRIVATE["distributed"]))
+    return int(next(filter(None, map(os.environ.get, _PROCESS_COUNTS)), "1"))
 
 
 # What processes of a run tell each other outside of programs.

@@ -63,8 +63,8 @@ class MeshSpec:
     tensor: Size = 1
     dcn: DcnSpec = field(default_factory=DcnSpec)
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    """`cpu` simulates as many CPU devices as the mesh needs. `tpu` and `gpu` refuse to run on
-    anything else.
+    """`cpu` simulates as many CPU devices as the mesh needs, and never fewer than JAX was told of
+    before. `tpu` and `gpu` refuse to run on anything else.
     """
     distributed: bool = False
     """Join a multi-process run with `jax.distributed.initialize()` before the first device is

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import platform
 import sys
@@ -19,7 +20,8 @@ import jax
 
 from jaxpar.base.errors import PEER_LOST, UserError
 from jaxpar.base.hardware import GPU_POOL
-from jaxpar.base.layout.mesh import MeshSpec, devices_needed
+from jaxpar.base.jax_compat import cpu_devices_told, joined_processes
+from jaxpar.base.layout.mesh import MeshSpec, axis_sizes, describe, devices_needed, total_sizes
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.process.early_signals import pass_on_signals
 
@@ -42,18 +44,21 @@ _FIX = {
 def start(spec: MeshSpec) -> list[jax.Device]:
     """Start JAX for a mesh.
 
-    Called after JAX has started, as in a notebook, it only checks. On GPUs JAX's pool is that of
-    `wide_gpu_pool`. Compiled programs are kept: see `keep_programs`.
+    Called after JAX has started, as in a notebook, it only checks. A number of CPU devices that JAX
+    was told before is raised where the mesh needs more, and never lowered. On GPUs JAX's pool is
+    what `wide_gpu_pool` makes it. Compiled programs are kept, as `keep_programs` says.
 
     Args:
       spec: the mesh, of which the platform, `distributed` and on CPUs the sizes are read.
 
     Returns:
-      The devices: simulated ones on `cpu`, else those that are here.
+      The devices. On `cpu` they are simulated ones: the first of each process, as many as the mesh
+      needs, or with an axis of -1 as many as the other axes divide. Elsewhere they are those that
+      are here.
 
     Raises:
-      UserError: a TPU or GPU is asked for and absent, or JAX has already started on another
-        platform or with too few CPU devices.
+      UserError: a TPU or GPU is asked for and absent, JAX has already started on another platform
+        or with too few CPU devices, or the processes cannot share the CPU devices of the mesh.
     """
     keep_programs()
     if spec.platform != "auto":
@@ -61,35 +66,62 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     if spec.platform in ("auto", "cpu"):
         keep_heap()
     if spec.platform == "cpu":
-        _ask_for_cpus(spec)
-    widen_cpu_pool(jax.config.values["jax_num_cpu_devices"])
+        _require_possible(devices_needed(spec))
     if spec.distributed and not jax.distributed.is_initialized():
         _join(spec)
+    if spec.platform == "cpu":
+        ask_for_cpus(devices_of_a_process(spec, joined_processes()))
+    widen_cpu_pool(cpu_devices_told())
     devices = _open_devices(spec.platform)
-    if spec.platform == "cpu" and jax.process_count() == 1:
-        return _require_cpus(devices, devices_needed(spec))
+    if spec.platform == "cpu":
+        return _take_cpus(devices, spec)
     return devices
 
 
-def _ask_for_cpus(spec: MeshSpec) -> None:
-    """Tell JAX how many CPU devices this process simulates; once it has started, it keeps its
-    number.
-
-    Raises:
-      UserError: the mesh asks for more than any process simulates.
-    """
-    count = devices_needed(spec)
+def _require_possible(count: int) -> None:
+    """Refuse a mesh of more CPU devices than any process simulates."""
     if count > _MOST_SIMULATED:
         raise UserError(
             f"the mesh asks for {count:,} simulated CPU devices: at most {_MOST_SIMULATED:,} are "
             "made (`jaxpar rehearse --target` compiles for any number of chips)"
         )
-    with contextlib.suppress(RuntimeError):  # JAX has started: `_require_cpus` counts
-        if spec.distributed:
-            processes = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
-        else:
-            processes = 1
-        jax.config.update("jax_num_cpu_devices", max(count // processes, 1))
+
+
+def devices_of_a_process(spec: MeshSpec, processes: int) -> int:
+    """The number of simulated CPU devices that each process of a mesh needs.
+
+    Args:
+      spec: the mesh; an axis of -1 makes a multiple of the others, and no more than that.
+      processes: how many share its devices.
+
+    Returns:
+      The number.
+
+    Raises:
+      UserError: the devices of the mesh do not divide over the processes.
+    """
+    needed = devices_needed(spec)
+    if -1 in axis_sizes(spec).values():
+        return math.lcm(needed, processes) // processes
+    if needed % processes:
+        raise UserError(
+            f"{processes} processes do not divide mesh {describe(total_sizes(spec))}, and each "
+            "simulates its share of the devices: give one axis -1, as in mesh.data=-1"
+        )
+    return needed // processes
+
+
+def ask_for_cpus(count: int) -> None:
+    """Tell JAX to simulate at least so many CPU devices in this process.
+
+    A larger number that it was told before stands. Once JAX has started, it keeps its number.
+
+    Args:
+      count: the number that is needed.
+    """
+    if count > cpu_devices_told():
+        with contextlib.suppress(RuntimeError):  # JAX has started: `_take_cpus` counts
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def _open_devices(platform: str) -> list[jax.Device]:
@@ -118,19 +150,33 @@ def _open_devices(platform: str) -> list[jax.Device]:
     return devices
 
 
-def _require_cpus(devices: list[jax.Device], needed: int) -> list[jax.Device]:
-    """The first devices, as many as the mesh needs.
+def _take_cpus(devices: list[jax.Device], spec: MeshSpec) -> list[jax.Device]:
+    """The first devices of each process, as many as the mesh needs; with an axis of -1, as many as
+    the other axes divide.
 
     Raises:
       UserError: JAX has started with fewer.
     """
-    if len(devices) < needed:
+    processes = jax.process_count()
+    share = devices_of_a_process(spec, processes)
+    of_processes = [
+        [device for device in devices if device.process_index == index]
+        for index in range(processes)
+    ]
+    fewest = min(len(own) for own in of_processes)
+    if fewest < share:
+        if processes > 1:
+            each = f" in each of {processes} processes"
+        else:
+            each = ""
         raise UserError(
-            f"{needed} simulated CPU devices are needed and JAX has started with {len(devices)}: "
-            f"call jax.config.update('jax_num_cpu_devices', {needed}) before anything uses JAX, "
+            f"{share} simulated CPU devices are needed{each} and JAX has started with {fewest}: "
+            f"call jax.config.update('jax_num_cpu_devices', {share}) before anything uses JAX, "
             "or restart the notebook"
         )
-    return devices[:needed]
+    if -1 in axis_sizes(spec).values():
+        share = fewest - fewest % share
+    return [device for own in of_processes for device in own[:share]]
 
 
 def _join(spec: MeshSpec) -> None:

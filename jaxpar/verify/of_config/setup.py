@@ -27,7 +27,7 @@ from jaxpar.base.layout.mesh import (
 )
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
-from jaxpar.base.process.runtime import start, widen_cpu_pool
+from jaxpar.base.process.runtime import ask_for_cpus, start
 from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
@@ -144,16 +144,9 @@ def _devices_here(spec: MeshSpec) -> list[jax.Device]:
     """Return this process's devices; if JAX has not started, the CPU simulates enough of them for
     the mesh.
     """
-    count = simulated_devices(spec)
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX has started
-        if spec.platform == "cpu":
-            count = len(jax.devices("cpu"))
-        else:
-            count = 1
-    widen_cpu_pool(count)
-    found = start(MeshSpec(data=count, platform="cpu") if spec.platform == "cpu" else MeshSpec())
+    ask_for_cpus(simulated_devices(spec))
+    every = MeshSpec(data=-1, platform="cpu")
+    found = start(every if spec.platform == "cpu" else MeshSpec())
     return [device for device in found if device.process_index == jax.process_index()]
 
 
