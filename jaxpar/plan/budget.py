@@ -36,6 +36,7 @@ from jaxpar.plan.memory_search import (
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, with_config
+from jaxpar.train.smaller_step import more_devices, more_microbatches
 from jaxpar.train.teacher_memory import teacher_bytes
 
 MARGIN = 0.05
@@ -394,8 +395,6 @@ def _too_small_message(
 def _smaller_settings(space: SearchSpace, config: Config) -> list[str]:
     """The settings with which a plan would take less."""
     may = config.memory.may
-    train = config.train
-    plan = space.experiment.plan
     wanted = []
     for name in ("optimizer", "parameters"):
         if name not in may:
@@ -404,8 +403,7 @@ def _smaller_settings(space: SearchSpace, config: Config) -> list[str]:
         wanted.append("precision.moments=bfloat16")
     if config.precision.params == "float32":
         wanted.append("precision.params=bfloat16")
-    splits = train.batch // train.accumulation > plan.size("batch")
-    if splits and "accumulation" not in may:
-        wanted.append(f"train.accumulation={2 * train.accumulation}")
-    wanted.append(f"mesh.fsdp={2 * plan.mesh.shape['fsdp']}")
-    return wanted
+    if "accumulation" not in may:
+        wanted.append(more_microbatches(space.experiment))
+    wanted.append(more_devices(space.experiment))
+    return list(filter(None, wanted))

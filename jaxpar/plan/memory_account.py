@@ -16,6 +16,7 @@ from jaxpar.models.parameters import vocab_rows
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.smaller_step import more_devices, more_microbatches
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.teacher_memory import teacher_bytes
 
@@ -180,7 +181,6 @@ def out_of_memory(
       The line.
     """
     config = experiment.config
-    fsdp = experiment.plan.mesh.shape["fsdp"]
     if has:
         where = f"a device has {bytes_text(has)}"
     else:
@@ -189,10 +189,10 @@ def out_of_memory(
         budget = "a smaller memory.budget"
     else:
         budget = f"memory.budget={'auto' if has else '14GiB'}"
+    other = " or ".join(filter(None, (more_devices(experiment), more_microbatches(experiment))))
     return (
         "out of memory: a step was predicted to take "
         f"{bytes_text(sum(part.device for part in parts))}, {where}; try "
         f"{budget}, which finds what to keep, offload and recompute, "
-        f"mesh.fsdp={2 * fsdp} or "
-        f"train.accumulation={2 * config.train.accumulation} ({compiler_message(message)[:200]})"
+        f"{other} ({compiler_message(message)[:200]})"
     )

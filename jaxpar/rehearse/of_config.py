@@ -30,6 +30,7 @@ from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, plan_notes, with_config
+from jaxpar.train.smaller_step import more_devices, more_microbatches
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import make_train_step
 from jaxpar.train.teacher_memory import teacher_bytes
@@ -242,7 +243,6 @@ def advice(experiment: Experiment, platform: str) -> str:
       Settings to try, and what parameters, optimizer and gradients take over all devices, in one
       line.
     """
-    config = experiment.config
     plan = experiment.plan
     held = state_bytes(experiment, platform)
     mesh = plan.mesh
@@ -254,19 +254,11 @@ def advice(experiment: Experiment, platform: str) -> str:
         tries = ["memory.budget=auto"]
     else:
         tries = ["pipeline.stash=stage"] * (plan.pipeline.stash != "stage")
-    tries += ["memory.policy=full"] * (plan.remat != "full") + [f"mesh.fsdp={2 * config.mesh.fsdp}"]
-    part = "train.accumulation"
-    count = config.train.accumulation
-    at_once = config.train.batch // count
-    if stages > 1:
-        part = "pipeline.microbatches"
-        count = plan.pipeline.microbatches
-        at_once //= count
-    if at_once > plan.size("batch"):
-        tries.append(f"{part}={2 * count}")
+    tries += ["memory.policy=full"] * (plan.remat != "full")
+    tries += [more_devices(experiment), more_microbatches(experiment)]
     return (
-        f"try {', '.join(tries)}; parameters, optimizer and gradients are {state} over all "
-        f"{mesh.size} devices"
+        f"try {', '.join(filter(None, tries))}; parameters, optimizer and gradients are {state} "
+        f"over all {mesh.size} devices"
     )
 
 

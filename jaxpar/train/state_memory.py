@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxpar.base.layout.sharding import Axes, KeyPath, state_axes
 from jaxpar.models import AnyModel
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.per_matrix import hidden_matrices
+from jaxpar.train.optimizer.update import is_stacked
 from jaxpar.train.step import Shape
 
 
@@ -118,8 +120,8 @@ def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
 
 
 def _update_bytes(experiment: Experiment) -> int:
-    """Return the bytes that the update needs besides the state: the float32 state of one layer and
-    that of the tables.
+    """Return the bytes that the update needs besides the state: the float32 state of one layer,
+    and the state of the tables.
 
     A state that stays on the device, or that the host updates, needs none there.
     """
@@ -129,28 +131,29 @@ def _update_bytes(experiment: Experiment) -> int:
     if not plan.streams:
         return 0
 
-    def bytes_of(leaf: Shape) -> int:
-        return 4 * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    def entries_of(leaf: Shape) -> tuple[int, ...]:
+        return leaf.sharding.shard_shape(leaf.shape)
 
+    stacked = _stacked_parts(model.trained(state.params), model)
     rows = jax.tree_util.tree_leaves_with_path(state.opt_state)
-    layers = sum(bytes_of(leaf) for path, leaf in rows if _in_blocks(path))
+    layer = sum(4 * math.prod(entries_of(leaf)[1:]) for path, leaf in rows if _in(stacked, path))
     # All offloaded tables fetch their state and a parameter at once.
     flags = jax.tree.leaves(experiment.in_host.opt_state)
     tables = sum(
-        bytes_of(leaf)
+        4 * math.prod(entries_of(leaf))
         for (path, leaf), away in zip(rows, flags, strict=True)
-        if away and not _in_blocks(path)
+        if away and not _in(stacked, path)
     )
     if plan.optimizer == "offload":
         for part, leaves in model.trained(state.params).items():
-            if part != "blocks":
+            if part not in stacked:
                 entries = jax.tree.map(
                     lambda leaf, axes: _local_entries(leaf.shape, axes, plan),
                     leaves,
                     model.axes[part],
                 )
                 tables += 4 * sum(jax.tree.leaves(entries))
-    return tables + layers // model.config.layers
+    return tables + layer
 
 
 def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> int:
@@ -162,16 +165,19 @@ def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> 
     by layer, as it does.
     """
 
-    def one(param: Shape, axes: Axes) -> int:
-        held = math.prod(param.sharding.shard_shape(param.shape))
+    def one(param: Shape, axes: Axes, by_layer: bool) -> int:
+        shape = param.sharding.shard_shape(param.shape)
+        held = math.prod(shape)
         if _local_entries(param.shape, axes, plan) == held:
             return 0
-        return held * param.dtype.itemsize
+        return math.prod(shape[1:] if by_layer else shape) * param.dtype.itemsize
 
-    found = jax.tree.map(one, trained, model.trained(model.axes))
-    blocks = sum(jax.tree.leaves(found.get("blocks", {}))) if model.has_blocks else 0
-    others = sum(jax.tree.leaves(found)) - blocks
-    return others + (blocks // model.config.layers if plan.streams else blocks)
+    streamed = _stacked_parts(trained, model) if plan.streams else set[str]()
+    total = 0
+    for part, axes in model.trained(model.axes).items():
+        gathered = jax.tree.map(partial(one, by_layer=part in streamed), trained[part], axes)
+        total += sum(jax.tree.leaves(gathered))
+    return total
 
 
 def _whole_matrix_bytes(experiment: Experiment) -> int:
@@ -184,22 +190,30 @@ def _whole_matrix_bytes(experiment: Experiment) -> int:
     if not count:
         return 0
     model = experiment.model
-    leaves, structure = jax.tree.flatten(model.trained(experiment.state.params))
-    hidden = structure.flatten_up_to(hidden_matrices(model.trained(model.axes)))
-    sizes = [
-        4 * math.prod(leaf.shape)
-        for leaf, dims in zip(leaves, hidden, strict=True)
-        if dims is not None
-    ]
-    largest = max(sizes, default=0)
-    if experiment.plan.streams:
-        largest //= model.config.layers
+    trained = model.trained(experiment.state.params)
+    streamed = _stacked_parts(trained, model) if experiment.plan.streams else set[str]()
+    largest = 0
+    for part, axes in model.trained(model.axes).items():
+        leaves, structure = jax.tree.flatten(trained[part])
+        hidden = structure.flatten_up_to(hidden_matrices(axes))
+        for leaf, dims in zip(leaves, hidden, strict=True):
+            if dims is not None:
+                shape = leaf.shape[1:] if part in streamed else leaf.shape
+                largest = max(largest, 4 * math.prod(shape))
     return count * largest
 
 
-def _in_blocks(path: KeyPath) -> bool:
-    """Whether an array of an optimizer's state belongs to the stacked layers."""
-    return any(getattr(key, "key", None) == "blocks" for key in path)
+def _stacked_parts(params: Mapping[str, Any], model: AnyModel) -> set[str]:
+    """The parts of a model that are stacked over its layers, which a streamed update goes through
+    one by one.
+    """
+    axes = model.trained(model.axes)
+    return {part for part in params if is_stacked(params[part], axes[part])}
+
+
+def _in(parts: Container[str], path: KeyPath) -> bool:
+    """Whether an array of an optimizer's state belongs to one of these parts of a model."""
+    return any(getattr(key, "key", None) in parts for key in path)
 
 
 def _gradient_bytes(

@@ -21,6 +21,9 @@ from traced_steps import config_of
 from jaxpar import rehearse
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.mesh import devices_needed
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.models.parameters import vocab_rows
@@ -31,6 +34,8 @@ from jaxpar.show.tables import memory_table
 from jaxpar.train import open_run
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.require_memory import require_memory
+from jaxpar.train.smaller_step import more_devices
+from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
 FSDP = config_of("llama", "dots", fsdp=2)
@@ -183,6 +188,53 @@ def test_out_of_memory_ends_with_what_finds_a_step_that_fits():
     assert "try memory.budget=14GiB, which" in out_of_memory("no", parts, experiment, 0)
     budgeted = replace(experiment, config=override(FSDP, {"memory.budget": "20GiB"}))
     assert "try a smaller memory.budget, which" in out_of_memory("no", parts, budgeted, 40 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train.batch": 8}, "mesh.fsdp=4 or train.accumulation=2 ("),
+        ({"train.batch": 12, "train.accumulation": 2}, "mesh.fsdp=4 or train.accumulation=6 ("),
+        ({"train.batch": 2}, "mesh.fsdp=4 ("),
+    ],
+)
+def test_what_is_advised_can_be_done(changes: dict[str, int], said: str) -> None:
+    """The devices divide the microbatches that it makes."""
+    config = override(FSDP, changes)
+    experiment = make_experiment(config, jax.devices()[:2])
+    assert said in out_of_memory("no", [], experiment, 0)
+
+
+def test_a_mesh_of_ones_own_is_advised_by_its_own_axes() -> None:
+    mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
+    ours = experiment_of(FSDP, plan_for(FSDP))
+    rules = replace(ShardingRules(), batch=("rows",), embed=("rows",), own=())
+    one = replace(ours, plan=Plan(mesh, rules))
+    assert more_devices(one) == "a mesh with more devices along rows"
+    assert "along rows or train.accumulation=2 (" in out_of_memory("no", [], one, 0)
+
+
+UPDATED = {"model.layers": 8, "memory.optimizer": "offload", "data.seq_len": 32, "train.batch": 8}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mesh.data": 2},  # new parameters are gathered too
+        {"model.layers": 10},  # stages have places without a layer
+        {"optimizer.name": "muon", "mesh.data": 2},
+    ],
+)
+def test_an_update_by_layers_works_with_one_however_many_a_stage_has(
+    changes: dict[str, Any],
+) -> None:
+    def works_with(stages: int) -> int:
+        config = override(ALONE, UPDATED | changes | {"mesh.stage": stages})
+        devices = jax.devices()[: devices_needed(config.mesh)]
+        return state_bytes(make_experiment(config, devices), "tpu").update
+
+    assert len({works_with(stages) for stages in (1, 2, 4)}) == 1
 
 
 @pytest.mark.parametrize(

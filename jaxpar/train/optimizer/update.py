@@ -83,7 +83,7 @@ def update(
       UserError: see `require_runnable`.
     """
     require_runnable(optimizer, plan)
-    streamed = [name for name in params if plan.streams and _is_stacked(params[name], axes[name])]
+    streamed = [name for name in params if plan.streams and is_stacked(params[name], axes[name])]
     rest = [name for name in params if name not in streamed]
     # On CPU `order_token_after` puts a loop over layers after all sums over devices, and what
     # follows after the loop.
@@ -157,11 +157,15 @@ def _way_to_update(is_streamed: bool, plan: Plan) -> Callable[..., UpdatedPart]:
     return _update_by_layer if is_streamed else _update_part
 
 
-def _is_stacked(params: PyTree, axes: PyTree) -> bool:
+def is_stacked(params: PyTree, axes: PyTree) -> bool:
     """Whether the arrays of a part are all stacked over the same layers, as those of our blocks
     are.
 
     A whole model of a program's own may have a list of blocks, each with arrays of its own.
+
+    Args:
+      params: the arrays of the part, or their shapes.
+      axes: the logical axes of each.
     """
     names = jax.tree.leaves(axes, is_leaf=is_axes)
     sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(params)}
