@@ -175,6 +175,19 @@ def _corrupted(
     return corrupt(batch, numbers_B, (data.seed, what), masking)
 
 
+def val_batch_count(stream: Part, data: DataConfig, batch: int) -> int | None:
+    """Count the batches of a whole validation set; None where only reading tells, as of documents.
+
+    Args:
+      stream: the validation data.
+      data: the settings of the data, of which `seq_len` is read.
+      batch: the windows of a batch.
+    """
+    if not isinstance(stream, Tokens):
+        return None
+    return -(-window_count(stream, data.seq_len, data.seq_len) // batch)
+
+
 def val_batches(
     stream: Part,
     data: DataConfig,

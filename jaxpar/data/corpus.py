@@ -13,6 +13,7 @@ from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.batches import train_batches as train_batches
+from jaxpar.data.batches import val_batch_count as val_batch_count
 from jaxpar.data.batches import val_batches as val_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.data.mixture import SAMPLED, Mixture, Stream

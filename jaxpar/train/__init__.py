@@ -11,8 +11,9 @@ a prompt.
 Its rooms, in the order in which they are read: `experiment` is what a config needs to run, and
 `metrics` what is measured of it, with `sinks` for where that goes. Then the folders `optimizer`,
 `step` and `plans`, which make an experiment; `activations`, `state_memory` and `require_memory` say
-what memory it takes. `guard` and `goodput` watch a training. `runs` keeps it in a folder, `restore`
-loads what a folder has, and `distil` is its teacher, with `teacher_memory` for what this takes.
+what memory it takes, and `smaller_step` what makes that less. `guard` and `goodput` watch a
+training. `runs` keeps it in a folder, `restore` loads what a folder has, and `distil` is its
+teacher, with `teacher_memory` for what this takes.
 `run_data` and `stateful` are what a run reads and carries besides; `open_run` puts all of this
 together. `evaluate` and `evaluations` measure what is trained, and `loop`, the last of these,
 trains.

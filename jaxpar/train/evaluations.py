@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from functools import partial
+from typing import NamedTuple
 
 import jax
 from jax.stages import Compiled
@@ -16,6 +17,7 @@ from jax.stages import Compiled
 from jaxpar.base.console import duration_text
 from jaxpar.base.process.stopping import Stop
 from jaxpar.base.process.together import run_together, told_by_first
+from jaxpar.data.corpus import val_batch_count
 from jaxpar.data.masking import make_masking
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches
@@ -78,6 +80,7 @@ class Evaluations:
         self._patience = patience
         self._clock = Clock() if clock is None else clock
         self._program: Future[Compiled] | None = None
+        self._before: _Evaluated | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether there is an evaluation after a step."""
@@ -165,6 +168,9 @@ class Evaluations:
         Raises:
           UserError: a process could not read its rows.
         """
+        if final and (known := self._loss_of_final(step)) is not None:
+            log.write(step, **{FINAL + METRIC: known})
+            return known
         self._running.program = EVALUATION
         try:
             with self._clock.during("evaluation"):
@@ -174,6 +180,16 @@ class Evaluations:
             loss = None
         self._running.program = STEP  # after any other error, it is known which program it is of
         return loss
+
+    def _loss_of_final(self, step: int) -> float | None:
+        """The loss of the last evaluation, if it was of this step and read the whole set, and the
+        one after the last step of all would read the same; else None.
+        """
+        before = self._before
+        if before is None or before.step != step or not before.whole:
+            return None
+        limit = final_batches(self._run.experiment.config.train)
+        return before.loss if limit == 0 or limit >= before.batches else None
 
     def _evaluate(
         self,
@@ -214,10 +230,14 @@ class Evaluations:
                 experiment.config.data, experiment.config.model.vocab_size, corpus.tokenizer
             ),
         )
+        data = experiment.config.data
+        every = val_batch_count(corpus.val, data, train.batch)
+        whole = not limit or progress.done < limit or progress.done == every
+        self._before = _Evaluated(step, progress.done, whole, loss)
         prefix = FINAL if final else ""
         log.write(step, **{prefix + METRIC: loss})
         over = "the whole set"
-        if progress.done == limit:
+        if not whole:
             over = f"{progress.done} batches"
             if final and limit != train.final_eval_batches:
                 more = f"`jaxpar eval {self._run.folder}` takes more"
@@ -236,6 +256,16 @@ class Evaluations:
                 raise _Stopped
             wait_for([self._program], timeout=_LOOK_EVERY)
         return run_together(self._program.result)
+
+
+class _Evaluated(NamedTuple):
+    """An evaluation that was made."""
+
+    step: int
+    batches: int
+    whole: bool
+    """Whether they are all of the validation set."""
+    loss: float
 
 
 class _Progress:

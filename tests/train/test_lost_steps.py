@@ -4,6 +4,7 @@ a row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batc
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 
 STEPS = 6
+WINDOWS = 12
+"""Of 16 tokens, and one more, in a twentieth of the 4000."""
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +274,37 @@ def test_a_short_try_does_not_evaluate_for_longer_than_it_trains(asked, between,
         "train.steps": steps,
     }
     assert evaluations.final_batches(override(Config(), changes).train) == taken
+
+
+@pytest.mark.parametrize(
+    ("between", "evaluated"),
+    [
+        (1, ["1 batches", "the whole set"]),
+        (WINDOWS - 1, [f"{WINDOWS - 1} batches", "the whole set"]),
+        (WINDOWS, ["the whole set"]),
+        (WINDOWS + 1, ["the whole set"]),
+        (0, ["the whole set"]),
+    ],
+)
+def test_the_whole_set_is_evaluated_once_after_the_last_step(
+    config: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    between: int,
+    evaluated: list[str],
+) -> None:
+    """However many batches more are asked for than there are."""
+    steps = WINDOWS + 6
+    sizes = {"train.batch": 1, "train.steps": steps, "data.val_fraction": 0.05}
+    batches = {"train.eval_batches": between, "train.final_eval_batches": 0, "train.eval_every": 0}
+    loop.run(override(config, sizes | batches), tmp_path / "r")
+    said = capsys.readouterr().out
+    found = re.findall(r"validation loss .* \((.*), [0-9.]+ s\)", said)
+    assert found == evaluated
+    rows = read_metrics(tmp_path / "r")
+    losses = {key: row[key] for row in rows for key in row if key.endswith("val_loss")}
+    if between >= WINDOWS:
+        assert losses["final_val_loss"] == losses["val_loss"]
 
 
 def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(

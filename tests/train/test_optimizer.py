@@ -47,6 +47,12 @@ def test_wsd_holds_and_decays_over_the_last_steps() -> None:
     assert rates(dataclasses.replace(TRAIN, schedule="wsd"))[79] == 1.0 > rates(TRAIN)[79]
 
 
+@pytest.mark.parametrize("changes", [{"decay_steps": 1}, {"steps": 7, "warmup_steps": 2}])
+def test_a_wsd_decay_of_one_step_is_at_the_floor_with_it(changes: dict[str, Any]) -> None:
+    found = rates(dataclasses.replace(TRAIN, schedule="wsd", **changes))
+    np.testing.assert_allclose(found[-2:], [1.0, 0.1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize("peak", [1e-2, 2e-5])
 def test_the_rate_comes_down_to_a_share_of_its_peak_and_never_climbs(

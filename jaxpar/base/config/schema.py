@@ -265,9 +265,9 @@ class TrainConfig:
     warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 100
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     decay_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """Steps of the decay. wsd decays over the last of them; 0 = a fifth of `steps`, or what the
-    warm-up leaves. cosine decays over the first after the warm-up and stays at its end; 0 = all
-    that the warm-up leaves."""
+    """Steps of the decay. wsd decays over the last of them, a single one at the floor; 0 = a fifth
+    of `steps`, or what the warm-up leaves. cosine decays over the first after the warm-up and stays
+    at its end; 0 = all that the warm-up leaves."""
     clip_norm: Annotated[float, Range(1e-6, 1e30, also=(0,))] = 1.0
     """Largest global norm of the gradient; 0 = no clipping."""
     z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0

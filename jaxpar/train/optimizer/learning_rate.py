@@ -14,7 +14,9 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
 
     cosine: half a cosine down to the floor over the remaining steps, or over `decay_steps`
     (arXiv:1608.03983). wsd: constant (stable), then linear down to the floor over the last
-    `decay_steps` (arXiv:2404.06395). The floor is `min_learning_rate_ratio` of `learning_rate`.
+    `decay_steps` (arXiv:2404.06395). The floor is `min_learning_rate_ratio` of `learning_rate`. A
+    decay begins at the peak and would be at the floor with the step after its last; one of a single
+    step is at the floor with that step.
     """
     peak = train.learning_rate
     ratio = train.min_learning_rate_ratio
@@ -31,7 +33,11 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
         left = max(steps - warmup, 1)
         decay = train.decay_steps or max(min(steps // 5, left), 1)
         hold = max(left - decay, 0)
-        fall = optax.linear_schedule(peak, ratio * peak, decay)
+        floor = ratio * peak
+        if decay > 1:
+            fall = optax.linear_schedule(peak, floor, decay)
+        else:  # the line's first step alone would be none
+            fall = optax.constant_schedule(floor)
         after = optax.join_schedules([optax.constant_schedule(peak), fall], [hold])
     return optax.join_schedules([ramp, after], [warmup])
 
