@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import jax
@@ -249,10 +249,34 @@ class Cloud:
 
 
 @dataclass(frozen=True)
+class Board:
+    """Another board with the same chip, and what differs on it; a figure of 0 and an empty table
+    are the same as in the file's `hardware`."""
+
+    chip: str = ""
+    device_kinds: tuple[str, ...] = ()
+    clock_hz: float = 0.0
+    hbm_bytes: int = 0
+    hbm_bandwidth: float = 0.0
+    host_link_bandwidth: float = 0.0
+    peak_flops: PeakFlops = field(default_factory=PeakFlops)
+    ici: Interconnect = field(default_factory=Interconnect)
+
+    def on(self, hardware: Hardware) -> Hardware:
+        """The figures of this board, by those of the file's `hardware`."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        none = Board()
+        differ = {name: value for name, value in own.items() if value != getattr(none, name)}
+        return replace(hardware, **differ)
+
+
+@dataclass(frozen=True)
 class Chip:
     """A file of `jaxpar.meshes.chips`. Its `hardware` does not say how many chips there are."""
 
     hardware: Hardware = field(default_factory=Hardware)
+    boards: tuple[Board, ...] = ()
+    """Those that are measured by their own figures and are no targets."""
     slices: Slices = field(default_factory=Slices)
     compiler: GpuCompiler = field(default_factory=GpuCompiler)
     tpu_compiler: TpuCompiler = field(default_factory=TpuCompiler)
@@ -313,10 +337,16 @@ def chip_of(device_kind: str) -> Chip | None:
       device_kind: what `jax.Device.device_kind` says on it.
 
     Returns:
-      The chip, or None for an unknown one.
+      The chip, on another of its boards with the figures of that; or None for an unknown one.
     """
-    known = (load_chip(name) for name in presets(CHIPS))
-    return next((chip for chip in known if device_kind in chip.hardware.device_kinds), None)
+    for name in presets(CHIPS):
+        chip = load_chip(name)
+        if device_kind in chip.hardware.device_kinds:
+            return chip
+        for board in chip.boards:
+            if device_kind in board.device_kinds:
+                return replace(chip, hardware=board.on(chip.hardware))
+    return None
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

@@ -9,7 +9,9 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import (
     CHIPS,
+    Board,
     Hardware,
+    chip_of,
     hardware_of,
     load_chip,
     load_mesh_preset,
@@ -193,11 +195,46 @@ def test_no_figure_for_simulated_devices():
         ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA H200", 989.4e12),
         ("NVIDIA B200", 2250e12),
+        # other boards
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200 NVL", 835.5e12),
+        ("NVIDIA GH200 480GB", 989.4e12),
     ],
 )
 def test_look_up_by_device_kind(device_kind, bfloat16):
     assert device_kind in hardware_of(device_kind).device_kinds
     assert peak_flops(device_kind, "bfloat16") == bfloat16
+
+
+BOARDS = [board for name in ALL_CHIPS for board in load_chip(name).boards]
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.chip)
+def test_another_board_has_its_own_figures_and_the_chips_for_the_rest(board: Board) -> None:
+    (kind,) = board.device_kinds
+    chip = chip_of(kind)
+    assert chip is not None
+    hardware = chip.hardware
+    like = next(load_chip(name).hardware for name in ALL_CHIPS if board in load_chip(name).boards)
+    assert hardware == hardware_of(kind) != like
+    assert hardware.chip == board.chip and hardware.device_kinds == (kind,)
+    assert hardware.launch_overhead == like.launch_overhead
+    peaks = vars(hardware.peak_flops)
+    assert all(0 <= peaks[dtype] <= peak for dtype, peak in vars(like.peak_flops).items())
+    assert {dtype for dtype in peaks if peaks[dtype]} == {
+        dtype for dtype, peak in vars(like.peak_flops).items() if peak
+    }
+    assert hardware.hbm_bandwidth > hardware.ici.axis_bandwidth >= hardware.host_link_bandwidth / 2
+
+
+def test_a_pcie_card_is_not_priced_as_if_nvlink_joined_all() -> None:
+    pcie = hardware_of("NVIDIA A100 80GB PCIe")
+    assert pcie is not None
+    assert (pcie.ici.axis_bandwidth, pcie.hbm_bytes) == (32e9, 85_100_068_864)
 
 
 def test_unknown_chips_and_dtypes_have_no_figure():
@@ -208,7 +245,9 @@ def test_unknown_chips_and_dtypes_have_no_figure():
 
 
 def test_no_device_kind_belongs_to_two_chips():
-    kinds = [kind for name in ALL_CHIPS for kind in load_chip(name).hardware.device_kinds]
+    chips = [load_chip(name) for name in ALL_CHIPS]
+    kinds = [kind for chip in chips for kind in chip.hardware.device_kinds]
+    kinds += [kind for chip in chips for board in chip.boards for kind in board.device_kinds]
     assert len(kinds) == len(set(kinds))
 
 
