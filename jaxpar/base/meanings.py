@@ -7,6 +7,7 @@ mistyped key name the right one.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -103,18 +104,19 @@ _WORDS = {
     ),
     "mesh.tensor": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size "
     "tensor_parallel_degree tp_size "
-    "mp ici_tensor_parallelism model_parallel",
+    "mp ici_tensor_parallelism model_parallel model",
     "mesh.data": "dp data_parallel data_parallel_size data_parallel_replicate_degree "
-    "ici_data_parallelism ddp devices "
+    "ici_data_parallelism ddp devices replica replicas "
     "gpus num_gpus n_gpus num_devices nproc_per_node",
     "mesh.fsdp": (
-        "zero zero_stage data_parallel_shard_degree ici_fsdp_parallelism fsdp_size sharding"
+        "zero zero_stage data_parallel_shard_degree ici_fsdp_parallelism fsdp_size sharding shard "
+        "dp_shard"
     ),
     "mesh.stage": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
     "pipeline_parallel_degree "
-    "ici_pipeline_parallelism stages",
+    "ici_pipeline_parallelism stages num_stages pipe pipeline pipe_parallel pipe_parallel_size",
     "mesh.context": "cp sp context_parallel context_parallel_size context_parallel_degree "
-    "sequence_parallel "
+    "sequence_parallel seq sequence "
     "ici_context_parallelism",
     "mesh.expert": (
         "ep expert_parallel expert_model_parallel_size expert_parallel_degree "
@@ -157,7 +159,33 @@ def suggest_key(typed: str, known: Iterable[str]) -> str:
     same = [key for key in known if key.rpartition(".")[2] == word]
     if same:
         return f" (did you mean {same[0]!r}?)"
-    return suggest(typed, known)
+    table = typed.rpartition(".")[0]
+    within = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == table}
+    if not table or not within:
+        return suggest(typed, known)
+    # a table that is known is as long in all its keys, and would make any two of them alike
+    near = difflib.get_close_matches(word, within, n=1, cutoff=0.5)
+    if near:
+        return f" (did you mean {within[near[0]]!r}?)"
+    return suggest(typed, known, alike=0.75)
+
+
+def suggest_axis(typed: str, axes: Iterable[str]) -> str:
+    """Suggest a mesh axis: ` (did you mean 'stage'?)`.
+
+    Args:
+      typed: what was written, such as `pipe`.
+      axes: the mesh axes that there are.
+
+    Returns:
+      A hint at the axis that means the same to another trainer, or the nearest by its letters;
+      empty where there is none.
+    """
+    axes = list(axes)
+    table, _, axis = meaning(typed).rpartition(".")
+    if table == "mesh" and axis in axes:
+        return f" (did you mean {axis!r}?)"
+    return suggest(typed, axes)
 
 
 def meaning(typed: str) -> str:

@@ -5,6 +5,7 @@ library and prints.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -195,6 +196,15 @@ def show_command(words: list[str]) -> int:
     return 0
 
 
+def _with_flags(message: str) -> str:
+    """A message about the data of a config, as it is said of the flags of `tokenize`."""
+    return re.sub(r"\bdata\.(tokenizer|bos|max_bytes)\b", _flag_of, message)
+
+
+def _flag_of(key: re.Match[str]) -> str:
+    return f"--{key[1]}".replace("_", "-")
+
+
 def tokenize_command(words: list[str]) -> int:
     """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
     from jaxpar.data.corpus import unigram_entropy
@@ -209,7 +219,10 @@ def tokenize_command(words: list[str]) -> int:
     data = DataConfig(
         source=source, path=path, tokenizer=args.tokenizer, bos=args.bos, max_bytes=args.max_bytes
     )
-    written = tokenize(data, out)
+    try:
+        written = tokenize(data, out)
+    except UserError as error:
+        raise UserError(_with_flags(str(error))) from error
     dtype = written.tokens.dtype
     entropy = f"unigram entropy {unigram_entropy(written.sample):.3f} nats a token"
     console().print(f"{out}: {written.size:,} tokens ({dtype}), {entropy}{written.note}")

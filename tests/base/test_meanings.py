@@ -4,6 +4,7 @@ import pytest
 
 from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
+from jaxpar.base.layout.mesh import make_mesh
 from jaxpar.base.meanings import _MEANS, suggest_preset
 from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.arguments import config_args
@@ -38,12 +39,33 @@ def test_every_meaning_is_a_key() -> None:
         ("--gradient-checkpointing", "--memory.policy"),
         ("--train.stpes 20", "--train.steps"),
         ("--rnu x", "--run"),
+        ("--mesh.pipe 2", "--mesh.stage"),
+        ("--mesh.pipeline 2", "--mesh.stage"),
+        ("--mesh.model 2", "--mesh.tensor"),
+        ("--mesh.replica 2", "--mesh.data"),
+        ("--mesh.seq 2", "--mesh.context"),
+        ("--mesh.exprt 2", "--mesh.expert"),
+        ("--checkpoint.kep 2", "--checkpoint.keep"),
     ],
 )
 def test_a_flag_of_another_trainer_names_ours(words: str, meant: str) -> None:
     with pytest.raises(UserError) as error:
         config_args("jaxpar train", TrainArgs, ["tiny", *words.split()])
     assert f"(did you mean '{meant}'?)" in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["--mesh.qqq", "--mesh.width2"])
+def test_a_shared_table_alone_does_not_make_two_keys_alike(word: str) -> None:
+    with pytest.raises(UserError) as error:
+        config_args("jaxpar train", TrainArgs, ["tiny", word, "2"])
+    assert "did you mean" not in str(error.value)
+
+
+def test_a_mesh_axis_of_another_trainer_names_ours() -> None:
+    with pytest.raises(UserError, match="no mesh axis 'pipe' \\(did you mean 'stage'\\?\\)"):
+        make_mesh(pipe=2)
+    with pytest.raises(UserError, match="no mesh axis 'tensr' \\(did you mean 'tensor'\\?\\)"):
+        make_mesh(tensr=2)
 
 
 def test_a_table_alone_says_how_it_is_written() -> None:

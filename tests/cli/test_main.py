@@ -318,6 +318,15 @@ def test_help_on_tables(capsys, refused):
         ),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
         (
+            "tokenize nosuch/ out.bin",
+            "no file or folder nosuch/: give the path of a text, or of a folder of them",
+        ),
+        (
+            "tokenize stdlib out.bin --bos true",
+            "--bos=true: the tokenizer bytes has no token that begins a text: leave --bos out",
+        ),
+        ("tokenize stdlib out.bin --max-bytes 1", "fits in --max-bytes=1: raise it"),
+        (
             "convert here",
             "usage: jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or "
             "RUN_FOLDER OUT",

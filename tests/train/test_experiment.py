@@ -28,7 +28,15 @@ def test_a_platform_that_is_not_here_is_refused_without_devices() -> None:
         ({"train.accumulation": 0}, "train.accumulation"),
         ({"model.heads": 0}, "model.heads"),
         ({"train.learning_rate": 0.0}, "train.learning_rate"),
-        ({"train.batch": 33, "train.accumulation": 2}, "try train.batch=34"),
+        ({"train.batch": 33, "train.accumulation": 2}, "try train.batch=36"),
+        (
+            {"train.batch": 7, "train.accumulation": 5, "mesh.data": 2, "mesh.fsdp": 2},
+            "try train.batch=20$",
+        ),
+        (
+            {"train.batch": 7, "train.accumulation": 5, "mesh.data": -1},
+            "try train.batch=10, or where several devices share it a multiple of 5 times",
+        ),
         (
             {"model.masks": ("full",), "data.source": "arrayrecord"},
             "model.masks=full lets .* data.source=arrayrecord a row may end in padding.*data.pack",

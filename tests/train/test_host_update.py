@@ -75,6 +75,24 @@ def test_an_optimizer_of_the_config_is_refused_by_name(name):
         _ = make_experiment(override(config, asked), jax.devices()[:2]).state
 
 
+@pytest.mark.parametrize(
+    ("changes", "instead"),
+    [
+        ({"optimizer.name": "muon"}, "offload"),
+        # which looks at all layers at once, and so is not streamed either
+        ({"pruning.method": "magnitude", "pruning.end": 10}, "device"),
+    ],
+)
+def test_what_is_advised_in_place_of_a_host_is_taken(
+    changes: dict[str, object], instead: str
+) -> None:
+    config = override(config_of("llama", fsdp=2), changes | {"memory.optimizer": "host"})
+    with pytest.raises(UserError, match=f"try memory.optimizer={instead}\\b"):
+        _ = make_experiment(config, jax.devices()[:2]).state
+    advised = override(config, {"memory.optimizer": instead})
+    assert make_experiment(advised, jax.devices()[:2]).state is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["offload", "host"])
 def test_the_state_of_an_absent_gpu_lies_in_host_memory(place):

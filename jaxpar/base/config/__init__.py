@@ -3,8 +3,9 @@
 Its rooms, in the order in which they are read: `schema` has the dataclasses, with `optimizer`,
 `pruning`, `sparsity`, `distill` and `hidden_pairs` for the tables that are long; `loading` makes
 one of them from TOML and changes it; `resuming` says which changes a run may go on with. `checks`
-refuses values that are wrong, `training_rules` what contradicts itself in a training, and
-`unused_settings` finds the settings that have no effect.
+refuses values that are wrong, with `fitting_batch` for a batch that would be right,
+`training_rules` what contradicts itself in a training, and `unused_settings` finds the settings
+that have no effect.
 """
 
 from jaxpar.base.config.loading import RESOLVED, fit_schedule, load_config, override, parse

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxpar.base.config.fitting_batch import batch_shards, fitting_batch
 from jaxpar.base.config.hidden_pairs import require_layers
 from jaxpar.base.config.schema import Config, ModelConfig
 from jaxpar.base.config.training_rules import only_training, outdated_keys, training_rules
@@ -162,9 +163,15 @@ def _of_step(config: Config) -> Iterator[str]:
     if seq_len > model.max_seq_len:
         yield f"data.seq_len={seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"
     if batch % parts:
+        shards = batch_shards(config)
+        fitting = f"try train.batch={fitting_batch(config, shards or 1)}"
+        if not shards:
+            fitting += (
+                f", or where several devices share it a multiple of {parts} times their number"
+            )
         yield (
             f"train.batch={batch} does not split into train.accumulation={parts} microbatches: "
-            f"try train.batch={-(-batch // parts) * parts}"
+            f"{fitting}"
         )
 
 

@@ -247,7 +247,7 @@ def compute_in_host_memory(function: Callable[..., Any], *arguments: Any) -> Any
       UserError: this jax cannot.
     """
     if why := refusal_without("compute_on"):
-        raise UserError(f"memory.optimizer=host: {why}: try memory.optimizer=offload")
+        raise UserError(f"memory.optimizer=host: {why}: try memory.optimizer=offload or device")
     of_jax = importlib.import_module(PRIVATE["compute_on"].module)
     # its name until jax 0.11, where the older function of the name `compute_on` is gone
     compute_on: Any = getattr(of_jax, "compute_on2", of_jax.compute_on)

@@ -15,7 +15,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.base.arguments import require_whole
-from jaxpar.base.errors import UserError, short, suggest
+from jaxpar.base.errors import UserError, short
+from jaxpar.base.meanings import suggest_axis
 from jaxpar.base.ranges import Range
 
 MeshAxis: TypeAlias = str
@@ -87,7 +88,7 @@ def require_mesh_axis(name: object, otherwise: str) -> None:
     """
     if not isinstance(name, str) or name not in MESH_AXES:
         if isinstance(name, str):
-            hint = suggest(name, MESH_AXES)
+            hint = suggest_axis(name, MESH_AXES)
         else:
             hint = ""
         raise UserError(

@@ -180,7 +180,9 @@ def data_files(path: str, is_read: Callable[[Path], bool]) -> tuple[list[Path], 
             raise UserError(f"{path} is empty: give a file with text in it")
         return [root], []
     if not root.is_dir():
-        raise UserError(f"no file or folder {path}: look at data.path and data.val_path")
+        raise UserError(
+            f"no file or folder {path}: give the path of a text, or of a folder of them"
+        )
     found = files_below(root)
     files = [file for file in found if is_read(file)]
     if not files:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.config import Config
+from jaxpar.base.config.fitting_batch import fitting_batch
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import named_axes
@@ -268,11 +269,11 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
             fewer = f"pipeline.microbatches={max(below)}, or "
         else:
             fewer = ""
-        fitting = -(-rows // (asked * shards)) * asked * shards * train.accumulation
         raise UserError(
             f"train.batch={train.batch}{parts} does not split into "
             f"pipeline.microbatches={asked} of a sequence for "
-            f"each of {shards} data-parallel shards: try {fewer}train.batch={fitting}"
+            f"each of {shards} data-parallel shards: try {fewer}"
+            f"train.batch={fitting_batch(config, shards)}"
         )
     return asked
 

@@ -128,7 +128,10 @@ def require_host_update(optimizer: Optimizer, params: Params, axes: Params, plan
     def on_arrays_of_host(grads: Params, state: optax.OptState, params: Params) -> Any:
         return transformation.update(*jax.tree.map(on_host, (grads, state, params)))
 
-    offload = "try memory.optimizer=offload, which updates on the device"
+    if optimizer.by_layer:
+        instead = "try memory.optimizer=offload, which updates on the device"
+    else:  # as with pruning: its state cannot pass the device layer by layer
+        instead = "try memory.optimizer=device"
     try:
         jaxpr = jax.make_jaxpr(on_arrays_of_host)(exact, state, exact)
     except ValueError as error:
@@ -136,14 +139,14 @@ def require_host_update(optimizer: Optimizer, params: Params, axes: Params, plan
             raise
         raise UserError(
             f"memory.optimizer=host: {optimizer.name} makes arrays of its own in its update, and "
-            f"JAX does not mix them with those in host memory: {offload}"
+            f"JAX does not mix them with those in host memory: {instead}"
         ) from error
     if plan.mesh.size == 1:
         return
     if found := _first_that_mixes(jaxpr):
         raise UserError(
             "memory.optimizer=host has each device's host update its own part of the arrays, and "
-            f"{optimizer.name} looks at several entries of an array at once ({found}): {offload}"
+            f"{optimizer.name} looks at several entries of an array at once ({found}): {instead}"
         )
 
 

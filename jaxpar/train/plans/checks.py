@@ -5,6 +5,7 @@ mesh, settings with a model that has not what they are about, masks with rows th
 from __future__ import annotations
 
 from jaxpar.base.config import Config
+from jaxpar.base.config.fitting_batch import fitting_batch
 from jaxpar.base.config.sparsity import MATRICES
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import Keep
@@ -57,13 +58,14 @@ def check_batch(experiment: Experiment) -> None:
         or Domino does not cut it.
     """
     plan = experiment.plan
-    train = experiment.config.train
-    sizes = experiment.config.model
-    seq_len = experiment.config.data.seq_len
+    config = experiment.config
+    train = config.train
+    sizes = config.model
+    seq_len = config.data.seq_len
     shards = plan.size("batch")
     microbatch = experiment.sequences
     if microbatch % shards:
-        fitting = -(-microbatch // shards) * shards * train.accumulation
+        fitting = fitting_batch(config, shards)
         raise UserError(
             f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of "
             f"{microbatch} sequences, "
