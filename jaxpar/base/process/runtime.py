@@ -52,13 +52,13 @@ def start(spec: MeshSpec) -> list[jax.Device]:
       spec: the mesh, of which the platform, `distributed` and on CPUs the sizes are read.
 
     Returns:
-      The devices. On `cpu` they are simulated ones: the first of each process, as many as the mesh
-      needs, or with an axis of -1 as many as the other axes divide. Elsewhere they are those that
-      are here.
+      The devices. On `cpu` they are simulated ones: as many as the mesh needs, or with an axis of
+      -1 as many as the other axes divide. Elsewhere they are those that are here.
 
     Raises:
       UserError: a TPU or GPU is asked for and absent, JAX has already started on another platform
-        or with too few CPU devices, or the processes cannot share the CPU devices of the mesh.
+        or with too few CPU devices, the processes cannot share the CPU devices of the mesh, or JAX
+        was told more for each of several processes.
     """
     keep_programs()
     if spec.platform != "auto":
@@ -151,32 +151,37 @@ def _open_devices(platform: str) -> list[jax.Device]:
 
 
 def _take_cpus(devices: list[jax.Device], spec: MeshSpec) -> list[jax.Device]:
-    """The first devices of each process, as many as the mesh needs; with an axis of -1, as many as
-    the other axes divide.
+    """The first devices, as many as the mesh needs; with an axis of -1, as many as the other axes
+    divide. Of several processes all, because some of JAX's own collectives are over all of them.
 
     Raises:
-      UserError: JAX has started with fewer.
+      UserError: JAX has started with fewer, or in several processes with more.
     """
     processes = jax.process_count()
     share = devices_of_a_process(spec, processes)
-    of_processes = [
-        [device for device in devices if device.process_index == index]
-        for index in range(processes)
-    ]
-    fewest = min(len(own) for own in of_processes)
-    if fewest < share:
-        if processes > 1:
-            each = f" in each of {processes} processes"
-        else:
-            each = ""
+    is_open = -1 in axis_sizes(spec).values()
+    here = min(
+        sum(device.process_index == index for device in devices) for index in range(processes)
+    )
+    if processes > 1:
+        each = f" in each of {processes} processes"
+    else:
+        each = ""
+    if here < share:
         raise UserError(
-            f"{share} simulated CPU devices are needed{each} and JAX has started with {fewest}: "
+            f"{share} simulated CPU devices are needed{each} and JAX has started with {here}: "
             f"call jax.config.update('jax_num_cpu_devices', {share}) before anything uses JAX, "
             "or restart the notebook"
         )
-    if -1 in axis_sizes(spec).values():
-        share = fewest - fewest % share
-    return [device for own in of_processes for device in own[:share]]
+    if processes == 1:
+        return devices[: here - here % share if is_open else share]
+    if here > share and not is_open:
+        raise UserError(
+            f"mesh {describe(total_sizes(spec))} needs {share} simulated CPU devices{each}, and "
+            f"JAX was told {here}: leave out JAX_NUM_CPU_DEVICES and what else says so, or tell "
+            f"it {share}"
+        )
+    return devices
 
 
 def _join(spec: MeshSpec) -> None:
