@@ -213,7 +213,7 @@ def _stacked_parts(params: Mapping[str, Any], model: AnyModel) -> set[str]:
 
 def _in(parts: Container[str], path: KeyPath) -> bool:
     """Whether an array of an optimizer's state belongs to one of these parts of a model."""
-    return any(getattr(key, "key", None) in parts for key in path)
+    return any(getattr(key, "key", "") in parts for key in path)
 
 
 def _gradient_bytes(
