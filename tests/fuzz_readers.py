@@ -51,14 +51,14 @@ class Outcome(NamedTuple):
 def _read(reader: Reader) -> tuple[int, str]:
     if reader.words:
         return run_command(reader.words)
-    from jaxpar.base.errors import UserError
+    from jaxpar.base.errors import UserError, visible
 
     try:
         READS[reader.name](Path(reader.file))
     except UserError as error:
         # a program's text has no name
         place = f"{reader.file}: " if reader.name == "HLO" else ""
-        return 2, f"jaxpar: error: {place}{error}"
+        return 2, f"jaxpar: error: {place}{visible(str(error))}"
     return 0, ""
 
 

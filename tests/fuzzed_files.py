@@ -23,6 +23,7 @@ from damage import (
     damage_safetensors,
     damage_toml,
 )
+from tokenizer_kinds import KINDS, change_part, make_kinds, use_tokenizer
 
 
 class Reader(NamedTuple):
@@ -98,6 +99,11 @@ def _below_manifest(name: str, file: str, ways: tuple[Damage, ...]) -> Reader:
     return Reader(f"{name} below it", f"{_STEP}/{file}", _RESTORE, ways, quick, manifest)
 
 
+def _tokenizer(kind: str) -> Reader:
+    ways = (change_part, change_part, *_JSON)
+    return Reader(f"tokenizer, {kind}", f"kinds/{kind}/tokenizer.json", "", ways, 12)
+
+
 _CHECKPOINT = (
     Reader("checkpoint's metadata", f"{_STEP}/_CHECKPOINT_METADATA", _RESTORE, _JSON),
     Reader("checkpoint's manifest", f"{_STEP}/manifest.json", "checkpoints run --verify", _JSON),
@@ -132,6 +138,7 @@ READERS = (
         _TENSORS,
     ),
     Reader("tokenizer.json", "words/tokenizer.json", _CUT, _JSON),
+    *(_tokenizer(kind) for kind in KINDS),
     Reader("tokenizer of ours", "model/tokenizer.json", "generate bare --prompt a", _JSON),
     Reader(
         "tokenizer_config.json",
@@ -256,6 +263,7 @@ def make_files(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(hf_config(config)))
     _make_words(folder)
+    make_kinds(folder / "kinds")
     _make_data(folder)
     _make_run(folder)
 
@@ -479,5 +487,6 @@ READS: dict[str, Callable[[Path], None]] = {
     "mark of a reader": _read_mark,
     "a teacher's answers": _read_answers,
     "a copy's index": _refresh_copy,
+    **{f"tokenizer, {kind}": use_tokenizer for kind in KINDS},
 }
 """What reads a file that no short command reads."""

@@ -157,7 +157,7 @@ def test_unknown_tokenizers_are_refused(tmp_path):
 def test_broken_hf_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text(json.dumps({"model": {"type": "no such model"}}))
-    with pytest.raises(UserError, match=r"tokenizers cannot load .*bad\.json"):
+    with pytest.raises(UserError, match=r"tokenizers cannot load a tokenizer with .*bad\.json"):
         load_tokenizer(tmp_path / "bad.json")
 
 

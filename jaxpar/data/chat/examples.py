@@ -273,7 +273,7 @@ def _with_places(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids [n], and where in the text the characters of each begin and end [n]."""
     if isinstance(tokenizer, HFTokenizer):
-        found = tokenizer.inner.encode(text, add_special_tokens=False)
+        found = tokenizer.encoding(text)
         begins, ends = np.array(found.offsets, int).reshape(-1, 2).T
         # Byte-level tokenizers leave spaces out of a token's place: one of spaces alone begins
         # where the last ended.

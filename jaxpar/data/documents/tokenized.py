@@ -117,8 +117,7 @@ class Documents(PartDefaults):
         """Return the ids of a record, and why it is no text, if it is none."""
         try:
             return self.encode(element), ""
-        # half of a surrogate pair is a TypeError of tokenizers
-        except (UserError, UnicodeError, TypeError) as error:
+        except (UserError, UnicodeError) as error:
             return np.zeros(0, np.int32), str(error) or type(error).__name__
 
     def _count(self, reason: str) -> None:

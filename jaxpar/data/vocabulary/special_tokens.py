@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxpar.base.config import Bos
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.whole_files import write_whole
+from jaxpar.data.vocabulary.stranger import asking
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -296,6 +297,7 @@ def find_ends(
         find_put(
             inner,
             known.id_of(declared.names.get("bos_token")),
+            origin,
         )
     )
     begin = _find_begin(known, declared, put, bos)
@@ -399,19 +401,24 @@ def _disagreement(
     )
 
 
-def find_put(inner: tokenizers.Tokenizer, named: int | None) -> int | None:
+def find_put(inner: tokenizers.Tokenizer, named: int | None, origin: object) -> int | None:
     """Return the id that a tokenizer's post-processor puts before a text; None where it puts none,
     or several.
 
     Args:
       inner: the tokenizer.
       named: the id that is said to begin a text, if one is.
+      origin: the tokenizer's file, for messages.
+
+    Raises:
+      UserError: the post-processor fails.
     """
     try:
-        found = inner.encode("a")
-    # a tokenizer of words may not know this one; the package raises no narrower exception
-    except Exception:
-        found = inner.encode("")
+        with asking(origin, "encode 'a'"):
+            found = inner.encode("a")
+    except UserError:  # a tokenizer of words may not know this one
+        with asking(origin, "encode an empty text"):
+            found = inner.encode("")
     before = [
         id
         for id, _ in takewhile(

@@ -108,8 +108,8 @@ def _added_bytes(tokenizer: HFTokenizer, before_P: np.ndarray, ids_P: np.ndarray
     special = _special_ids(tokenizer)
     contexts = [[] if int(id) in special else [int(id)] for id in before_P]
     together = [[*context, int(id)] for context, id in zip(contexts, ids_P, strict=True)]
-    first_P = inner.decode_batch(contexts, skip_special_tokens=False)
-    both_P = inner.decode_batch(together, skip_special_tokens=False)
+    first_P = tokenizer.decode_all(contexts)
+    both_P = tokenizer.decode_all(together)
     sizes_P = np.zeros(len(ids_P), np.int64)
     for place, id in enumerate(ids_P):
         if int(id) in special:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jaxpar.base.config import Bos
-from jaxpar.base.errors import UTF8, UserError, read_json, reading, suggest
+from jaxpar.base.errors import UTF8, UserError, read_json, reading, short, suggest
 from jaxpar.base.ranges import MOST_WORDS
 from jaxpar.data.rows import kind_of
 from jaxpar.data.vocabulary.special_tokens import find_ends, read_special_tokens
+from jaxpar.data.vocabulary.stranger import Steps, asking, read_steps, require_room
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -123,9 +124,23 @@ class HFTokenizer:
     file: Path | None = None
     notes: tuple[str, ...] = ()
     """What was guessed of the two, or could not be used."""
+    steps: Steps = field(default=Steps(), compare=False)
+    """What may make a text longer."""
 
     def encode(self, text: str) -> np.ndarray:
-        return self.known(self.inner.encode(text, add_special_tokens=False).ids)
+        return self.known(self.encoding(text).ids)
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        """Return the ids of a text, and where in it each stands; a UserError where the tokenizer
+        fails in it.
+        """
+        try:
+            require_room(self.steps.normalizer, [text], self.file)
+            with asking(self.file, f"encode {short(text)}"):
+                return self.inner.encode(text, add_special_tokens=False)
+        except UserError:
+            _require_unicode(text)
+            raise
 
     def known(self, ids: Sequence[int]) -> np.ndarray:
         """Return the ids [N], int32, and refuse with a UserError those of special tokens that the
@@ -141,10 +156,28 @@ class HFTokenizer:
         return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.inner.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self.decode_all([ids])[0]
+
+    def decode_all(self, rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """Return the text of each row of ids; a UserError where the tokenizer fails in one."""
+        listed = [[int(id) for id in row] for row in rows]
+        with asking(self.file, "decode ids"):
+            if self.steps.decoder:
+                tokens = [self.inner.id_to_token(id) or "" for row in listed for id in row]
+                require_room(self.steps.decoder, tokens, self.file)
+            return self.inner.decode_batch(listed, skip_special_tokens=False)
 
     def to_json(self) -> str:
-        return self.inner.to_str()
+        with asking(self.file, "write a tokenizer"):
+            return self.inner.to_str()
+
+
+def _require_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which no tokenizer of Hugging Face takes for a text."""
+    try:
+        text.encode()
+    except UnicodeError as error:
+        raise UserError(f"it is not Unicode text: {error}") from error
 
 
 Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
@@ -215,13 +248,9 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
         raise UserError(
             f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'"
         ) from error
-    try:
-        # `from_file` refuses a byte order mark
-        inner = tokenizers.Tokenizer.from_str(read_text(Path(path)))
-    except UserError:
-        raise
-    except Exception as error:  # the package raises no narrower exception
-        raise UserError(f"tokenizers cannot load {path}: {error}") from error
+    text = read_text(Path(path))  # `from_file` refuses a byte order mark
+    with asking(path, "load a tokenizer"):
+        inner = tokenizers.Tokenizer.from_str(text)
     # Files made for a classifier cut and pad a text to its length, which would lose the rest of a
     # document.
     inner.no_truncation()
@@ -239,6 +268,8 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
             f"{path} has the id {vocab[largest]} for {largest!r}, and a vocabulary has at most "
             f"{MOST_WORDS} ids: the file is damaged"
         )
+    steps = read_steps(inner, path)
+    require_room(steps.normalizer, ["a"], path)  # which the next line encodes
     ends = find_ends(inner, read_special_tokens(path), vocab_size, str(path), bos)
     return HFTokenizer(
         inner,
@@ -247,6 +278,7 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
         begin_of_text=ends.begin_of_text,
         file=Path(path),
         notes=ends.notes,
+        steps=steps,
     )
 
 

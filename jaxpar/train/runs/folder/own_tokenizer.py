@@ -102,7 +102,7 @@ def _begin_as_trained(file: Path, bos: Bos) -> None:
     if not isinstance(tokenizer, HFTokenizer):
         return
     begin = tokenizer.begin_of_text
-    if find_put(tokenizer.inner, begin) == begin == load_tokenizer(file).begin_of_text:
+    if find_put(tokenizer.inner, begin, file) == begin == load_tokenizer(file).begin_of_text:
         return
     write_whole(file, put_before(tokenizer.inner, begin))
     if config_file.exists():
