@@ -17,7 +17,7 @@ from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bi
 from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, is_url
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import run_together, told_by_first
@@ -37,6 +37,7 @@ from jaxpar.train.restore import (
     TEACHER,
     load_params,
     restore_state,
+    same_folder,
     saved_part,
 )
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
@@ -169,7 +170,7 @@ def open_run(
     Raises:
       UserError: config, devices or data are bad, or the folder is of another run.
     """
-    made = _checked(experiment)
+    made = _checked(experiment, folder)
     run_together(lambda: require_memory(made, machine_memory()))
     if corpus is not None:
         made = replace(made, corpus=corpus)
@@ -323,7 +324,7 @@ def _require_unchanged(
         )
 
 
-def _checked(experiment: Config | Experiment) -> Experiment:
+def _checked(experiment: Config | Experiment, folder: Path) -> Experiment:
     """The experiment, held against what a training needs."""
     if isinstance(experiment, Config):
         experiment = make_experiment(experiment)
@@ -334,6 +335,13 @@ def _checked(experiment: Config | Experiment) -> Experiment:
             "model.lora trains beside frozen weights, and there are none: name their folder in "
             "train.init"
         )
+    named = {"train.init": config.train.init, "distill.teacher": config.distill.teacher}
+    for setting, there in named.items():
+        if there and not is_url(there) and same_folder(Path(there), folder):
+            raise UserError(
+                f"{setting}={there} is the folder of this run: name another model's, or use "
+                "another --run folder"
+            )
     return experiment
 
 

@@ -16,8 +16,8 @@ from jaxpar.data.chat.end_of_turn import ends_of_turn
 from jaxpar.data.chat.template.files import find_template
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER, read_special_tokens
 from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_prompt, read_text
-from jaxpar.models.hf import peft
 from jaxpar.train.generation.trained import Trained, require_tokenizer
+from jaxpar.train.restore import adapters_of
 
 Given = str | Conversation
 """A text, or a conversation with what else its template may read."""
@@ -155,10 +155,10 @@ def stop_ids(trained: Trained, chat: bool) -> list[int]:
     """
     tokenizer = require_tokenizer(trained)
     file = trained.folder / TOKENIZER
-    found = {tokenizer.end_of_text, *read_special_tokens(file).ends}
-    # one that has a tokenizer of its own, beside none of the model's files
-    if peft.is_adapter(trained.folder):
-        found.update(read_special_tokens(peft.base_folder(trained.folder) / TOKENIZER).ends)
+    found = {tokenizer.end_of_text}
+    # an adapter may have a tokenizer of its own, beside none of the model's files
+    for folder in (trained.folder, *adapters_of(trained.folder)[1:]):
+        found.update(read_special_tokens(folder / TOKENIZER).ends)
     data = trained.config.data
     if chat and (data.template_args or find_template(file)):
         found.update(

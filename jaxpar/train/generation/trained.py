@@ -23,7 +23,7 @@ from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation.generator import Generator, decode_plan
-from jaxpar.train.restore import folder_config, load_params
+from jaxpar.train.restore import adapters_of, folder_config, load_params
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
@@ -140,8 +140,8 @@ def read_config(folder: Path) -> Config:
 
 def _words_folder(folder: Path) -> Path:
     """Return the folder that has the tokenizer: of an adapter without one, that of its model."""
-    alone = peft.is_adapter(folder) and not (folder / TOKENIZER).exists()
-    return peft.base_folder(folder) if alone else folder
+    folders = adapters_of(folder)
+    return next((there for there in folders if (there / TOKENIZER).exists()), folders[-1])
 
 
 def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:

@@ -23,13 +23,20 @@ from jaxpar.train.restore.convert import (
     keep_import,
     require_new_run,
 )
-from jaxpar.train.restore.folder_model import frozen_folder, model_of, require_model
+from jaxpar.train.restore.folder_model import (
+    adapters_of,
+    frozen_folder,
+    model_of,
+    require_model,
+    same_folder,
+)
 from jaxpar.train.restore.given_parts import given_notes
 from jaxpar.train.restore.load import drop_stages, load_params, load_run, restore_state
 
 __all__ = [
     "OPTIMIZER_FINGERPRINT",
     "TEACHER",
+    "adapters_of",
     "beside_state",
     "config_of",
     "drop_stages",
@@ -46,6 +53,7 @@ __all__ = [
     "require_model",
     "require_new_run",
     "restore_state",
+    "same_folder",
     "saved_part",
     "sum_of_bits",
 ]

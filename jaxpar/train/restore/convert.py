@@ -25,7 +25,7 @@ from jaxpar.models.hf.export import export_hf
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore.beside import beside_state, fingerprint, saved_part
-from jaxpar.train.restore.folder_model import frozen_folder, model_of
+from jaxpar.train.restore.folder_model import adapters_of, frozen_folder, model_of
 from jaxpar.train.restore.load import drop_stages, load_params, load_run
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import warn
@@ -103,10 +103,7 @@ def _stored_in_16_bits(source: Path) -> bool:
     """Whether config.json says that the weights of a folder, or those beside an adapter, are in 16
     bits.
     """
-    if peft.is_adapter(source):
-        folder = peft.base_folder(source)
-    else:
-        folder = source
+    folder = adapters_of(source)[-1]
     if is_run(folder):
         return read_run_config(folder).precision.compute == "bfloat16"
     config = read_json(folder / MODEL_CONFIG)
@@ -159,10 +156,8 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
     with locked(target, warn) as lock:
         keep_config(target, config)
         if jax.process_index() == 0:
-            adapter = peft.is_adapter(source)
-            if adapter:
-                carry_tokenizer(peft.base_folder(source), target)
-            carry_tokenizer(source, target, keep=adapter)
+            for place, there in enumerate(reversed(adapters_of(source))):
+                carry_tokenizer(there, target, keep=place > 0)
         identity = run_identity(target, ())
         checkpoints = TrainingCheckpoints(
             target / CHECKPOINTS,

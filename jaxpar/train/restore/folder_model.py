@@ -4,6 +4,7 @@ config.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from jaxpar.models.views import base_config
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
+_MOST_FOLDERS = 32
+"""An adapter beside an adapter beside a run, each merged into the next: nobody has so many."""
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.
 _FREE = {
@@ -29,27 +32,92 @@ _FREE = {
 }
 
 
+def folders_of(source: Path) -> list[Path]:
+    """Return the folders that a model's weights lie in: an adapter's is followed by that of its
+    model, and that of a run with LoRA by that of the weights that are frozen beside it.
+
+    Args:
+      source: the folder of a model.
+
+    Returns:
+      The folders, `source` first. The last has all of its weights itself.
+
+    Raises:
+      UserError: they lead back to one of them, or there are too many, or one is not there.
+    """
+    found = [source]
+    while (beside := _folder_beside(found[-1])) is not None:
+        if any(same_folder(beside, folder) for folder in found):
+            way = " -> ".join(str(folder.absolute()) for folder in (*found, beside))
+            raise UserError(
+                f"{source} leads to no whole weights: its adapters go round in a circle, {way}: "
+                f"write the folder of the whole model into {_where_named(found[-1])}"
+            )
+        if len(found) == _MOST_FOLDERS:
+            raise UserError(
+                f"{source} lies beside more than {_MOST_FOLDERS} folders, each an adapter of the "
+                "next: merge some of them first (export one without --adapter)"
+            )
+        found.append(beside)
+    return found
+
+
+def _folder_beside(source: Path) -> Path | None:
+    """Return the folder of the weights that those of another lie beside, if they do."""
+    if is_run(source):
+        config = read_run_config(source)
+        frozen = config.model.lora.rank and config.train.init
+        return folder_here(config.train.init) if frozen else None
+    if peft.is_adapter(source):
+        return peft.base_folder(source)
+    return None
+
+
+def _where_named(source: Path) -> str:
+    """Where the folder is named that the weights of another lie beside."""
+    if is_run(source):
+        return f"train.init of {source / 'config.toml'}, and delete its last line, the checksum"
+    return f"base_model_name_or_path of {source / peft.CONFIG}"
+
+
+def same_folder(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one folder, by whatever links."""
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def adapters_of(source: Path) -> list[Path]:
+    """Return the folders of `folders_of` up to the first that is no adapter: those that may have
+    the tokenizer."""
+    if is_run(source):
+        return [source]
+    folders = folders_of(source)
+    whole = (place for place, there in enumerate(folders) if is_run(there))
+    return folders[: next(whole, len(folders)) + 1]
+
+
 def model_of(source: Path) -> ModelConfig:
     """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT
     adapter. A UserError says that it is none of these, or that the model is one that is not
     computed here."""
+    folders_of(source)
+    return _model_of(source)
+
+
+def _model_of(source: Path) -> ModelConfig:
     if is_run(source):
         return read_run_config(source).model
     if not peft.is_adapter(source):
         return model_config_from_hf(source)
-    base = base_config(model_of(peft.base_folder(source)))
+    base = base_config(_model_of(peft.base_folder(source)))
     return replace(base, lora=peft.lora_of(source, base))
 
 
 def frozen_folder(source: Path, lora: Lora) -> Path:
     """Return the folder of the weights that stay frozen when LoRA goes on from `source`: where the
     source has the same LoRA, those that it is beside."""
-    while lora.rank and model_of(source).lora == lora:
-        if peft.is_adapter(source):
-            source = peft.base_folder(source)
-        else:
-            source = folder_here(read_run_config(source).train.init)
-    return source.absolute()
+    folders = folders_of(source)
+    first = next(folder for folder in folders if not lora.rank or _model_of(folder).lora != lora)
+    return first.absolute()
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
