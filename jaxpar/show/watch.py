@@ -24,6 +24,7 @@ from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.goodput import add_up, read_lives
 from jaxpar.train.metrics import read_metrics
+from jaxpar.train.runs.claims.run_lock import LOCK
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
 _MOST = 1e15
@@ -136,9 +137,14 @@ def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Tex
         state = Text("done", "blue")
     elif step >= last:
         state = Text(f"stopped at train.stop_at={stop}", "blue")
+    elif how := _how_it_ended(folder):
+        state = Text(visible(how), "yellow")
     # an evaluation or a save may take a while
     elif age > max(60, 5 * took * config.metrics.log_every):
-        state = Text(f"silent for {duration_text(age)}", "bold red")
+        if rows or (folder / LOCK).exists():
+            state = Text(f"silent for {duration_text(age)}", "bold red")
+        else:
+            state = Text("not begun", "yellow")
     saved = {
         int(path.name): path.stat().st_mtime
         for path in folder.glob("checkpoints/*")
@@ -155,6 +161,12 @@ def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Tex
         else "",
     }
     return config, rows, (step, steps), state, facts
+
+
+def _how_it_ended(folder: Path) -> str:
+    """How the last process that trained a run ended; empty where it runs, or was killed."""
+    lives = read_lives(folder).lives
+    return lives[-1].how if lives else ""
 
 
 def _is_shown(key: str, value: float) -> bool:

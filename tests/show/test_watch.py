@@ -15,6 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.show.watch import page
+from jaxpar.train.goodput.account import CAUSES, Life
 
 
 def make(folder, steps: int, age: float = 1.0, **more):
@@ -114,6 +115,28 @@ def test_the_curve_falls_from_its_highest_to_its_lowest(tmp_path):
 def test_whether_a_run_lives(tmp_path, steps, age, state):
     make(tmp_path / "run", steps, age)
     assert state in text(tmp_path / "run").splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ("stopped by SIGTERM after step 60, saved", "stopped by SIGTERM after step 60, saved"),
+        ("", "silent for 12:34"),
+    ],
+)
+def test_how_a_run_ended_is_said_and_one_that_was_killed_is_silent(tmp_path, how, state):
+    make(tmp_path / "run", 60, 754)
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    life = Life(0.0, 0.0, 0, 60, 1, seconds, how=how)
+    (tmp_path / "run" / "goodput.jsonl").write_text(life.as_json())
+    assert state in text(tmp_path / "run").splitlines()[-1]
+
+
+def test_a_run_that_was_refused_has_not_begun(tmp_path):
+    make(tmp_path / "run", 0)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    os.utime(tmp_path / "run" / "config.toml", (time.time() - 754,) * 2)
+    assert "not begun" in text(tmp_path / "run").splitlines()[-1]
 
 
 @pytest.mark.parametrize(

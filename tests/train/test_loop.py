@@ -242,6 +242,26 @@ def test_what_is_written_at_the_end_is_written_while_the_folder_is_held(
     assert not (tmp_path / "run" / LOCK).exists()
 
 
+def test_a_folder_says_how_its_last_training_ended(config: Config, tmp_path: Path) -> None:
+    train(override(config, {"train.stop_at": 2}), tmp_path / "run")
+    assert read_lives(tmp_path / "run").lives[-1].how == "ended after step 2"
+
+    def stop(step: int, _: dict[str, float]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train(config, tmp_path / "run", report=stop)
+    assert read_lives(tmp_path / "run").lives[-1].how == "stopped by SIGTERM after step 4, saved"
+
+    def fail(step: int, _: dict[str, float]) -> None:
+        raise ValueError("a program's own mistake\nin two lines")
+
+    with pytest.raises(ValueError, match="mistake"):
+        train(config, tmp_path / "run", report=fail)
+    how = read_lives(tmp_path / "run").lives[-1].how
+    assert how == "ended by an error: a program's own mistake"
+
+
 def test_what_a_refused_opening_began_is_ended(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

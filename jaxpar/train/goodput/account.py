@@ -46,7 +46,10 @@ _KINDS = {
     "local_seconds": float,
     "seconds": dict[str, float],
     "marks": list[list[float]],
+    "how": str,
 }
+_MOST_SAID = 200
+"""Letters of how a process ended that are kept."""
 
 
 class Mark(NamedTuple):
@@ -70,6 +73,7 @@ class Life:
       marks: its place at its saves, in order.
       local_saves: how many of the checkpoints went to the local tier.
       local_seconds: how long the steps waited for those.
+      how: how it ended; empty = it has not, or was killed.
     """
 
     began: float
@@ -81,6 +85,7 @@ class Life:
     marks: list[Mark] = field(default_factory=list)
     local_saves: int = 0
     local_seconds: float = 0.0
+    how: str = ""
 
     def productive_until(self, step: int) -> float:
         """The productive seconds of the steps up to one; between two marks they are taken to be
@@ -275,6 +280,7 @@ class Account:
         self._saves = 0
         self._local_saves = 0
         self._local_seconds = 0.0
+        self._how = ""
         self._marks = list[Mark]()
         self._ends = deque[Mark](maxlen=4)
         """Where the last few steps ended."""
@@ -416,6 +422,14 @@ class Account:
             with suppress(UserError):
                 self._write()
 
+    def ends(self, how: str) -> None:
+        """Note how the training in this process ends, for who looks at its folder later.
+
+        Args:
+          how: in some words.
+        """
+        self._how = how[:_MOST_SAID]
+
     def close(self) -> None:
         """Write the account once more, unless another process has begun to train the run."""
         with suppress(UserError):
@@ -442,6 +456,7 @@ class Account:
             marks=marks,
             local_saves=self._local_saves,
             local_seconds=self._local_seconds,
+            how=self._how,
         )
 
     def _write(self) -> None:

@@ -34,7 +34,7 @@ from jaxpar.train.guard.failures import (
     peer_errors,
 )
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
-from jaxpar.train.loop.messages import done_already, ended, stopped
+from jaxpar.train.loop.messages import done_already, ended, failed, left, stopped
 from jaxpar.train.loop.parts import Parts, Watch
 from jaxpar.train.loop.steps import run_steps
 from jaxpar.train.loop.timing import save_watchdog
@@ -149,9 +149,11 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
     with _released(opened, call.account), closing(stop), closing(MachineNotice(stop.ask)):
         try:
             result = _train(opened, call, stop, limit)
-        except PeerLost:
+        except PeerLost as error:
+            call.account.ends(failed(error))
             raise  # nothing is waited for, as that would wait for the other process
         except BaseException as error:
+            call.account.ends(failed(error))
             aside = _is_of_first_step(opened, error)
             if aside:  # while the folder is still this training's
                 opened.source.set_aside(opened.after, str(error))
@@ -168,6 +170,7 @@ def _train_and_close(opened: OpenRun, call: _Call) -> Result | None:
             opened.checkpoints.remove_old()
             for tier in opened.tiers:
                 tier.close()
+        call.account.ends(left(result.step, result.interrupted, stop.why))
         if said := call.account.summary():
             call.say(said)
         call.finish()

@@ -48,3 +48,25 @@ def stopped(step: int, in_evaluation: bool, why: str) -> str:
     where = "in the evaluation" if in_evaluation else ""
     place = f"stopped{by} {where}".rstrip()
     return f"{place} after step {step}, saved; the same command goes on from there"
+
+
+def left(step: int, interrupted: bool, why: str) -> str:
+    """Return what the folder of a run says of a call that ended well.
+
+    Args:
+      step: the last step, which is saved.
+      interrupted: whether it was told to stop before its last step.
+      why: what told it to, as for `stopped`.
+    """
+    if not interrupted:
+        return f"ended after step {step}"
+    by = f" by {why}" if why else ""
+    return f"stopped{by} after step {step}, saved"
+
+
+def failed(error: BaseException) -> str:
+    """Return what the folder of a run says of a call that an error ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"ended by an error: {said}"
