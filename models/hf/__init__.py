@@ -2,8 +2,8 @@
 
 In the order in which to read: `families` ties names of settings and tensors to ours, a row for each
 family; `config_json` reads and writes a config.json; `layout` says how each tensor lies in ours,
-`load` reads a folder and `export` writes one. Beside these, `compressed`
-packs 2:4 matrices, and `peft` has LoRA's adapters.
+`misfits` says why tensors do not fit, `load` reads a folder and `export` writes one. Beside these,
+`compressed` packs 2:4 matrices, and `peft` has LoRA's adapters.
 """
 
 from __future__ import annotations

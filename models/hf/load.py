@@ -33,6 +33,7 @@ from jaxpar.models.hf.layout import (
     hf_layout,
     require_mapping,
 )
+from jaxpar.models.hf.misfits import other_head, require_unquantised, what_helps
 from jaxpar.models.model import Model
 from jaxpar.models.parts import Params
 
@@ -43,7 +44,6 @@ Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 Read = Callable[[Bounds], np.ndarray]
 
 _READABLE = ("F32", "BF16", "F16")
-_FIT = "build the model from model_config_from_hf of the same checkpoint"
 
 
 class Source(NamedTuple):
@@ -91,7 +91,8 @@ def import_hf(
     """
     model = base_model(model)
     require_mapping(model)
-    pairs = _match(find_tensors(_files(Path(path))), model, str(path))
+    folder = Path(path)
+    pairs = _match(find_tensors(_files(folder)), model, folder)
     read = read_params(pairs, model, plan, model.shapes(), allow_nonfinite)
     return shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)
 
@@ -215,6 +216,11 @@ def _files(folder: Path) -> list[Path]:
             "run code: convert it "
             f"with transformers' from_pretrained({str(folder)!r}) and save_pretrained"
         )
+    if gguf := next(folder.glob("*.gguf"), None):
+        raise UserError(
+            f"{gguf} is GGUF, whose weights are quantised as a rule, and only safetensors of 16 or "
+            "32 bits are read: take the folder of the model that it was made from"
+        )
     raise UserError(
         f"{folder} holds no model.safetensors and no index of several: is it the right folder?"
     )
@@ -241,7 +247,7 @@ def _index_files(index: Path) -> list[Path]:
 def _match(
     sources: dict[str, Source],
     model: Model,
-    origin: str,
+    folder: Path,
 ) -> list[tuple[Tensor, Source]]:
     """Pair each tensor that the model needs with its source, after checking that names, shapes and
     dtypes all agree.
@@ -258,7 +264,7 @@ def _match(
                 bare = bare.removesuffix(old) + new
         if bare in found:
             raise UserError(
-                f"{origin} holds {bare} twice, with and without {family.prefix!r} before it: "
+                f"{folder} holds {bare} twice, with and without {family.prefix!r} before it: "
                 "remove one"
             )
         found[bare] = source
@@ -266,15 +272,20 @@ def _match(
         tied_head = found.pop(family.head, None)
     else:
         tied_head = None
-    pairs = pair_up(wanted, found, origin)
+    dtypes = {name: source.dtype for name, source in found.items()}
+    require_unquantised(folder, list(wanted), dtypes, _READABLE)
+    pairs = pair_up(wanted, found, str(folder), partial(what_helps, folder, model))
     if tied_head is not None:
         embedding = next(name for name, tensor in wanted.items() if "embed.tokens" in tensor.params)
-        _check_tied(tied_head, found[embedding], family.head, origin)
+        _check_tied(tied_head, found[embedding], model, folder)
     return pairs
 
 
 def pair_up(
-    wanted: dict[str, Tensor], found: dict[str, Source], origin: str
+    wanted: dict[str, Tensor],
+    found: dict[str, Source],
+    origin: str,
+    what_helps: Callable[[list[str], list[str]], str],
 ) -> list[tuple[Tensor, Source]]:
     """Pair tensors with their sources of the same names.
 
@@ -282,6 +293,8 @@ def pair_up(
       wanted: the tensors of the model, by name.
       found: those of the checkpoint, by name.
       origin: what a message calls the checkpoint.
+      what_helps: returns the end of a message, of the names that are missing and those that have
+        no place.
 
     Returns:
       The pairs, in the order of `wanted`.
@@ -297,13 +310,17 @@ def pair_up(
         problems = []
     problems += [f"the model has no place for its {_first(extra)}"] if extra else []
     if problems:
-        raise UserError(f"{origin} does not fit the model: {', and '.join(problems)}: {_FIT}")
+        raise UserError(
+            f"{origin} does not fit the model: {', and '.join(problems)}: "
+            f"{what_helps(missing, extra)}"
+        )
     for name, tensor in wanted.items():
         shape = found[name].shape
         dtype = found[name].dtype
         if shape != tensor.shape:
             raise UserError(
-                f"{origin}: {name} has shape {shape}, the model wants {tensor.shape}: {_FIT}"
+                f"{origin}: {name} has shape {shape}, the model wants {tensor.shape}: "
+                f"{what_helps([], [])}"
             )
         if dtype not in _READABLE:
             raise UserError(
@@ -319,18 +336,19 @@ def _first(names: list[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _check_tied(head: Source, table: Source, name: str, origin: str) -> None:
+def _check_tied(head: Source, table: Source, model: Model, folder: Path) -> None:
     """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two
     different ones.
     """
     rows = table.shape[0]
     step = 1024  # compared in pieces, because either table may have gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    if head.shape != table.shape or not all(
-        np.array_equal(head.read(cut), table.read(cut)) for cut in pieces
-    ):
-        why = f"{name} is not the embedding, but the model ties them"
-        raise UserError(f"{origin}: {why}: set model.tied_head = false")
+    same_shape = head.shape == table.shape
+    if not same_shape or not all(np.array_equal(head.read(cut), table.read(cut)) for cut in pieces):
+        raise UserError(
+            f"{folder}: {head.name} is not the embedding, but the model ties them: "
+            f"{other_head(folder, model, same_shape)}"
+        )
 
 
 def _require_finite(found: np.ndarray, source: Source) -> np.ndarray:

@@ -147,8 +147,12 @@ def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool
         finite, or the plan does not fit the model.
     """
     require_mapping(model)
+    helps = f"is it an adapter of this model? {CONFIG} names it as base_model_name_or_path"
     pairs = pair_up(
-        {tensor.name: tensor for tensor in _layout(model)}, _tensors(folder), str(folder / WEIGHTS)
+        {tensor.name: tensor for tensor in _layout(model)},
+        _tensors(folder),
+        str(folder / WEIGHTS),
+        lambda missing, extra: helps,
     )
     return read_params(pairs, model, plan, model.trained(model.shapes()), allow_nonfinite)
 

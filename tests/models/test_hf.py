@@ -347,7 +347,7 @@ def test_a_tied_head_may_stand_in_the_file_twice(tmp_path):
     assert "table" not in params["head"]
     replace_file(source, lambda tensors: tensors["lm_head.weight"].__setitem__((100, 15), 7))
     with pytest.raises(
-        UserError, match=r"lm_head.weight is not the embedding.*model.tied_head = false"
+        UserError, match=r'lm_head.weight is not the embedding.*write "tie_word_embeddings": false'
     ):
         import_hf(source, Model(GPT2), CUBE)
 
@@ -478,6 +478,10 @@ BAD = {
         "holds no model.safetensors and no index",
     ),
     "pickle": (pickled, r"pytorch_model.bin is not safetensors.*never read.*from_pretrained"),
+    "gguf": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.Q4_K_M.gguf"),
+        r"model.Q4_K_M.gguf is GGUF.*only safetensors of 16 or 32 bits are read",
+    ),
     "truncated": (
         truncate,
         r"model.safetensors is truncated or not a safetensors file.*download it again",
@@ -499,7 +503,7 @@ BAD = {
     "same tensor in two files": (twice, "in two files"),
     "missing": (
         drop("transformer.ln_f.bias"),
-        r"it lacks ln_f.bias: build the model from model_config_from_hf",
+        r"it lacks ln_f.bias: its config.json says otherwise than its weights",
     ),
     "missing several": (
         drop("transformer.wte.weight", "transformer.ln_f.bias"),
@@ -520,8 +524,8 @@ BAD = {
         r"h.1.mlp.c_fc.weight has shape \(24, 16\), the model wants \(16, 24\)",
     ),
     "dtype": (
-        add("transformer.ln_f.bias", np.ones(16, np.int8)),
-        r"ln_f.bias is I8, not one of F32, BF16, F16",
+        add("transformer.ln_f.bias", np.ones(16, np.float64)),
+        r"ln_f.bias is F64, not one of F32, BF16, F16",
     ),
     "two prefixes": (
         add("wpe.weight", np.ones((12, 16), np.float32)),

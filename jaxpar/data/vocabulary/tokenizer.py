@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import tokenizers  # from the hf extra
 
 
+_SHOWN = 100
+"""Characters of a text from which a message takes those that it shows."""
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -136,7 +138,7 @@ class HFTokenizer:
         """
         try:
             require_room(self.steps.normalizer, [text], self.file)
-            with asking(self.file, f"encode {short(text)}"):
+            with asking(self.file, f"encode {short(text[:_SHOWN])}"):
                 return self.inner.encode(text, add_special_tokens=False)
         except UserError:
             _require_unicode(text)
