@@ -82,7 +82,6 @@ _STEP = "run/checkpoints/0"
 _COVERED = (
     ("_METADATA", "state/_METADATA", _JSON),
     ("sharding", "state/_sharding", _JSON),
-    ("arrays' metadata", "state/array_metadatas/process_0", _JSON),
     ("data", "data/metadata", _JSON),
     ("manifest.ocdbt", "state/manifest.ocdbt", _BYTES_ONLY),
 )

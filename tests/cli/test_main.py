@@ -488,7 +488,7 @@ def test_a_layout_that_does_not_fit(words, message, refused, tmp_path):
             "--data.source text --data.tokenizer charz",
             "no tokenizer 'charz' (did you mean 'chars'?)",
         ),
-        (None, "--data.source tokens", "cannot read"),
+        (None, "--data.source tokens", "a file of token ids, is not there"),
         (b"", "--data.source tokens", "has 0 bytes, not a positive multiple of 2"),
         (b"odd" * 333, "--data.source tokens", "has 999 bytes, not a positive multiple of 2"),
         (

@@ -460,7 +460,7 @@ def test_missing_data_is_said_before_a_budget_is_solved(
     config = override(
         config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"}
     )
-    with pytest.raises(UserError, match=r"cannot read nowhere\.bin"):
+    with pytest.raises(UserError, match=r"nowhere\.bin, a file of token ids, is not there"):
         train(config, tmp_path / "run")
 
 
