@@ -52,7 +52,7 @@ _BEFORE_STATE = ".quant_state."
 """Within the names of bitsandbytes, before the kind of numbers."""
 _OF_A_TRAINING = ("dropout", "init_std", "scan_layers", "vocab_multiple")
 """Settings of a model that no config.json says."""
-_NARROW = ("F4", "F6_", "F8_", "I8", "U8", "I32", "U32")
+_NARROW = ("F4", "F6_", "F8_", "I8", "U8")
 """How the dtypes of quantised weights begin."""
 
 
