@@ -138,6 +138,7 @@ def trained(folder: Path) -> tuple[Path, Experiment]:
     return folder / "second", Experiment(Config(model=MODEL), model, plan)
 
 
+@pytest.mark.slow
 def test_adapters_of_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
     second, experiment = trained(tmp_path)
     first, base = tmp_path / "first", tmp_path / "base"

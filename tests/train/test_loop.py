@@ -242,6 +242,7 @@ def test_what_is_written_at_the_end_is_written_while_the_folder_is_held(
     assert not (tmp_path / "run" / LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_folder_says_how_its_last_training_ended(config: Config, tmp_path: Path) -> None:
     train(override(config, {"train.stop_at": 2}), tmp_path / "run")
     assert read_lives(tmp_path / "run").lives[-1].how == "ended after step 2"

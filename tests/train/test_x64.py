@@ -50,7 +50,14 @@ def wide_arrays(step: jax.stages.Traced) -> set[str]:
     return set(re.findall(r"f64\[\d[^]]*\]", str(step.jaxpr)))
 
 
-@pytest.mark.parametrize("name", STEPS)
+QUICK = ("accumulates", "stages", "experts")
+"""Each has scalars that the others have not; the rest is slow."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STEPS],
+)
 def test_a_step_computes_in_the_dtypes_of_precision(name: str) -> None:
     usual = traced_step(STEPS[name])
     with jax.enable_x64(True):
