@@ -38,6 +38,7 @@ def hf_folder(tmp_path: Path) -> Path:
 def config_for(folder: Path) -> Config:
     changes = {
         "mesh.platform": "cpu",
+        "mesh.data": 1,
         "mesh.fsdp": 2,
         "mesh.tensor": 2,
         "data.seq_len": 16,

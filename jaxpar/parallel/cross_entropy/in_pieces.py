@@ -89,7 +89,7 @@ def sums_by_chunks(
         dx_TD = jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
         return (total, HeadWeights(dhead_VD, dbias_V)), dx_TD
 
-    nothing = jnp.float32(0)
+    nothing = jnp.zeros((), jnp.float32)
     if wanted:
         dhead_zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), used)
     else:

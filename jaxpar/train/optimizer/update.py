@@ -94,7 +94,7 @@ def update(
         jax.tree.map(lambda _: (), said),
         plan,
     )
-    squares = jnp.float32(0)
+    squares = jnp.zeros((), jnp.float32)
     for name in (*rest, *streamed):
         squares = _squares(grads[name], squares, order_token)
     norm = jnp.sqrt(squares) / sums.tokens

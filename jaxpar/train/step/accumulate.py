@@ -122,7 +122,7 @@ def _accumulate(
 
 def _no_sums(model: AnyModel, batch: Batch) -> LossSums:
     """Zeros for every sum that the loss of a microbatch has."""
-    zero = jnp.float32(0)
+    zero = jnp.zeros((), jnp.float32)
     learns_hidden = isinstance(model, Model) and model.learns_hidden(batch)
     return LossSums(
         loss=zero,

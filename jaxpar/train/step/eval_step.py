@@ -58,7 +58,7 @@ def make_eval_step(
         ) -> tuple[tuple[jax.Array, jax.Array], None]:
             return jax.tree.map(jnp.add, total, of_microbatch(params, rows)), None
 
-        zero = jnp.float32(0)
+        zero = jnp.zeros((), jnp.float32)
         return jax.lax.scan(add, (zero, zero), cut_microbatches(batch, accumulation, plan))[0]
 
     return jax.jit(step, compiler_options=dict(options))

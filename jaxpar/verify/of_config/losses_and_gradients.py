@@ -185,7 +185,7 @@ def _hidden_distance(model: Model, params: Params, batch: Batch, plan: Plan) -> 
     """
     assert model.projections is not None
     counts_BS = batch["labels"] >= 0
-    total = jnp.float32(0)
+    total = jnp.zeros((), jnp.float32)
     pairs = model.projections.pairs
     for place, pair in enumerate(pairs):
         layers = pair.student or model.config.layers
