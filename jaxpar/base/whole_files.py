@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxpar.base.errors import UserError, require_local
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -142,3 +146,10 @@ def _sync_open(opened: int) -> None:
         # some network file systems know no sync of a folder, or of what is open for reading
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
+        _say_unsynced(error.strerror)
+
+
+@functools.cache
+def _say_unsynced(why: str) -> None:
+    """Say once that a file system does not sync."""
+    log.warning("a file system does not sync files (%s): a power cut may lose what is there", why)

@@ -31,4 +31,4 @@ def test_a_setting_that_no_step_runs_with_is_named(setting, value) -> None:
 )
 def test_others_are_the_users_own(setting, value) -> None:
     with setting(value):
-        require_usual_settings()
+        assert require_usual_settings() is None, "nothing is refused"

@@ -154,7 +154,9 @@ def test_a_bucket_that_has_not_answered_yet_is_not_waited_for(bucket, monkeypatc
     """It may have no such name, and a run has nothing to lose before it begins."""
 
     def no_host(*args, **options):
-        raise ConnectionError("no such host")
+        error = ConnectionError("no such host")
+        error.response = None  # as that of requests, by which google.auth asks
+        raise error
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", no_host)
     with pytest.raises(

@@ -162,8 +162,9 @@ def test_a_method_that_no_name_tells_is_that_of_the_config(folder: Path, plan: P
 def test_weights_in_32_bits_are_read_whatever_the_config_says(
     value: Any, folder: Path, plan: Plan
 ) -> None:
+    before = import_hf(folder, Model(SIZES), plan)
     say(folder, quantization_config=value)
-    import_hf(folder, Model(SIZES), plan)
+    jax.tree.map(np.testing.assert_array_equal, import_hf(folder, Model(SIZES), plan), before)
 
 
 def test_a_command_says_that_weights_are_quantised(

@@ -152,7 +152,10 @@ def _is_of_server(error: BaseException | None) -> bool:
     s3fs was given, the response.
     """
     while error is not None:
-        if isinstance(getattr(error, "code", None), int) or hasattr(error, "response"):
+        if isinstance(getattr(error, "code", None), int) or (
+            # requests has a response of None where nobody answered
+            getattr(error, "response", None) is not None
+        ):
             return True
         error = error.__cause__
     return False
