@@ -117,9 +117,19 @@ def summed_later(config: Config, asked: Sent) -> Sent:
             * tables(config)
             * (config.pipeline.microbatches + mesh.stage - 1)
         )
+    peeled = dict[Any, float]()
+    if mesh.stage > 1:
+        ticks = config.pipeline.microbatches + mesh.stage - 1
+        of_ticks = (
+            over("all-gather", "fsdp"),
+            over("all-gather", "tensor"),
+            over("ppermute", "stage"),
+        )
+        peeled = {key: asked[key] / ticks for key in of_ticks}
     scattered = over("reduce-scatter", "fsdp")
     summed = over("all-reduce", "data")
     return {
+        **peeled,
         scattered: ends * (mesh.fsdp - 1) / mesh.fsdp,
         summed: ends / mesh.fsdp * 2 * (mesh.data - 1) / mesh.data
         + asked[summed] * (1 - 1 / config.train.accumulation),

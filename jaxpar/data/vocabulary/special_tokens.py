@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 GENERATION = "generation_config.json"
 MODEL_CONFIG = "config.json"
 TEMPLATE = "chat_template.jinja"

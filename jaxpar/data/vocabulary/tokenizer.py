@@ -17,6 +17,7 @@ from jaxpar.base.config import Bos
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, short, suggest
 from jaxpar.base.ranges import MOST_WORDS
 from jaxpar.data.rows import kind_of
+from jaxpar.data.vocabulary.added_tokens import add_declared
 from jaxpar.data.vocabulary.special_tokens import find_ends, read_special_tokens
 from jaxpar.data.vocabulary.stranger import Steps, asking, read_steps, require_room
 
@@ -257,6 +258,7 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
     # document.
     inner.no_truncation()
     inner.no_padding()
+    added = add_declared(inner, Path(path))
     beyond = {
         id
         for id, token in inner.get_added_tokens_decoder().items()
@@ -279,7 +281,7 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
         end_of_text=ends.end_of_text,
         begin_of_text=ends.begin_of_text,
         file=Path(path),
-        notes=ends.notes,
+        notes=added + ends.notes,
         steps=steps,
     )
 
