@@ -33,6 +33,7 @@ from jaxpar.parallel.pipeline import (
     microbatches,
     reorder_layers,
     schedule,
+    stage_inputs,
     stored_order,
 )
 from jaxpar.parallel.pipeline.program import program
@@ -430,6 +431,25 @@ def test_keys_and_layers_of_a_stage_are_those_of_microbatches_one_after_another(
     # float32 sums in another order, as the gradients are
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
     chex.assert_trees_all_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("also", [(), ("segments",), ("segments", "text")])
+def test_a_stage_knows_the_documents_of_its_microbatch(also: tuple[str, ...]) -> None:
+    names = ("positions", *also)
+    rows_MBS = {name: jnp.arange(24).reshape(3, 2, 4) + at for at, name in enumerate(names)}
+    layers = layers_of(4, 2, Pipeline("1f1b", 3))
+    order = jnp.asarray(layers.order)
+    plan = Plan(make_mesh(MeshSpec(stage=2), jax.devices()[:2]))
+    model = SimpleNamespace(numbers_layers=False)
+    task = stage_inputs.Task(model, plan, LIKELIHOOD, layers, Any, True)  # pyright: ignore[reportArgumentType]
+    arrays = stage_inputs.StageArrays({}, {}, rows_MBS, None, order, None)
+    inputs = stage_inputs.StageInputs(task, arrays)
+    (places,) = inputs.layer_context(2, 0, 1).places
+    for name in ("positions", "segments", "text"):
+        found = getattr(places, name)
+        assert (found is not None) == (name in names)
+        if found is not None:
+            np.testing.assert_array_equal(found, rows_MBS[name][2])
 
 
 def test_gradients_are_summed_over_stages_in_float32() -> None:

@@ -24,8 +24,14 @@ from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
-from jaxpar.train.optimizer.per_matrix import hidden_matrices, matrix_dims, muon_dimensions
+from jaxpar.train.optimizer.per_matrix import (
+    hidden_matrices,
+    matrix_dims,
+    muon_dimensions,
+    per_matrix,
+)
 from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import beside_state, restore_state
@@ -220,6 +226,55 @@ def test_adafactor_and_muon_update_a_layer_as_if_it_were_alone() -> None:
             np.testing.assert_allclose(
                 updates["blocks"]["q"][layer].reshape(8, 12), want, rtol=2e-5, atol=1e-9
             )
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ("layers", "embed", "mlp"),
+        ("embed", "mlp", "experts"),  # dims that come back by no exchange of two
+        ("layers", "embed", "mlp", "experts"),
+    ],
+)
+def test_each_matrix_is_updated_by_itself_and_lies_as_before(axes: tuple[str, ...]) -> None:
+    batch, inner = (
+        [axis for axis in axes if (axis in ("layers", "experts")) == stacked]
+        for stacked in (True, False)
+    )
+    sizes = {"layers": 2, "experts": 3, "embed": 4, "mlp": 5}
+    shape = [sizes[axis] for axis in axes]
+    values, gradient = jax.random.normal(jax.random.key(0), (2, *shape))
+    alone = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    each = per_matrix(alone, {"w": axes})
+    updates, _ = each.update({"w": gradient}, each.init({"w": values}), {"w": values})
+    order = [axes.index(axis) for axis in (*batch, *inner)]
+    update, value, slope = (x.transpose(order) for x in (updates["w"], values, gradient))
+    for place in np.ndindex(*(sizes[axis] for axis in batch)):
+        want, _ = alone.update(slope[place], alone.init(value[place]), value[place])
+        # float32: sums of twenty numbers, in another order
+        np.testing.assert_allclose(update[place], want, rtol=2e-5, atol=1e-9)
+
+
+def test_the_decay_of_adafactor_follows_the_learning_rate() -> None:
+    axes = {"w": ("embed", "mlp")}
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 12))}
+    grads = {"w": jax.random.normal(jax.random.key(1), (8, 12))}
+    made = dict[float, list[Any]]()
+    for decay in (0.0, 0.1):
+        given = override(config("adafactor"), {"optimizer.adafactor.weight_decay": decay})
+        transformation = config_optimizer(given).make(axes)
+        state = transformation.init(params)
+        made[decay] = []
+        for _ in range(4):
+            updates, state = transformation.update(grads, state, params)
+            made[decay].append(updates["w"])
+    rate = learning_rate(config("adafactor").train)
+    assert float(rate(0)) != float(rate(3))
+    for step, (with_it, without) in enumerate(zip(made[0.1], made[0.0], strict=True)):
+        # float32: a difference of numbers a thousand times as large
+        np.testing.assert_allclose(
+            with_it - without, -0.1 * rate(step) * params["w"], rtol=1e-3, atol=1e-8
+        )
 
 
 def test_the_matrices_of_a_model_are_known_by_their_axes() -> None:

@@ -284,6 +284,31 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
     chex.assert_trees_all_close(new.params, wanted, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("norm", [0.0, 0.5, 0.99, 1.01, 1.2, 7.0])
+def test_gradients_are_clipped_from_the_norm_on(norm: float, plan_of: Callable[..., Plan]) -> None:
+    """By the norm of their mean over the tokens."""
+    tokens = 8.0
+    changes = {
+        "optimizer.name": "sgd",
+        "optimizer.sgd.momentum": 0.0,
+        "train.clip_norm": 1.0,
+        "train.schedule": "constant",
+        "train.warmup_steps": 0,
+    }
+    config = override(Config(), changes)
+    axes = {"head": {"w": ("embed", "mlp")}}
+    params = {"head": {"w": jnp.zeros((3, 4))}}
+    optimizer = config_optimizer(config)
+    state = optimizer.make(axes).init(params)
+    grads = {"head": {"w": jnp.full((3, 4), norm * tokens / 12**0.5)}}
+    sums = LossSums(jnp.float32(1), jnp.float32(1), jnp.float32(tokens))
+    new = update(params, state, grads, sums, axes, optimizer, plan_of())
+    np.testing.assert_allclose(new.norm, norm, rtol=1e-6)
+    made = np.linalg.norm(new.params["head"]["w"]) / config.train.learning_rate
+    # float32 sums of 12 squares
+    np.testing.assert_allclose(made, min(norm, 1.0), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
