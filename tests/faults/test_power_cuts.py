@@ -104,7 +104,7 @@ def cut(folder: Path, form: list[str], draw: random.Random) -> str:
             subprocess.run(["cp", "--sparse=always", image, folder / "cut.img"], check=True)
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
     with mounted(folder / "cut.img", folder / "after") as after:
         left = saved_steps(after / "run")
         flags = [*FLAGS, *form, f"--train.stop-at={max(seen) + 100}"]

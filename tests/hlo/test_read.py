@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import re
+from pathlib import Path
+
 import pytest
 
+from jaxpar.base.errors import UserError
 from jaxpar.hlo.program.tasks import Collective, Loop, Node, Program, Task, Wait, walk
-from jaxpar.hlo.read import read_program
+from jaxpar.hlo.read import read_program, reader
 
 DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 
@@ -303,3 +308,64 @@ def test_a_module_that_is_not_scheduled_is_said_to_be() -> None:
     )
     assert found.notes == ("the module is not scheduled: its tasks are in the order of the text",)
     assert found.nodes == ()
+
+
+STORED = sorted((Path(__file__).parent / "data" / "hlo").glob("*.txt"))
+
+
+def damage_line(text: str, draw: random.Random) -> str:
+    """Take a line out, cut one, put another in its place, or change a word of one."""
+    lines = text.split("\n")
+    at = draw.randrange(len(lines))
+    words = list(re.finditer(r"\d+|%[\w.\-]+|\w+", lines[at]))
+    how = draw.randrange(4)
+    if how == 0:
+        del lines[at]
+    elif how == 1:
+        lines[at] = lines[at][: draw.randrange(len(lines[at]) + 1)]
+    elif how == 2:
+        lines[at] = draw.choice(lines)
+    elif words:
+        word = draw.choice(words)
+        new = draw.choice(("", "7", "%x.1", "-1", "99999", "foo"))
+        lines[at] = lines[at][: word.start()] + new + lines[at][word.end() :]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
+def test_a_damaged_program_is_read_or_refused(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    draw = random.Random(file.stem)
+    refused = 0
+    for _ in range(40):
+        try:
+            read_program(damage_line(text, draw), DIRS)
+        except UserError:
+            refused += 1
+    assert refused < 40
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("  ROOT %g = f32[] get-tuple-element(%a)", "has no index"),
+        ("  ROOT %g = f32[] get-tuple-element(), index=0", "has 0 operands"),
+        ("  ROOT %w = (f32[]) while(%a), condition=%c, body=%gone", "gone.* is called and does"),
+        ("  ROOT %c = f32[] conditional(%p, %a), branch_computations={%gone}", "does not stand"),
+    ],
+)
+def test_what_a_cut_text_lacks_is_named(body: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        program("  %a = f32[] parameter(0)\n" + body)
+
+
+@pytest.mark.parametrize("ours", [TypeError, AttributeError, KeyError, IndexError])
+def test_a_mistake_of_our_own_is_no_damage_of_the_text(
+    monkeypatch: pytest.MonkeyPatch, ours: type[Exception]
+) -> None:
+    def fails(*given: object, **more: object) -> None:
+        raise ours("ours")
+
+    monkeypatch.setattr(reader, "inherit", fails)
+    with pytest.raises(ours, match="ours"):
+        program("  %a = f32[] parameter(0)\n  ROOT %x = f32[] negate(%a)")

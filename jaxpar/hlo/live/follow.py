@@ -77,7 +77,7 @@ def live_arrays(module: Module) -> Schedule:
         reading.extend(buffer, end)
     for result, number, part in pairs(module.header.get("input_output_alias", "")):
         there = leaf(entry.instructions[entry.parameters[number]].shape, part)
-        here = leaf(entry.instructions[entry.root].shape, result)
+        here = leaf(entry.result.shape, result)
         reading.join(arguments[number][there], results[here])
     reading.share_slots()
     kept = {reading.root(number) for number in range(len(reading.arrays))}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from jaxpar.base.errors import short
 from jaxpar.hlo.program.text import fields, words_of
 
 _TILE = re.compile(r"T\(([\d,]+)\)")
@@ -142,8 +143,16 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """The index of the part of a tuple that a get-tuple-element takes."""
-        return int(self.attributes["index"])
+        """The index of the part of a tuple that a get-tuple-element takes; a ValueError where the
+        text has none.
+        """
+        return int(self.attribute("index"))
+
+    def attribute(self, key: str) -> str:
+        """Return an attribute that an opcode always has; a ValueError where the text lacks it."""
+        if key not in self.attributes:
+            raise ValueError(f"{short(self.name)} has no {key}")
+        return self.attributes[key]
 
     @property
     def op_name(self) -> str:
@@ -184,6 +193,15 @@ class Computation:
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
     root: str = ""
+
+    @property
+    def result(self) -> Instruction:
+        """The instruction that makes what the computation returns; a ValueError where the text has
+        none.
+        """
+        if self.root not in self.instructions:
+            raise ValueError(f"{short(self.name)} has no instruction")
+        return self.instructions[self.root]
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -282,8 +300,14 @@ class Module:
         return [self.computations[name] for name in instruction.called if name in self.computations]
 
     def body(self, loop: Instruction) -> Computation:
-        """Return the body of a `while`."""
-        return self.computations[loop.attributes["body"].lstrip("%")]
+        """Return the body of a `while`; a ValueError where the text lacks it."""
+        return self.computation(loop.attribute("body").lstrip("%"))
+
+    def computation(self, name: str) -> Computation:
+        """Return a computation that something calls; a ValueError where the text lacks it."""
+        if name not in self.computations:
+            raise ValueError(f"{short(name)} is called and does not stand there")
+        return self.computations[name]
 
     def handed_on(
         self, loop: Instruction, through: Container[str] = ("copy", "bitcast")
@@ -299,7 +323,7 @@ class Module:
           The numbers, from 0; empty where the body does not end in a tuple.
         """
         body = self.body(loop)
-        root = body.instructions[body.root]
+        root = body.result
         if root.opcode == "tuple":
             parts = [body.behind(name, through) for name in root.operands]
         else:

@@ -107,7 +107,7 @@ def owns_collective(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode != "fusion" or _fused_target(module, instruction) == ASYNC_START:
         return True
     inner = module.computations[instruction.called[0]]
-    root = inner.instructions[inner.root]
+    root = inner.result
     if root.opcode == "tuple":
         results = [result.opcode for result in inner.operands(root)]
     else:

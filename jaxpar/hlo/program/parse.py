@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, short
 from jaxpar.hlo.program.module import Computation, Frame, Instruction, Module, Shape
 from jaxpar.hlo.program.text import closing, fields, split, unquote, without_comments, words_of
 
@@ -19,6 +19,19 @@ _COMPUTATION = re.compile(
 )
 _NEXT = re.compile(r"^\s+(?=(?:ROOT )?%?[\w.\-]+ = )", re.M)
 _LINE_END = re.compile(r"\s*\n\s*")
+_LEAST_OPERANDS = {
+    "get-tuple-element": 1,
+    "while": 1,
+    "copy": 1,
+    "bitcast": 1,
+    "optimization-barrier": 1,
+    "dynamic-slice": 1,
+    "dynamic-update-slice": 2,
+    "dot": 2,
+    "convolution": 2,
+}
+"""Operands that an opcode has at least, and so has each that ends in -done; others may have none.
+"""
 _SPACE = re.compile(r"S\((\d+)\)")
 
 
@@ -93,6 +106,9 @@ def _instruction(line: str) -> Instruction:
         return Instruction(name.lstrip("%"), opcode, parse_shape(shape), (), inside, tail)
     # Older texts put each operand's shape before its name.
     operands = tuple(operand.split(" ")[-1].lstrip("%") for operand in split(inside))
+    least = _LEAST_OPERANDS.get(opcode, 1 if opcode.endswith("-done") else 0)
+    if len(operands) < least:
+        raise ValueError(f"{short(name)} has {len(operands)} operands, and {opcode} takes {least}")
     return Instruction(name.lstrip("%"), opcode, parse_shape(shape), operands, "", tail)
 
 

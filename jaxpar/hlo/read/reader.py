@@ -80,14 +80,7 @@ def read_program(
     """
     try:
         return _read(text, package_dirs, slice_of, kernel_cost)
-    except (
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except (ValueError, ArithmeticError, RecursionError) as error:
         name = text.lstrip()[:80].partition(",")[0]
         why = f"{type(error).__name__}: {short(str(error))}"
         raise UserError(
@@ -163,7 +156,7 @@ class _Reader:
                 value = self._branch(instruction, operands, into)
             elif opcode == "call" and instruction.called:
                 value = self.read(
-                    self.module.computations[instruction.called[0]], {}, operands, into
+                    self.module.computation(instruction.called[0]), {}, operands, into
                 )
             elif opcode in _PAIRED and (send := paired_send(computation, instruction)):
                 value = _receive(instruction, into.sent.get(send), into)
@@ -224,7 +217,7 @@ class _Reader:
         handed_on = {
             result[0]: reduce(Value.part, part, operands[number])
             for result, number, part in told
-            if len(result) == 1
+            if len(result) == 1 and number < len(operands)
         }
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
@@ -235,7 +228,7 @@ class _Reader:
         def cost(name: str) -> tuple[float, float]:
             silent = replace(self, notes=[])
             trial = Nodes()
-            silent.read(self.module.computations[name], {}, [], trial)
+            silent.read(self.module.computation(name), {}, [], trial)
             tasks = list(walk(tuple(trial.nodes)))
             return sum(task.flops * count for task, count in tasks), sum(
                 task.bytes * count for task, count in tasks
@@ -248,7 +241,7 @@ class _Reader:
         )
         # the first operand selects the branch
         operand = operands[1 + instruction.called.index(best) :][:1]
-        return self.read(self.module.computations[best], {}, operand, into)
+        return self.read(self.module.computation(best), {}, operand, into)
 
     def _loop(
         self,

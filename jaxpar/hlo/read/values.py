@@ -54,7 +54,7 @@ class Value:
 
     def part(self, index: int) -> Value:
         """Return an element of a tuple, or the whole where its parts are not known separately."""
-        if index < len(self.parts):
+        if 0 <= index < len(self.parts):
             return self.parts[index]
         return self
 

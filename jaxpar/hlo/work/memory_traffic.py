@@ -126,7 +126,7 @@ def _fusion_traffic(
 
 
 def _outputs(inner: Computation) -> list[Instruction]:
-    root = inner.instructions[inner.root]
+    root = inner.result
     if root.opcode == "tuple":
         return inner.operands(root)
     return [root]
@@ -232,7 +232,7 @@ def copied_bytes(module: Module, computation: Computation, instruction: Instruct
       The bytes of one execution.
     """
     where = next(iter(module.called(instruction)), None)
-    root, where = (where.instructions[where.root], where) if where else (instruction, computation)
+    root, where = (where.result, where) if where else (instruction, computation)
     if root.base == "dynamic-update-slice":
         return where.instructions[root.operands[1]].shape.bytes
     return result_of(root).bytes

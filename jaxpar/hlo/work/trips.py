@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
+from jaxpar.base.errors import short
 from jaxpar.hlo.program.module import Computation, Instruction, Module
 
 Scalar = int  # or a bool
@@ -114,7 +115,7 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
     if len(module.called(loop)) < 2:
         return None  # the text was cut short
     condition, body = module.called(loop)
-    root = body.instructions[body.root]
+    root = body.result
     if root.opcode == "tuple":
         results = root.operands
     else:
@@ -175,7 +176,7 @@ def evaluate(
             case "parameter":
                 number = int(instruction.literal)
                 if arguments:
-                    return arguments[number]
+                    return arguments[number] if number < len(arguments) else None
                 return state.get(number)
             case "get-tuple-element":
                 is_state = source and source[0].opcode == "parameter" and not arguments
@@ -200,7 +201,12 @@ def evaluate(
             compute = None
         else:
             compute = _COMPUTE.get(name)
-        return compute(*values) if compute else None
+        if compute is None:
+            return None
+        try:
+            return compute(*values)
+        except TypeError as error:
+            raise ValueError(f"{short(instruction.name)} has {len(values)} operands") from error
 
     return value(name)
 
