@@ -28,6 +28,7 @@ from jaxpar.base.config import (
     ModelConfig,
     PrecisionConfig,
     TrainConfig,
+    override,
 )
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed
 from jaxpar.base.layout.plan import Plan
@@ -273,11 +274,15 @@ def test_flops_of_a_training_step_for_absent_tpus(config: Config) -> None:
 @needs_cuda
 def test_flops_of_a_training_step_for_absent_gpus() -> None:
     config = config_of("llama", "full", size=4, fsdp=4, tensor=2)
+    # where cuDNN is installed, auto would be its kernels, which compute other tiles
+    config = override(config, {"kernels.attention": "pallas_gpu"})
     found = program_of(config, "h100x8")
     assert_flops_as_expected(found, config, "cuda")
     assert_places_are_known(found)
     collectives = [task for task, _ in walk(found.nodes) if task.collective]
-    assert collectives and all(task.asynchronous for task in collectives)
+    # jaxlib 0.12 writes those that have nothing to go on beside as one instruction, and not as two
+    assert any(task.asynchronous for task in collectives)
+    assert all(task.asynchronous for task in collectives if task.opcode.endswith("-start"))
 
 
 def test_full_remat_runs_the_blocks_again_but_for_their_last_matmul() -> None:

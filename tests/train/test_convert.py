@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,4 +140,43 @@ def test_a_config_of_another_model_is_refused(hf_folder: Path, tmp_path: Path) -
     config = override(config_for(hf_folder), {"model.mlp": 64})
     with pytest.raises(UserError, match="mlp is 48 there and 64 here"):
         import_run(config, hf_folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_import_grows_the_vocabulary(
+    tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By rows that are the mean of the others, which the export has as well."""
+    model = Model(replace(MODEL, vocab_size=250, layers=1, tied_head=tied))
+    export_hf(jax.jit(model.init)(jax.random.key(7)), model, tmp_path / "hf")
+    config = override(config_for(tmp_path / "hf"), {"model.vocab_size": 260})
+    import_run(config, tmp_path / "hf", tmp_path / "run")
+    assert "10 tokens are new, ids 250 to 259" in capsys.readouterr().err
+    export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32")
+    want, found = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", tmp_path / "back")
+    )
+    assert want.keys() == found.keys()
+    grown = 0
+    for name, old in want.items():
+        new = found[name]
+        np.testing.assert_array_equal(new[: len(old)], old)
+        # float32 means of 250 rows, in another order
+        for row in new[len(old) :]:
+            np.testing.assert_allclose(row, old.mean(0), atol=1e-7)
+            grown += 1
+    assert grown == (10 if tied else 20)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 260
+
+
+def test_lora_learns_no_new_tokens_and_a_vocabulary_never_shrinks(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    config = override(config_for(hf_folder), {"model.vocab_size": 260, "model.lora.rank": 2})
+    with pytest.raises(UserError, match="LoRA trains no embedding"):
+        import_run(config, hf_folder, tmp_path / "run")
+    smaller = override(config_for(hf_folder), {"model.vocab_size": 200})
+    with pytest.raises(UserError, match="vocab_size is 256 there and 200 here"):
+        import_run(smaller, hf_folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,9 @@ from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
 from jaxpar.base.errors import UserError, read_json, with_urls
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.data.vocabulary.special_tokens import MODEL_CONFIG, TOKENIZER
+from jaxpar.data.vocabulary.tokenizer import load_tokenizer
 from jaxpar.models import Params, in_parts
+from jaxpar.models.grown_vocabulary import grow_vocabulary
 from jaxpar.models.hf import peft
 from jaxpar.models.hf.compressed import export_compressed
 from jaxpar.models.hf.export import export_hf
@@ -114,15 +116,58 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
 
     With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init`
-    names the folder of the model. A UserError says that the config has another model, that the
+    names the folder of the model. A vocabulary that is larger than the folder's gets new rows (see
+    `grow_vocabulary`), which is said. A UserError says that the config has another model, that the
     target holds another run or has already trained, or what is wrong with the checkpoint.
     """
+    rows = model_of(source).vocab_size
+    grows = config.model.vocab_size > rows
+    if grows and config.model.lora.rank:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} of a model of {rows} tokens: LoRA trains "
+            "no embedding, so new tokens would never be learned: leave it out, or train without "
+            "model.lora.rank"
+        )
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=with_urls(str(base))))
     experiment = make_experiment(config)
     require_new_run(target, config)
-    keep_import(experiment, load_params(source, experiment), source, target)
+    if grows:
+        params = _load_grown(source, experiment, rows)
+    else:
+        params = load_params(source, experiment)
+    keep_import(experiment, params, source, target)
+    _compare_tokenizer(target, config)
+
+
+def _load_grown(source: Path, experiment: Experiment, rows: int) -> Params:
+    """Load the parameters of a folder into a model with more tokens than its `rows`, and say so."""
+    config = experiment.config
+    theirs = replace(config, model=replace(config.model, vocab_size=rows))
+    params = load_params(source, make_experiment(theirs))
+    warn(
+        f"{config.model.vocab_size - rows} tokens are new, ids {rows} to "
+        f"{config.model.vocab_size - 1}: each begins as the mean of the {rows} that {source} has"
+    )
+    model = in_parts(experiment.model, "model.vocab_size")
+    return grow_vocabulary(params, rows, model, drop_stages(experiment.plan))
+
+
+def _compare_tokenizer(target: Path, config: Config) -> None:
+    """Say where the tokenizer of an import has tokens that the model has no rows for."""
+    if not (target / TOKENIZER).exists():
+        return
+    try:
+        tokens = load_tokenizer(target / TOKENIZER).vocab_size
+    except UserError:  # it is refused where it is first needed
+        return
+    rows = config.model.vocab_size
+    if tokens > rows:
+        warn(
+            f"the tokenizer has {tokens} tokens and the model {rows}, so a text with one of the "
+            f"others is refused: --model.vocab-size={tokens} gives them rows on import"
+        )
 
 
 def require_new_run(target: Path, config: Config) -> None:
