@@ -56,6 +56,16 @@ class WatchArgs:
 
 
 @dataclass(frozen=True)
+class CompareArgs:
+    """Two or more runs: what differs in their settings, how far each came, and their losses in one
+    picture. A folder stands for the runs in it.
+    """
+
+    out: str = "compare.png"
+    """Where the picture goes: a .png or .svg."""
+
+
+@dataclass(frozen=True)
 class VerifyArgs(ConfigArgs):
     """Loss and every gradient of a config's plan against one device, on a small model of the same
     kind.
@@ -131,6 +141,25 @@ def watch_command(words: list[str]) -> int:
 
         copy = copy_of(folder)
         watch(folder, args.once, copy.refresh_page if copy is not None else lambda: None)
+    return 0
+
+
+def compare_command(words: list[str]) -> int:
+    """jaxpar compare RUN|FOLDER ... [--out PNG]"""
+    from jaxpar.show import compare
+    from jaxpar.show.figures import save_figure
+    from jaxpar.train.runs.bucket import folder_here
+
+    count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    names = positional(compare_command.__doc__, CompareArgs(), words, max(count, 1), urls=True)
+    args = parse_words(compare_command.__doc__, CompareArgs(), words[count:])
+    check_folders(args.out)
+    runs = compare.read_runs({name: folder_here(name) for name in names})
+    for note in compare.notes(runs):
+        console().print(f"note: {note}")
+    console().print(compare.settings_table(runs))
+    save_figure(compare.comparison_figure(runs), Path(args.out))
+    console().print(f"wrote {args.out}")
     return 0
 
 

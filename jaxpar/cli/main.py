@@ -34,6 +34,7 @@ COMMANDS = {
     "watch": Command(
         "a run in the terminal: progress, losses, speed; its profile by line of the model"
     ),
+    "compare": Command("several runs: what differs in their settings, and their losses drawn"),
     "goodput": Command("what the time of a run went on, and how often to save", "goodput"),
     "verify": Command("compare a plan's loss and gradients with one device"),
     "generate": Command(

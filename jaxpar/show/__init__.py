@@ -6,5 +6,5 @@ one layer, `ring` a split sequence, `masks` what attention sees, `schedule` a pi
 `memory_bars` what fills a memory; `tables` has the same in words, `figures` writes pictures to
 files, and `show` is the command that puts them together. Of a rehearsal: `timeline`,
 `memory_timeline`, `task_graph`, and `compositions` for many of them. Of a run: `losses`, `watch`,
-`profile` and `goodput`.
+`profile` and `goodput`, and of several `compare`.
 """

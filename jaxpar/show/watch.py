@@ -22,6 +22,7 @@ from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_t
 from jaxpar.base.errors import UserError, visible, with_urls
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
+from jaxpar.show.compare import runs_in
 from jaxpar.train.goodput import add_up, read_lives
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.claims.run_lock import LOCK
@@ -89,9 +90,7 @@ def page(folder: Path, width: int) -> RenderableType:
     """
     if is_run(folder):
         return _run_page(folder, min(width, 100))
-    runs = [
-        path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))
-    ]
+    runs = runs_in(folder)
     if not runs:
         raise UserError(
             f"{folder} is no run folder, and has none in it: a run folder has a config.toml"
