@@ -1,4 +1,4 @@
-"""The tables of docs/verify.md and docs/pipeline.md: plans against one device, a row each."""
+"""The tables of docs/verified.md and docs/pipeline.md: plans against one device, a row each."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from jaxpar.verify.report import GradientRow, Verdict
 FLOOR = 0.1
 # The tolerance in float32: a gradient is a float32 sum of at most a few thousand products. In
 # another order it is off by a few ulps (6e-8), and a few dozen ops lie between it and the loss.
-# Over all plans of docs/verify.md the worst is 5.9e-6.
+# Over all plans of docs/verified.md the worst is 5.9e-6.
 FLOAT32 = 1e-5
 
 

@@ -51,7 +51,7 @@ def verified(family: str, mesh: str) -> verify.Verification:
 
 @pytest.mark.long
 def test_the_table_of_encoders(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the encoders' table of docs/verify.md."""
+    """Prints the encoders' table of docs/verified.md."""
     rows = (
         ([family, *words(mesh)], verified(family, mesh))
         for family in ("bert", "modernbert")

@@ -1,6 +1,6 @@
 """`verify` for every family, and for layers of several kinds, on every parallelism.
 
-The quick suite takes one; each of the listed ones has a row in the table of docs/verify.md.
+The quick suite takes one; each of the listed ones has a row in the table of docs/verified.md.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_a_plan_of_the_table(plan: Any) -> None:
 
 @pytest.mark.long
 def test_the_table_of_families(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the table of docs/verify.md."""
+    """Prints the table of docs/verified.md."""
     rows = (([plan[0], *words(plan)], verified(plan)) for plan in PLANS)
     assert not print_table(["model", "mesh", "with"], rows, capsys)
 

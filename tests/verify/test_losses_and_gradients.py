@@ -136,7 +136,7 @@ def test_the_plan_is_run_as_in_training() -> None:
 
 
 def test_an_error_of_a_few_times_the_tolerance_is_seen() -> None:
-    """The worst that rounding does in float32 is 3.6e-6 of a gradient (docs/verify.md). The limits
+    """The worst that rounding does in float32 is 3.6e-6 of a gradient (docs/verified.md). The limits
     are 1e-5 of it and 3e-6 of the loss; in bfloat16 three times the error of one device and 2^-7,
     and 2^-8 of the loss."""
     case = case_on(

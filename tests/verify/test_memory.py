@@ -184,7 +184,7 @@ def words(changes: Changes) -> str:
     ],
 )
 def test_the_table_of_memory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the rows of docs/memory.md."""
+    """Prints the rows of docs/verified.md."""
     base, mesh, kept = TABLES[name]
     case = case_of(base, mesh)
     want = reference(case)

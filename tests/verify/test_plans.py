@@ -2,7 +2,7 @@
 device.
 
 The fast suite takes plans drawn at random; each of the listed ones has a row in the table of
-docs/verify.md.
+docs/verified.md.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def test_a_plan_of_the_table(plan: Any) -> None:
 
 @pytest.mark.long
 def test_the_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the table of docs/verify.md."""
+    """Prints the table of docs/verified.md."""
     found = (verify.verify(config_of(*plan), jax.devices()) for plan in PLANS)
     rows = (
         ([plan[0], *words(*plan[1:])], result) for plan, result in zip(PLANS, found, strict=True)
