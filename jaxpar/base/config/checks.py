@@ -162,16 +162,11 @@ def _of_step(config: Config) -> Iterator[str]:
         )
     if seq_len > model.max_seq_len:
         yield f"data.seq_len={seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"
-    if batch % parts:
-        shards = batch_shards(config)
-        fitting = f"try train.batch={fitting_batch(config, shards or 1)}"
-        if not shards:
-            fitting += (
-                f", or where several devices share it a multiple of {parts} times their number"
-            )
+    # where the devices decide how many share a batch, the plan is asked
+    if batch % parts and (shards := batch_shards(config)):
         yield (
             f"train.batch={batch} does not split into train.accumulation={parts} microbatches: "
-            f"{fitting}"
+            f"try train.batch={fitting_batch(config, shards)}"
         )
 
 

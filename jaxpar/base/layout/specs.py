@@ -96,10 +96,11 @@ def make_spec(
         pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)
         if shape is not None and shape[dim] % pieces:
             sizes: dict[MeshAxis, int] = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in split}
-            raise UserError(
+            raise DoesNotDivide(
                 f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {describe(sizes)} "
-                f"does not divide: try {_fitting_sizes(shape[dim], sizes)}, or take {split[-1]} "
-                f"out of rules.{axis}"
+                "does not divide",
+                _fitting_sizes(shape[dim], sizes),
+                f"take {split[-1]} out of rules.{axis}",
             )
         if not split:
             entries.append(None)
@@ -112,7 +113,25 @@ def make_spec(
     return P(*entries)
 
 
-def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
+class DoesNotDivide(UserError):
+    """Mesh axes do not divide a dim of an array."""
+
+    def __init__(self, what: str, fits: Mapping[MeshAxis, int], otherwise: str):
+        """Say it, and what to try.
+
+        Args:
+          what: which axes do not divide what.
+          fits: smaller sizes that divide this dim.
+          otherwise: what else may be done.
+        """
+        tried = " ".join(f"mesh.{axis}={size}" for axis, size in fits.items())
+        super().__init__(f"{what}: try {tried}, or {otherwise}")
+        self.what = what
+        self.fits = fits
+        self.otherwise = otherwise
+
+
+def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> dict[MeshAxis, int]:
     """Smaller sizes of mesh axes that divide a dim; the outermost axes are kept as large as can
     be.
     """
@@ -120,7 +139,7 @@ def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
     for axis, present in sizes.items():
         fits[axis] = largest_divisor(size, present)
         size //= fits[axis]
-    return " ".join(f"mesh.{axis}={fit}" for axis, fit in fits.items() if fit < sizes[axis])
+    return {axis: fit for axis, fit in fits.items() if fit < sizes[axis]}
 
 
 def require_axes(axes: object, what: str) -> None:

@@ -214,9 +214,14 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
             f"({' x '.join(rules.stage)}): leave rules.layers empty"
         )
     check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
+    groups = -(-layers // kinds)
+    if layers < plan.size("stage") and not plan.pipeline.layers:
+        raise UserError(
+            f"model.layers={layers} are fewer than {plan.size('stage')} stages: try "
+            f"mesh.stage={groups}"
+        )
     counts = layers_of(layers, plan.size("stage"), plan.pipeline).counts
     if any(sum(counts[:k]) % kinds for k in range(len(counts))):
-        groups = -(-layers // kinds)
         fits = [kinds * n for n in _even_layers(groups, len(counts))]
         fits[-1] -= -layers % kinds
         if groups >= len(counts):

@@ -64,6 +64,11 @@ def check_batch(experiment: Experiment) -> None:
     seq_len = config.data.seq_len
     shards = plan.size("batch")
     microbatch = experiment.sequences
+    if train.batch % train.accumulation:
+        raise UserError(
+            f"train.batch={train.batch} does not split into train.accumulation="
+            f"{train.accumulation} microbatches: try train.batch={fitting_batch(config, shards)}"
+        )
     if microbatch % shards:
         fitting = fitting_batch(config, shards)
         raise UserError(

@@ -16,8 +16,9 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.config.hidden_pairs import read_pairs
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_settings import require_usual_settings
-from jaxpar.base.layout.mesh import make_mesh
+from jaxpar.base.layout.mesh import MeshAxis, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.specs import DoesNotDivide
 from jaxpar.base.process.runtime import start
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.hidden import Projections
@@ -85,7 +86,30 @@ def make_experiment(
         model = Model(config.model)
     if devices is None:
         devices = start(config.mesh)
-    return _assemble(config, devices, model, optimizer, corpus)
+    try:
+        return _assemble(config, devices, model, optimizer, corpus)
+    except DoesNotDivide as error:
+        fits = _fitting_mesh(error, config, devices, model)
+        raise DoesNotDivide(error.what, fits, error.otherwise) from error
+
+
+def _fitting_mesh(
+    error: DoesNotDivide, config: Config, devices: list[jax.Device], model: AnyModel
+) -> dict[MeshAxis, int]:
+    """Return smaller sizes of mesh axes that divide all dims, and not just those of one array."""
+    fits = dict(error.fits)
+    while True:
+        smaller = replace(config, mesh=replace(config.mesh, **fits))
+        sizes = vars(smaller.mesh)
+        needed = len(devices) if -1 in sizes.values() else devices_needed(smaller.mesh)
+        try:
+            _assemble(smaller, devices[:needed], model, None, None)
+        except DoesNotDivide as another:
+            fits |= another.fits
+        except UserError:  # it is refused for something else, which is said then
+            return fits
+        else:
+            return fits
 
 
 def with_config(
