@@ -75,6 +75,21 @@ def check_folders(*files: str | Path) -> None:
             raise UserError(f"cannot write {file}: there is no folder {Path(file).parent}")
 
 
+def check_pictures(*files: str | Path) -> None:
+    """Refuse, before minutes of work, pictures that cannot be written.
+
+    Args:
+      *files: the paths; empty = no picture.
+
+    Raises:
+      UserError: a path is a URL, its folder is not there, or it ends in neither `.png` nor `.svg`.
+    """
+    check_folders(*files)
+    for file in files:
+        if file and Path(file).suffix not in (".png", ".svg"):
+            raise UserError(f"cannot draw {file}: a picture is a .png or an .svg")
+
+
 def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
     """Write the first lines of a run: versions, devices, mesh and precision, and what else is
     given.

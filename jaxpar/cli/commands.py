@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.config.checks import check
-from jaxpar.base.console import check_folders, console
+from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import load_mesh_preset
@@ -153,7 +153,7 @@ def compare_command(words: list[str]) -> int:
     count = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
     names = positional(compare_command.__doc__, CompareArgs(), words, max(count, 1), urls=True)
     args = parse_words(compare_command.__doc__, CompareArgs(), words[count:])
-    check_folders(args.out)
+    check_pictures(args.out)
     runs = compare.read_runs({name: folder_here(name) for name in names})
     for note in compare.notes(runs):
         console().print(f"note: {note}")

@@ -190,8 +190,10 @@ def _rehearse_sweep(name: str, args: SweepArgs, trials: dict[str, Any]) -> int:
     folder = Path(args.run or f"runs/{name}_sweep_{plain_name(args.target)}")
     points = rehearse_trials(trials, target, folder, console().print)
     console().print(points_table(points))
-    console().print(f"wrote {folder / 'results.csv'} and {folder / 'results.png'}")
-    return int(all(point.figures is None for point in points))
+    refused = all(point.figures is None for point in points)
+    picture = "" if refused else f" and {folder / 'results.png'}"
+    console().print(f"wrote {folder / 'results.csv'}{picture}")
+    return int(refused)
 
 
 def split_over(words: list[str]) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from jaxpar.base.config import Config, load_config
-from jaxpar.base.console import check_folders, console
+from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.errors import UserError, visible
 from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
@@ -96,6 +96,7 @@ def rehearse_command(words: list[str]) -> int:
         raise UserError("--unfused has no effect without --graph FILE.json, which it adds to")
     outputs = _outputs(args)
     check_folders(*outputs, args.order)
+    check_pictures(args.picture, args.memory, args.graph_picture)
     before = None
     other = None
     if args.against.endswith(".json"):

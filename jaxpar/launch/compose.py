@@ -111,7 +111,8 @@ def rehearse_trials(
     folder: Path,
     say: Say = lambda line: None,
 ) -> list[Point]:
-    """Rehearse each combination of a sweep; write `results.csv` and `results.png`.
+    """Rehearse each combination of a sweep; write `results.csv` and, where one
+    could be, `results.png`.
 
     Args:
       trials: for each combination of settings its config, or why there is none.
@@ -123,19 +124,24 @@ def rehearse_trials(
       How each came out, in the order of `trials`.
 
     Raises:
-      UserError: the folder is none, or cannot be written.
+      UserError: the folder is none or cannot be written, or the target's compiler is not here.
     """
     from jaxpar.show.compositions import sweep_points_figure  # matplotlib, for a picture alone
     from jaxpar.show.figures import save_figure
 
     require_local(folder)
+    target.devices()  # a compiler that is missing is said once
     points = list[Point]()
     for name, config in trials.items():
         point = _trial(name, config, target, folder, say)
         points.append(point)
         say(f"[{len(points)}/{len(trials)}] {point_line(point)}")
     _write_points(points, folder / "results.csv")
-    save_figure(sweep_points_figure(points, f"rehearsed on {target.name}"), folder / "results.png")
+    if any(point.figures for point in points):
+        title = f"rehearsed on {target.name}"
+        save_figure(sweep_points_figure(points, title), folder / "results.png")
+    else:
+        say("no combination could be rehearsed, so there is no picture")
     return points
 
 

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from jaxpar.base.console import check_folders
+from jaxpar.base.console import check_pictures
 from jaxpar.base.errors import UserError, visible
 from jaxpar.base.whole_files import replacing
 from jaxpar.show.losses import loss_figure, sweep_figure
@@ -34,12 +34,12 @@ def save_figure(figure: Figure, path: Path) -> None:
 
     Args:
       figure: the picture. Its texts are changed so that they are drawn as they stand.
-      path: the file, an SVG where it ends in `.svg` and else a PNG.
+      path: the file, a `.png` or an `.svg`.
 
     Raises:
-      UserError: the file cannot be written, or its folder is not there.
+      UserError: it is neither, its folder is not there, or it cannot be written.
     """
-    check_folders(path)
+    check_pictures(path)
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_parse_math(False)  # a name may have two dollars in it

@@ -6,6 +6,7 @@ Nothing here knows a model: other parameters and other named activations make an
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,10 +38,23 @@ _HEADING = 0.45
 
 
 class Panel(NamedTuple):
-    """An array of a layer, and a line to show below its name."""
+    """Arrays of a layer that lie alike, and a line to show below their names."""
 
     row: Placement
+    """The first of them."""
     says: str
+    names: tuple[str, ...]
+
+
+def _each_once(panels: Sequence[Panel]) -> list[Panel]:
+    """Join arrays of one shape that lie alike, whose pictures would be the same."""
+    found = dict[tuple[object, ...], Panel]()
+    for panel in panels:
+        row = panel.row
+        key = (row.shape, row.axes, str(row.spec), panel.says)
+        first = found.get(key, panel._replace(names=()))
+        found[key] = first._replace(names=first.names + panel.names)
+    return list(found.values())
 
 
 def layer_figure(experiment: Experiment, title: str) -> Figure:
@@ -63,8 +77,8 @@ def layer_figure(experiment: Experiment, title: str) -> Figure:
     matrices = _matrices(experiment)
     made, local = _activations(activations(experiment), plan)
     groups = {
-        "matrices of one layer, as they are stored": matrices,
-        "activations of one layer, for one microbatch": made,
+        "matrices of one layer, as they are stored": _each_once(matrices),
+        "activations of one layer, for one microbatch": _each_once(made),
     }
     lines = [-(-len(panels) // _COLUMNS) for panels in groups.values()]
     figure = Figure(
@@ -101,7 +115,7 @@ def _matrices(experiment: Experiment) -> list[Panel]:
     )
     rows = sorted(placements(layer, axes, plan), key=lambda row: -row.bytes)
     return [
-        Panel(row, f"{bytes_text(row.bytes_per_device)} a device")
+        Panel(row, f"{bytes_text(row.bytes_per_device)} a device", (row.name,))
         for row in rows
         if is_matrix(row.axes)
     ]
@@ -123,7 +137,8 @@ def _activations(found: Sequence[Activation], plan: Plan) -> tuple[list[Panel], 
             continue
         spec = plan.sharding(axes, one.shape, one.name).spec
         row = Placement(one.name, one.shape, axes, spec, one.bytes, whole)
-        panels.append(Panel(row, f"{bytes_text(one.bytes)} a device, {_WORDS[one.action]}"))
+        says = f"{bytes_text(one.bytes)} a device, {_WORDS[one.action]}"
+        panels.append(Panel(row, says, (one.name,)))
     return panels, local
 
 
@@ -133,6 +148,7 @@ def _draw_panels(part: SubFigure, panels: Sequence[Panel], plan: Plan) -> None:
     for axes, panel in zip(grid, panels, strict=False):
         draw_array(axes, panel.row, plan)
         shape = " x ".join(map(str, panel.row.shape))
-        axes.set_title(f"{panel.row.name}  {shape}\n{panel.says}", fontsize=10)
+        names = textwrap.fill(f"{', '.join(panel.names)}  {shape}", 48)
+        axes.set_title(f"{names}\n{panel.says}", fontsize=10)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -62,25 +62,34 @@ def mask_figure(masks: Mapping[str, Mask], tiles: Tiles) -> Figure:
 
 
 def masks_of_layers(config: ModelConfig) -> dict[str, Mask]:
-    """The masks of a model's kinds of layers, by the layers that have each: `layers 0, 2, 4`.
+    """The different masks of a model's layers, each by its words and the layers that have it.
 
     Args:
       config: the model.
 
     Returns:
-      The masks by the layers that have each: `layers 0, 2, 4`, or `all layers` where there is one
-      kind.
+      The masks by what they are called: `causal & window(1024), layers 0, 2, 4`, or
+      `causal, all layers` where there is one.
     """
-    found = {}
     kinds = layer_masks(config)
-    for kind, mask in enumerate(kinds):
-        layers = [str(layer) for layer in range(kind, config.layers, len(kinds))]
-        shown = layers[:_MOST_LAYERS] + ["..."] * (len(layers) > _MOST_LAYERS)
-        if len(kinds) == 1:
-            found["all layers"] = mask
-        elif layers:
-            found[f"layer{'s' * (len(layers) > 1)} {', '.join(shown)}"] = mask
-    return found
+    layers_of = dict[Mask, list[int]]()
+    words = dict[Mask, str]()
+    for layer in range(config.layers):
+        kind = layer % len(kinds)
+        layers_of.setdefault(kinds[kind], []).append(layer)
+        words.setdefault(kinds[kind], config.masks[kind])
+    return {
+        f"{words[mask]}\n{_layers_text(layers, config.layers)}": mask
+        for mask, layers in layers_of.items()
+    }
+
+
+def _layers_text(layers: Sequence[int], count: int) -> str:
+    if len(layers) == count:
+        return "all layers"
+    shown = [str(layer) for layer in layers[:_MOST_LAYERS]]
+    more = ["..."] if len(layers) > _MOST_LAYERS else []
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join([*shown, *more])}"
 
 
 def tiles_to_draw(length: int) -> Tiles:
@@ -146,8 +155,8 @@ def _draw_mask(axes: Axes, name: str, mask: Mask, tiles: Tiles) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     visited = np.mean(states != EMPTY)
-    words = textwrap.fill(str(mask), 46)
-    axes.set_title(f"{name}\n{words}\n{visited:.0%} of the tiles are computed", fontsize=10)
+    words = "\n".join(textwrap.fill(line, 46) for line in name.split("\n"))
+    axes.set_title(f"{words}\n{visited:.0%} of the tiles are computed", fontsize=10)
     axes.spines[:].set_visible(False)
 
 

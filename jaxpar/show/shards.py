@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -96,9 +97,10 @@ def draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
     edge = min(1, 0.4 * high, 0.4 * wide)
     texts, size = _labels(list(holders.values()), high, wide)
     for devices, span, text in zip(holders.values(), spans, texts, strict=True):
-        _draw_shard(axes, span, _tint(devices[0], len(ids)), edge)
+        tint = _tint(devices[0], len(ids))
+        _draw_shard(axes, span, tint, edge)
         if text:
-            _write(axes, span, text, size)
+            _write(axes, span, text, size, _letters_on(tint))
     _draw_axis(axes.yaxis, axes.axhline, row, down, list(holders), edge, most=16)
     _draw_axis(axes.xaxis, axes.axvline, row, across, list(holders), edge, most=4)
     axes.set(xlim=(0, _units(row, across)), ylim=(_units(row, down), 0))
@@ -148,7 +150,15 @@ def _draw_shard(axes: Axes, span: _Spans, tint: Color, edge: float) -> None:
     axes.add_patch(shard)
 
 
-def _write(axes: Axes, span: _Spans, text: str, size: int) -> None:
+def _letters_on(tint: Color) -> str:
+    """The colour of letters that can be read on another, as it lies on white paper."""
+    *parts, alpha = to_rgba(tint)
+    red, green, blue = (1 - alpha * (1 - part) for part in parts)
+    luminance = 0.299 * red + 0.587 * green + 0.114 * blue  # ITU-R BT.601
+    return "black" if luminance > 0.5 else "white"
+
+
+def _write(axes: Axes, span: _Spans, text: str, size: int, color: str) -> None:
     """Write a label in the middle of a shard."""
     axes.text(
         sum(span.across) / 2,
@@ -157,6 +167,7 @@ def _write(axes: Axes, span: _Spans, text: str, size: int) -> None:
         ha="center",
         va="center",
         fontsize=size,
+        color=color,
     )
 
 

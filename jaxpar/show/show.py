@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpar.base.config import Config
-from jaxpar.base.console import check_folders, console, count_text
+from jaxpar.base.console import check_pictures, console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.base.layout.placements import placements
@@ -50,7 +50,7 @@ def show(
     Raises:
       UserError: the model does not fit the mesh, or a picture cannot be written.
     """
-    check_folders(picture, *filter(None, (layer, masks, memory)))
+    check_pictures(picture, *filter(None, (layer, masks, memory)))
     mesh = replace(config.mesh, platform="cpu", distributed=False)
     auto = "overlap auto: shown as xla, without Domino; train and rehearse choose"
     notes = [auto] if config.overlap.is_open else []
@@ -119,7 +119,7 @@ def show_schedule(config: Config, picture: Path) -> None:
       UserError: the mesh has one stage, there can be no such pipeline, or the picture cannot be
         written.
     """
-    check_folders(picture)
+    check_pictures(picture)
     name = config.pipeline.schedule
     v = config.pipeline.virtual
     mesh = config.mesh

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from jaxpar.base.errors import UserError
@@ -71,8 +72,12 @@ def task_graph_figure(report: Rehearsal) -> Figure:
         drawn.update(played["phases"])
         colors = COLORS | PHASES
     handles = [Patch(color=color, label=name) for name, color in colors.items() if name in drawn]
-    handles.append(Patch(color=_CRITICAL, label="critical path"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=9, frameon=False, fontsize=9)
+    if not drawn <= colors.keys():
+        handles.append(Patch(color=REST, label="other"))
+    if body.tasks:
+        handles.append(Patch(edgecolor=_CRITICAL, fill=False, label="critical path"))
+        handles.append(Line2D([], [], color=_EDGE, label="one waits for the other"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=7, frameon=False, fontsize=9)
     return figure
 
 

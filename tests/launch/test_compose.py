@@ -111,6 +111,29 @@ def test_a_sweep_has_the_reasons_of_what_is_refused(
     assert (tmp_path / "results.png").stat().st_size > 5_000
 
 
+def test_a_sweep_without_its_compiler_is_refused_once(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_here(self: Target) -> None:
+        raise UserError("target v5e-8 needs libtpu")
+
+    monkeypatch.setattr(Target, "devices", none_here)
+    trials = {"mesh.tensor=2": load_config("gpt2_124m"), "mesh.tensor=4": load_config("tiny")}
+    with pytest.raises(UserError, match="needs libtpu"):
+        compose.rehearse_trials(trials, target, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_of_nothing_but_refusals_has_no_picture(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Compiler(monkeypatch)
+    said = list[str]()
+    compose.rehearse_trials({"mesh.tensor=5": UserError("too odd")}, target, tmp_path, said.append)
+    assert said[-1] == "no combination could be rehearsed, so there is no picture"
+    assert [file.name for file in tmp_path.iterdir()] == ["results.csv"]
+
+
 def test_the_small_form_keeps_what_is_computed() -> None:
     base = load_config("llama32_1b")
     changes = {"model.masks": ["bigbird", "causal"], "precision.moments": "bfloat16"}

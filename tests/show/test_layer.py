@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from traced_steps import config_of
 
@@ -19,19 +22,28 @@ def experiment_of(config: Config) -> Experiment:
 
 
 def panels(figure: Figure) -> dict[str, tuple[str, int]]:
-    """The second line and the number of shards of each panel, by its title's first line."""
+    """The last line of a panel's title and its number of shards, by each name that it has, with the
+    shape.
+    """
     found = {}
-    for part in figure.subfigs:
-        for axes in part.axes:
-            name, _, says = axes.get_title().partition("\n")
-            if axes.get_visible():
-                found[name] = (says, len(axes.patches))
+    for axes in figure_axes(figure):
+        *lines, says = axes.get_title().split("\n")
+        names, shape = re.split(r"\s+(?=\d)", " ".join(lines), maxsplit=1)
+        for name in names.split(", "):
+            found[f"{name}  {shape}"] = (says, len(axes.patches))
     return found
+
+
+def figure_axes(figure: Figure) -> list[Axes]:
+    return [axes for part in figure.subfigs for axes in part.axes if axes.get_visible()]
 
 
 def test_every_matrix_and_activation_lies_where_the_plan_says() -> None:
     experiment = experiment_of(config_of("llama", "full", fsdp=4, tensor=2))
-    found = panels(layer_figure(experiment, "a title"))
+    figure = layer_figure(experiment, "a title")
+    found = panels(figure)
+    drawn = [axes.get_title() for axes in figure_axes(figure)]
+    assert any(title.startswith("gate, up  ") for title in drawn), "alike, so drawn once"
     blocks = experiment.state.params["blocks"]
     for name, array in blocks.items():
         if hasattr(array, "ndim") and array.ndim > 2:

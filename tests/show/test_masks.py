@@ -34,9 +34,17 @@ def test_each_mask_has_its_tiles() -> None:
 def test_kinds_of_layers_have_a_panel_each() -> None:
     model = load_config("gemma2_9b").model
     names = list(masks_of_layers(replace(model, layers=5)))
-    assert names == ["layers 0, 2, 4", "layers 1, 3"]
-    assert next(iter(masks_of_layers(model))) == "layers 0, 2, 4, 6, 8, 10, ..."
-    assert list(masks_of_layers(load_config("llama3_8b").model)) == ["all layers"]
+    assert names == ["window(4096)\nlayers 0, 2, 4", "causal\nlayers 1, 3"]
+    assert next(iter(masks_of_layers(model))).endswith("\nlayers 0, 2, 4, 6, 8, 10, ...")
+    assert list(masks_of_layers(load_config("llama3_8b").model)) == ["causal\nall layers"]
+
+
+def test_equal_masks_are_drawn_once() -> None:
+    """Gemma 3 has five local layers before each global one."""
+    model = replace(load_config("gemma3_1b").model, layers=12)
+    local, whole = masks_of_layers(model)
+    assert local.startswith("window(512)") and "\nlayers 0, 1, 2, 3, 4, 6, ..." in local
+    assert whole == "causal\nlayers 5, 11"
 
 
 @pytest.mark.parametrize(("length", "block"), [(12, 1), (128, 16), (8192, 128), (131_072, 2048)])

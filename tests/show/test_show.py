@@ -4,6 +4,7 @@ of its pipeline.
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -223,3 +224,12 @@ def test_a_pipeline_that_there_cannot_be(config, message, picture):
     with pytest.raises(UserError, match=message):
         show_schedule(config, picture)
     assert not list(picture.parent.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--layer", "--masks", "--memory", "--out"])
+def test_a_picture_is_a_png_or_an_svg(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", "tiny", flag, str(tmp_path / "layer.txt")]) == 2
+    assert "layer.txt: a picture is a .png or an .svg" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
