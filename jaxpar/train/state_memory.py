@@ -157,8 +157,8 @@ def _update_bytes(experiment: Experiment) -> int:
 
 
 def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> int:
-    """Return the bytes of new parameters that are gathered beside the old ones, where the state is
-    split further than they are (ZeRO-1).
+    """Return the bytes of new parameters that are gathered beside the old ones, and of the new
+    pieces that wait for it, where the state is split further than they are (ZeRO-1).
 
     What is updated where it lies takes the old one's place; what a gather makes does not, and the
     compiler gathers all of them before an old one is let go. Where the state streams, they go layer
@@ -168,9 +168,11 @@ def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> 
     def one(param: Shape, axes: Axes, by_layer: bool) -> int:
         shape = param.sharding.shard_shape(param.shape)
         held = math.prod(shape)
-        if _local_entries(param.shape, axes, plan) == held:
+        piece = _local_entries(param.shape, axes, plan)
+        if piece == held:
             return 0
-        return math.prod(shape[1:] if by_layer else shape) * param.dtype.itemsize
+        layers = shape[0] if by_layer else 1
+        return (held + piece) // layers * param.dtype.itemsize
 
     streamed = _stacked_parts(trained, model) if plan.streams else set[str]()
     total = 0

@@ -597,10 +597,10 @@ def test_the_memory_account_has_the_matrices_that_muon_gathers() -> None:
 
 
 def test_the_memory_account_has_the_parameters_that_zero_1_gathers() -> None:
-    """The new ones, which stand beside the old ones until all are there."""
+    """The new ones, which stand beside the old ones until all are there, and their pieces."""
     experiment = make_experiment(config("lion", data=8), jax.devices())
     gathered = local_bytes(experiment.state.params)
-    assert state_bytes(experiment, "tpu").update == gathered
+    assert state_bytes(experiment, "tpu").update == gathered + gathered // 8
     whole = override(experiment.config, {"rules.state_embed": ()})
     assert state_bytes(make_experiment(whole, jax.devices()), "tpu").update == 0
 
