@@ -42,6 +42,8 @@ def assert_skips(target: str, pattern: str) -> None:
     whose work is known where the pattern is.
     """
     config = override(Config(), SMALL | {"model.sparsity.pattern": pattern})
+    if target.startswith("h100"):  # where cuDNN is installed, auto has two kernels and not three
+        config = override(config, {"kernels.attention": "pallas_gpu"})
     step = compile_step(config, load_target(target))
     program = read_program(step.compiled.text)
     kernels = Counter(task.flops for task, _ in walk(program.nodes) if task.kind == "kernel")

@@ -22,6 +22,7 @@ from jaxpar.base.config import (
     ModelConfig,
     PrecisionConfig,
     TrainConfig,
+    override,
 )
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
@@ -194,14 +195,16 @@ def test_a_report_for_absent_tpus(family, monkeypatch):
 
 @needs_cuda
 def test_a_report_for_absent_gpus(monkeypatch):
-    report = report_of(CONFIG, "h100x8", monkeypatch)
-    assert_consistent(report, CONFIG, 8)
-    assert_utilisation_adds_up(report, CONFIG)
+    layers = 4  # of two jaxlib 0.12 makes no loop, and so no stack of what is kept
+    config = override(CONFIG, {"model.layers": layers})
+    report = report_of(config, "h100x8", monkeypatch)
+    assert_consistent(report, config, 8)
+    assert_utilisation_adds_up(report, config)
     assert_all_planned(report)
     assert report["time"]["estimated_without_cycles"] == 1.0
     assert report["time"]["idle"] > 0, "launches"
     # A device's part of the residual stream for each layer, in bfloat16.
-    assert report["memory"]["categories"]["activations"] == LAYERS * 2 * BATCH * SEQ * EMBED // 8
+    assert report["memory"]["categories"]["activations"] == layers * 2 * BATCH * SEQ * EMBED // 8
 
 
 def test_a_report_of_what_the_cpus_compiler_makes(monkeypatch):
