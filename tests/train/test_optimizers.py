@@ -608,7 +608,11 @@ def test_the_memory_account_has_the_parameters_that_zero_1_gathers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_what_muons_step_works_with_is_what_the_compiler_says(mesh: dict[str, int]) -> None:
-    """Within 10 %: on a TPU's memory the rest are the tables' steps, which fuse into little."""
+    """Within 10 % by libtpu 0.0.42.1: on a TPU's memory the rest are the tables' steps, which fuse
+    into little. libtpu 0.0.50.1 begins the steps of other matrices early, and so holds 22 % and
+    50 % more; a budget learns that from the first program that it compiles.
+    """
+    early = jax.__version_info__ >= (0, 11)
     target = load_target("v5e-8")
     changes = {"optimizer.name": "muon", "model.layers": 4}
     one = override(load_config("llama32_1b"), changes | {f"mesh.{k}": v for k, v in mesh.items()})
@@ -632,4 +636,4 @@ def test_what_muons_step_works_with_is_what_the_compiler_says(mesh: dict[str, in
     lowered = jitted.trace(params, state.opt_state, grads).lower(lowering_platforms=("tpu",))
     stats = lowered.compile().memory_analysis()
     works_with = stats.peak_memory_in_bytes - stats.argument_size_in_bytes
-    assert works_with == pytest.approx(state_bytes(experiment, "tpu").update, rel=0.1)
+    assert 0.9 <= works_with / state_bytes(experiment, "tpu").update <= (1.6 if early else 1.1)
