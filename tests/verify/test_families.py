@@ -129,14 +129,12 @@ def verified(plan: Plan) -> verify.Verification:
     return verify.verify(override(Config(), COMMON | MODELS[model] | sizes | changes))
 
 
+WHY_REFUSED = (
+    "XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library refuses the "
+    "program"
+)
 REFUSED = pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11),
-    reason=(
-        "XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library "
-        "refuses the program"
-    ),
-    raises=UserError,
-    strict=True,
+    jax.__version_info__ >= (0, 11), reason=WHY_REFUSED, raises=UserError, strict=True
 )
 
 
@@ -158,7 +156,12 @@ def test_a_family_gives_the_gradients_of_one_device(plan: Plan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", a_third(PLANS[len(FAST) :]))
 def test_a_plan_of_the_table(plan: Any) -> None:
-    found = verified(plan)
+    try:
+        found = verified(plan)
+    except UserError as error:
+        if jax.__version_info__ >= (0, 11) and "mix up their collectives" in str(error):
+            pytest.xfail(WHY_REFUSED)
+        raise
     assert found.equal, str(found)
 
 
