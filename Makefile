@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-kernels test-newest newest-checks presets docs docs-serve release lint types clean
+.PHONY: setup demo test test-slow test-kernels test-newest newest-checks presets notebooks docs docs-serve release lint types clean
 
 setup:
 	rm -f $(STAMP)
@@ -75,6 +75,10 @@ newest-checks: $(STAMP)
 	$(BIN)/jaxpar doctor
 	$(MAKE) types
 	$(PYTEST) --drawn $(DRAWN) -m "matrix or not slow and not long"
+
+# What the notebooks print and draw, kept in them, as GitHub shows it.
+notebooks: $(STAMP)
+	$(BIN)/python tests/run_notebooks.py
 
 # Every preset on its target, by the compilers at hand; AGAINST=FILE.json sets those of another version beside them.
 presets: $(STAMP)

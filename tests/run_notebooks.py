@@ -10,6 +10,7 @@ out.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 import tempfile
@@ -85,8 +86,10 @@ def main() -> None:
             folder = Path(name).resolve()
             os.environ["IPYTHONDIR"] = str(folder / "ipython")
             os.environ["HF_HOME"] = str(folder / "hub")
+            metadata = copy.deepcopy(notebook.metadata)  # which has no version of this Python
             execute(notebook, folder)
             keep_outputs(notebook, folder)
+            notebook.metadata = metadata
         nbformat.write(notebook, path)
         print(f"{path.name}: {path.stat().st_size:,} bytes")
 

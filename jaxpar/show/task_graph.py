@@ -71,7 +71,9 @@ def task_graph_figure(report: Rehearsal) -> Figure:
     if rows_of(played)[0] == "phase":
         drawn.update(played["phases"])
         colors = COLORS | PHASES
-    handles = [Patch(color=color, label=name) for name, color in colors.items() if name in drawn]
+    handles: list[Patch | Line2D] = [
+        Patch(color=color, label=name) for name, color in colors.items() if name in drawn
+    ]
     if not drawn <= colors.keys():
         handles.append(Patch(color=REST, label="other"))
     if body.tasks:
