@@ -5,6 +5,7 @@ this Python.
 import ast
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def overlap(notebook: NotebookNode) -> None:
     if find_spec("libtpu"):
         waits = numbers(printed(notebook, "tpu"), r"([\d.]+) waiting")
         # what a ring hides, and one both ways; libtpu 0.0.50.1 lets neither wait
-        assert waits[0] > 4 * waits[1] and waits[1] >= 2 * waits[2]
+        assert waits[0] > 4 * waits[1] and (waits[1] > 2 * waits[2] or not waits[1])
         assert pictures(notebook) == {"tpu", "zigzag", "long"}
     else:
         assert "no picture: target v5e-8 needs" in printed(notebook, "tpu")
@@ -127,7 +128,8 @@ def memory_budget(notebook: NotebookNode) -> None:
     kept, some, recomputed, away = (reason for _, reason in chosen)
     assert kept.startswith("save block_input") and "recompute" not in kept
     assert "save" in some and "recompute" in some and "offload" not in some
-    assert "recompute" in recomputed  # and, as jaxlib 0.12 compiles it, a GiB is offloaded too
+    # as jaxlib 0.12 compiles it, a GiB is offloaded too
+    assert "recompute" in recomputed and ("offload" in recomputed) == (version("jax") >= "0.11")
     assert away.startswith("offload block_input")
     compiled = numbers(printed(notebook, "budget"), r"compiled ([\d.]+) GiB")
     assert compiled[-1] <= 5 and compiled[-2] <= 6

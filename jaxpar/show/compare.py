@@ -18,7 +18,7 @@ from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, short, visible
 from jaxpar.base.toml import flatten
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
+from jaxpar.train.runs.folder.run_folder import read_run_config, runs_in
 
 _MOST_COLUMNS = 8
 """Runs that a table of settings has beside each other."""
@@ -42,15 +42,6 @@ class Compared(NamedTuple):
         return step * self.config.train.batch * self.config.data.seq_len
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """Return the run folders in a folder and in its subfolders; a run folder is its own."""
-    if is_run(folder):
-        return [folder]
-    return [
-        path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))
-    ]
-
-
 def read_runs(folders: Mapping[str, Path]) -> list[Compared]:
     """Read the settings and the metrics of some runs.
 
@@ -65,12 +56,7 @@ def read_runs(folders: Mapping[str, Path]) -> list[Compared]:
     """
     found = dict[Path, str]()
     for given, folder in folders.items():
-        runs = runs_in(folder)
-        if not runs:
-            raise UserError(
-                f"{given} is no run folder, and has none in it: a run folder has a config.toml"
-            )
-        for run in runs:
+        for run in runs_in(folder):
             below = run.relative_to(folder)
             name = given if run == folder else f"{given.rstrip('/')}/{below}"
             found.setdefault(run.resolve(), name)

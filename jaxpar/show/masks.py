@@ -68,8 +68,8 @@ def masks_of_layers(config: ModelConfig) -> dict[str, Mask]:
       config: the model.
 
     Returns:
-      The masks by what they are called: `causal & window(1024), layers 0, 2, 4`, or
-      `causal, all layers` where there is one.
+      The masks by what they are called, in two lines: `window(1024)` and `layers 0, 2, 4`, or
+      `causal` and `all layers` where there is one.
     """
     kinds = layer_masks(config)
     layers_of = dict[Mask, list[int]]()

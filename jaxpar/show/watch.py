@@ -22,11 +22,10 @@ from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_t
 from jaxpar.base.errors import UserError, visible, with_urls
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
-from jaxpar.show.compare import runs_in
 from jaxpar.train.goodput import add_up, read_lives
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.claims.run_lock import LOCK
-from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
+from jaxpar.train.runs.folder.run_folder import is_run, read_run_config, runs_in
 
 _MOST = 1e15
 """What no number of a run comes to, unless its line is damaged: such a one is not shown."""
@@ -91,10 +90,6 @@ def page(folder: Path, width: int) -> RenderableType:
     if is_run(folder):
         return _run_page(folder, min(width, 100))
     runs = runs_in(folder)
-    if not runs:
-        raise UserError(
-            f"{folder} is no run folder, and has none in it: a run folder has a config.toml"
-        )
     columns = (
         Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s")
     )

@@ -336,7 +336,8 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     assert ours <= 1.05 * best
     # what is kept is known to 5 %, and what a block works with is a guess: jaxlib 0.12's is up to
     # 14 % less than was thought, so that a plan of it recomputes more than it needs to
-    assert -0.1 <= last.predicted / last.compiled - 1 <= 0.15
+    most = 0.15 if jax.__version_info__ >= (0, 11) else 0.1
+    assert -0.1 <= last.predicted / last.compiled - 1 <= most
     assert abs(kept / stacks - 1) <= 0.05
     return [
         f"{model}, {mesh}",

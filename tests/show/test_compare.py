@@ -74,7 +74,7 @@ def test_losses_of_other_tokens_are_said_to_be_others(
         ([], "usage: jaxpar compare"),
         (["runs/a"], "takes two runs or more, and runs/a is one"),
         (["runs/a", "runs/a/"], "takes two runs or more"),
-        (["runs", "nowhere"], "nowhere is no run folder, and has none in it"),
+        (["runs", "nowhere"], "no run folder, and has none in it"),
         (["runs", "--out", "no/such/x.png"], "no/such"),
     ],
 )

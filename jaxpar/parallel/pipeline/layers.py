@@ -52,13 +52,14 @@ class Layers(NamedTuple):
         return self.order == tuple(range(len(self.order)))
 
 
-def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
+def layers_of(layers: int, stages: int, pipeline: Pipeline, kinds: int = 1) -> Layers:
     """Share the layers out among the stages: as `pipeline.layers` says, or as evenly as possible.
 
     Args:
       layers: the number of layers of the model.
       stages: the number of stages.
       pipeline: the settings, of which `virtual` and `layers` are read.
+      kinds: the kinds of layers that take turns, of which each stage begins with the first.
 
     Returns:
       How many layers each virtual stage has, and where they are stored.
@@ -83,7 +84,7 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
         if layers >= stages:
             fits = "pipeline.virtual=1"
         else:
-            fits = f"mesh.stage={layers}"
+            fits = f"mesh.stage={-(-layers // kinds)}"
         raise UserError(f"model.layers={layers} are fewer than {of_stages}: try {fits}")
     elif rest and v > 1:
         fits = next(n for n in range(v, 0, -1) if layers % (stages * n) == 0 or n == 1)
@@ -214,14 +215,9 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
             f"({' x '.join(rules.stage)}): leave rules.layers empty"
         )
     check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
-    groups = -(-layers // kinds)
-    if layers < plan.size("stage") and not plan.pipeline.layers:
-        raise UserError(
-            f"model.layers={layers} are fewer than {plan.size('stage')} stages: try "
-            f"mesh.stage={groups}"
-        )
-    counts = layers_of(layers, plan.size("stage"), plan.pipeline).counts
+    counts = layers_of(layers, plan.size("stage"), plan.pipeline, kinds).counts
     if any(sum(counts[:k]) % kinds for k in range(len(counts))):
+        groups = -(-layers // kinds)
         fits = [kinds * n for n in _even_layers(groups, len(counts))]
         fits[-1] -= -layers % kinds
         if groups >= len(counts):

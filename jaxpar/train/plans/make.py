@@ -37,6 +37,9 @@ from jaxpar.train.plans.checks import (
 )
 from jaxpar.train.plans.notes import offload_asked
 
+_MOST_ATTEMPTS = 8
+"""Meshes that are tried for an advice; slices (`mesh.dcn`) may be what does not divide."""
+
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have
     from jaxpar.data.corpus import Corpus
 
@@ -98,7 +101,7 @@ def _fitting_mesh(
 ) -> dict[MeshAxis, int]:
     """Return smaller sizes of mesh axes that divide all dims, and not just those of one array."""
     fits = dict(error.fits)
-    while True:
+    for _ in range(_MOST_ATTEMPTS):
         smaller = replace(config, mesh=replace(config.mesh, **fits))
         sizes = vars(smaller.mesh)
         needed = len(devices) if -1 in sizes.values() else devices_needed(smaller.mesh)
@@ -107,9 +110,10 @@ def _fitting_mesh(
         except DoesNotDivide as another:
             fits |= another.fits
         except UserError:  # it is refused for something else, which is said then
-            return fits
+            break
         else:
-            return fits
+            break
+    return fits
 
 
 def with_config(

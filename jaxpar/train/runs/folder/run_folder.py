@@ -29,6 +29,24 @@ def is_run(folder: Path) -> bool:
     return os.path.exists(folder / "config.toml")  # which is False of a name that is too long
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run folders in a folder and in its subfolders; a run folder is its own.
+
+    Raises:
+      UserError: there is none.
+    """
+    if is_run(folder):
+        return [folder]
+    found = [
+        path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))
+    ]
+    if not found:
+        raise UserError(
+            f"{folder} is no run folder, and has none in it: a run folder has a config.toml"
+        )
+    return found
+
+
 def read_run_config(folder: Path) -> Config:
     """Read the config that a run folder was made with, or last went on with; without one it is
     refused (UserError).
