@@ -229,8 +229,8 @@ def _remove_old_blocks() -> None:
     for _, size, file in found:
         if too_much <= 0:
             return
-        with suppress(OSError):  # another process has removed it, or it is another user's
-            file.unlink()
+        with suppress(OSError):  # it may be another user's
+            file.unlink(missing_ok=True)  # another thread or process makes room too
             too_much -= size
 
 

@@ -109,6 +109,17 @@ def test_the_cache_has_an_end(bucket, tmp_path, monkeypatch):
     assert 0 < sum(kept) < 5000 + 2 * 8 * 1100  # what was fetched since it was last looked at
 
 
+def test_room_that_another_process_made_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranged, "CACHE_BYTES", 5000)
+    files = [tmp_path / str(number) for number in range(10)]
+    for file in files[5:]:
+        file.write_bytes(bytes(1000))
+    seen_before = [(float(age), 1000, file) for age, file in enumerate(files)]
+    monkeypatch.setattr(ranged, "_states", lambda: iter(seen_before))
+    ranged._remove_old_blocks()
+    assert [file for file in files if file.exists()] == files[6:]
+
+
 def test_what_is_no_block_in_the_cache_is_left_alone(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(ranged, "CACHE_BYTES", 5000)
     monkeypatch.setattr(ranged, "_LOOK_EVERY", 2)

@@ -37,6 +37,7 @@ class Compiler:
         self.refuses = refuses
         monkeypatch.setattr(points, "on_target", lambda config, target: config)
         monkeypatch.setattr(points, "resolve_and_compile", lambda config, *_: (config, None))
+        monkeypatch.setattr(Target, "devices", lambda target: [])
         monkeypatch.setattr(points, "rehearse", self.rehearse)
         monkeypatch.setattr(points.Figures, "of", lambda report: report)
 
