@@ -147,12 +147,8 @@ def attention_flops(config: Config, platform: str) -> tuple[float, float]:
     # Tiles that are not empty. The backward makes the scores again; those of a tile that is alone
     # in its list, and so in no loop, XLA takes from the forward or from the recomputation, where it
     # sees both.
-    tiles = Tiles(
-        S,
-        S,
-        -(-S // -(-S // chunked.ROWS)),
-        -(-S // -(-S // chunked.COLUMNS)),
-    )
+    most = chunked.TILE
+    tiles = Tiles(S, S, -(-S // -(-S // most.rows)), -(-S // -(-S // most.columns)))
     lists = [int(np.sum(tile_states(Causal(), tiles) == state)) for state in (PARTIAL, FULL)]
     if config.memory.policy == "full" or not config.model.scan_layers:
         shared = lists.count(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from jaxpar.kernels.masks import EMPTY, Causal, Full, Tiles, tile_states
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "ROWS", 20)
-    monkeypatch.setattr(chunked, "COLUMNS", 24)
+def small_tiles() -> Iterator[None]:
+    with chunked.tiles_at_most(chunked.TileSize(20, 24)):
+        yield
 
 
 @pytest.mark.parametrize(

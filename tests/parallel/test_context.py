@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,21 @@ def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 
 SPLIT_IN_ALL = {"heads": (), "kv_heads": (), "attention_seq": ("context", "tensor")}
 
+
 # Strategy, mesh, rules, heads, kv heads, window, packed.
+@pytest.fixture
+def ragged_tiles() -> Iterator[None]:
+    """Several tiles of attention, the last of them ragged."""
+    with chunked.tiles_at_most(chunked.TileSize(5, 7)):
+        yield
+
+
+@pytest.fixture
+def square_tiles() -> Iterator[None]:
+    with chunked.tiles_at_most(chunked.TileSize(16, 16)):
+        yield
+
+
 CASES = [
     ("ring", {"context": 2}, {}, 3, 1, 0, False),
     (
@@ -222,11 +237,8 @@ CASES = [
 @pytest.mark.parametrize(
     ("strategy", "mesh", "rules", "H", "K", "window", "packed"), CASES, ids=str
 )
-def test_a_strategy_gives_the_answer_of_one_device(
-    strategy, mesh, rules, H, K, window, packed, monkeypatch
-):
-    monkeypatch.setattr(chunked, "ROWS", 5)  # several tiles, the last of them ragged
-    monkeypatch.setattr(chunked, "COLUMNS", 7)
+@pytest.mark.usefixtures("ragged_tiles")
+def test_a_strategy_gives_the_answer_of_one_device(strategy, mesh, rules, H, K, window, packed):
     args = projections(4, 48, H, K, 6)
     segments = documents(4, 48) if packed else None
     plan = plan_on(strategy, rules, **mesh)
@@ -278,12 +290,9 @@ BOTH_WAYS = [
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "H", "K", "mask", "packed"), BOTH_WAYS, ids=str)
-def test_a_mask_that_looks_ahead_gives_the_answer_of_one_device(
-    strategy, mesh, H, K, mask, packed, monkeypatch
-):
+@pytest.mark.usefixtures("ragged_tiles")
+def test_a_mask_that_looks_ahead_gives_the_answer_of_one_device(strategy, mesh, H, K, mask, packed):
     """A ring visits every pair of chunks, whichever of the two is the later one."""
-    monkeypatch.setattr(chunked, "ROWS", 5)
-    monkeypatch.setattr(chunked, "COLUMNS", 7)
     args = projections(2, 48, H, K, 6)
     segments = documents(2, 48) if packed else None
     plan = plan_on(strategy, **mesh)
@@ -293,11 +302,9 @@ def test_a_mask_that_looks_ahead_gives_the_answer_of_one_device(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_document_of_a_split_row_is_computed_as_if_it_were_alone(
-    strategy: str, monkeypatch
-) -> None:
+@pytest.mark.usefixtures("ragged_tiles")
+def test_a_document_of_a_split_row_is_computed_as_if_it_were_alone(strategy: str) -> None:
     """Documents begin and end within chunks, and reach over several."""
-    monkeypatch.setattr(chunked, "COLUMNS", 7)
     args = projections(1, 48, 4, 2, 6)
     plan = plan_on(strategy, context=2)
     bounds = [0, 5, 31, 48]
@@ -574,12 +581,11 @@ def test_what_the_plan_asks_for_in_closed_form(strategy):
     "strategy",
     [pytest.param("ring", marks=pytest.mark.slow), "ulysses"],
 )
-def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
+@pytest.mark.usefixtures("square_tiles")
+def test_memory_of_a_device_falls_with_their_number(strategy):
     """Forward and backward hold some 20 arrays of the size of a device's queries, and a tile,
     whatever n is.
     """
-    monkeypatch.setattr(chunked, "ROWS", 16)
-    monkeypatch.setattr(chunked, "COLUMNS", 16)
     args = projections(1, 1024, 8, 2, 8)
 
     def alone(

@@ -25,6 +25,8 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh, total_sizes
 from jaxpar.base.layout.plan import Overlap, Plan
 from jaxpar.base.layout.sharding import path_name
 from jaxpar.cli.main import main
+from jaxpar.kernels.attention import chunked
+from jaxpar.kernels.masks import Mask, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.cross_entropy import LossSums
@@ -869,18 +871,18 @@ def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
     ("changes", "seq_len", "said"),
     [
         ({"data.seq_len": 512}, 13, []),
-        ({"data.seq_len": 1024}, 513, []),
-        ({"data.seq_len": 1024, "model.embed": 512}, 513, []),
+        ({"data.seq_len": 1024}, 13, []),
+        ({"data.seq_len": 1024, "model.embed": 512}, 13, []),
         (
             {"data.seq_len": 1024, "model.embed": 512, "mesh.platform": "tpu"},
-            513,
+            13,
             ["OTHER ATTENTION: splash on tpu, chunked in tiles here"],
         ),
         ({"data.seq_len": 1024, "mesh.context": 2}, 12, []),
         ({"kernels.attention": "reference"}, 13, []),
         (
             {"data.seq_len": 1024, "kernels.attention": "pallas_tpu", "mesh.platform": "tpu"},
-            513,
+            13,
             [
                 "OTHER ATTENTION: attention by pallas_tpu was asked for, but: on cpu; what "
                 "serves: chunked, reference"
@@ -893,7 +895,23 @@ def test_the_small_model_has_the_attention_of_the_whole(
 ) -> None:
     setup = small_setup.prepare(override(Config(), changes), jax.devices())
     assert setup.config.data.seq_len == seq_len
+    in_tiles = changes.get("data.seq_len", 0) > 512 and "mesh.context" not in changes
+    assert (setup.tile.rows < seq_len) == in_tiles
     assert [note for note in setup.notes if note.startswith("OTHER ATTENTION")] == said
+
+
+def test_a_sequence_of_many_tiles_is_verified_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set[tuple[int, int]]()
+
+    def noted(mask: Mask, tiles: Tiles) -> Any:
+        seen.add((tiles.block_q, tiles.block_k))
+        return tile_states(mask, tiles)
+
+    monkeypatch.setattr(chunked, "tile_states", noted)
+    config = override(Config(), {"data.seq_len": 1024, "model.layers": 1, "mesh.data": 2})
+    found = verify.verify(config, jax.devices()[:2])
+    assert found.equal and found.setup.config.data.seq_len == 13
+    assert seen == {(5, 5)}
 
 
 def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(

@@ -13,8 +13,9 @@ tile.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,25 @@ from jaxpar.kernels.attention.visits import possible_states
 from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 
 State = TypeVar("State")
-ROWS = 512
-COLUMNS = 1024  # the most that a tile has
+
+
+class TileSize(NamedTuple):
+    """The most queries and keys of a tile."""
+
+    rows: int = 512
+    columns: int = 1024
+
+
+TILE = TileSize()
+# JAX keeps traced functions; those traced with other tiles are not taken for this one's.
+_MOST = jax.make_user_context(TILE)
+
+
+def tiles_at_most(size: TileSize) -> AbstractContextManager[None]:
+    """A context in which functions are traced with tiles of at most this size, so that a short
+    sequence has as many as a long one.
+    """
+    return _MOST(size)
 
 
 class Dropout(NamedTuple):
@@ -197,8 +215,9 @@ class _Work(NamedTuple):
     ) -> _Work:
         S = q_BSHh.shape[1]
         T = k_BTKh.shape[1]
-        block_q = _even_part(S, ROWS)
-        block_k = _even_part(T, COLUMNS)
+        most = cast(TileSize, _MOST.value)
+        block_q = _even_part(S, most.rows)
+        block_k = _even_part(T, most.columns)
         tiles = Tiles(S, T, block_q, block_k, call.q_start, call.k_start, call.multiple)
         return _Work(tiles, mask, call, call.scale_of(q_BSHh), dropout)
 

@@ -26,6 +26,7 @@ from jaxpar.base.layout.rules import as_rules
 from jaxpar.base.layout.sharding import path_name, replicated_sharding
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.hlo.collective_order import require_order
+from jaxpar.kernels.attention.chunked import TILE, TileSize, tiles_at_most
 from jaxpar.models import AnyModel, Batch, Model, OwnModel, Params
 from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.parallel import Ops
@@ -62,6 +63,7 @@ class Case:
     batch: Rows
     gradients: Gradients
     optimizer: AnyOptimizer = None
+    tile: TileSize = TILE
 
     @classmethod
     def draw(cls, setup: Setup, gradients: Gradients = step.gradients) -> Case:
@@ -84,6 +86,7 @@ class Case:
             batch,
             gradients,
             setup.optimizer,
+            setup.tile,
         )
 
     def plan(self, precision: str) -> Plan:
@@ -169,7 +172,7 @@ def one_device(
         batch = {"positions": positions, **batch, "text": text_of(batch)}
         starts = range(0, len(batch["labels"]), _ROWS)
         parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
-        with _matmuls(exact):
+        with _matmuls(exact), tiles_at_most(case.tile):
             answers = [value_and_grad(unrolled.trained(here), here, part) for part in parts]
         (loss, tokens), grads = jax.tree.map(
             lambda *x: np.sum(x, axis=0, dtype=np.float64, keepdims=True), *answers
@@ -266,7 +269,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         params = params | {"blocks": blocks}
     given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
-        with compiling_for(case.devices[0]):
+        with compiling_for(case.devices[0]), tiles_at_most(case.tile):
             lowered = jitted.lower(*given)
         compiled = lowered.compile()
         require_order(compiled, case.devices)

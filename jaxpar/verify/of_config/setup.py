@@ -28,7 +28,7 @@ from jaxpar.base.layout.mesh import (
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.process.runtime import ask_for_cpus, start
-from jaxpar.kernels.attention.chunked import ROWS
+from jaxpar.kernels.attention.chunked import TILE, TileSize
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
@@ -45,6 +45,9 @@ SIMULATED = 8
 """How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice
 as many.
 """
+_SMALL_TILE = TileSize(5, 5)
+"""In place of a tile of hundreds of queries and keys, so that the shortest sequence has three."""
+_IN_TILES = "chunked in tiles"
 
 
 class Setup(NamedTuple):
@@ -57,6 +60,8 @@ class Setup(NamedTuple):
     devices: list[jax.Device]
     notes: tuple[str, ...]
     optimizer: AnyOptimizer = None
+    tile: TileSize = TILE
+    """The most that a tile of attention in plain XLA has."""
 
 
 def prepare(
@@ -92,13 +97,14 @@ def prepare(
         said = (*notes, f"{model.config.family} at its own size")
         return Setup(few, model, used, said, optimizer)
     _check_sizes(config, model, mesh)
-    small, more = _shrink_alike(config, mesh, used)
+    small, tile, more = _shrink_alike(config, mesh, used)
     return Setup(
         small,
         with_projections(model.with_config(small.model), small),
         used,
         (*notes, *more),
         optimizer,
+        tile,
     )
 
 
@@ -270,9 +276,9 @@ def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> 
 
 def _shrink_alike(
     config: Config, mesh: MeshSpec, devices: list[jax.Device]
-) -> tuple[Config, list[str]]:
+) -> tuple[Config, TileSize, list[str]]:
     """Return the smallest config that uses the same attention implementation as the whole one on
-    these devices.
+    these devices, the size of a tile there, and notes.
     """
     plan = _layout(
         config, meshes.make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh))
@@ -285,7 +291,8 @@ def _shrink_alike(
         config = replace(config, kernels=KernelsConfig())
         plan = replace(plan, attention="auto")
         wanted = _attention(plan, config)
-    small, changed, found = _smallest(config, mesh, plan, wanted)
+    tile = _SMALL_TILE if _IN_TILES in wanted else TILE
+    small, changed, found = _smallest(config, mesh, plan, wanted, tile)
     if found != wanted:
         notes.append(f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}")
     platform = config.mesh.platform
@@ -296,7 +303,7 @@ def _shrink_alike(
             notes.append(f"OTHER ATTENTION: {there} on {platform}, {wanted} here")
     model = small.model
     _, fitted = fit_rules(config.rules, model.heads, model.kv_head_count, total_sizes(mesh))
-    return small, [*notes, changed, *fitted]
+    return small, tile, [*notes, changed, *fitted]
 
 
 def _smallest(
@@ -304,6 +311,7 @@ def _smallest(
     mesh: MeshSpec,
     plan: Plan,
     wanted: str,
+    tile: TileSize,
 ) -> tuple[Config, str, str]:
     """The smallest config that uses the wanted attention, else the last that was tried; a note of
     what was changed, and the attention that it uses.
@@ -314,13 +322,13 @@ def _smallest(
         small, changed = shrink(config, mesh, least)
         # the kernel that was asked for may not support small sizes
         with contextlib.suppress(UserError):
-            found = _attention(plan, small)
+            found = _attention(plan, small, tile=tile)
         if found == wanted:
             break
     return small, changed, found
 
 
-def _attention(plan: Plan, config: Config, platform: str = "") -> str:
+def _attention(plan: Plan, config: Config, platform: str = "", tile: TileSize = TILE) -> str:
     """Name the strategy of a split sequence, or the implementation and whether plain XLA needs
     several tiles.
     """
@@ -333,8 +341,8 @@ def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     for split, keys in attention_calls(plan, seq_len, model.attention_softcap):
         for mask in masks:
             name, _ = choose_attention(split, mask, keys, model.head_size, **how)
-            in_tiles = name == "chunked" and keys > ROWS
-            tiled.append(f"{name} in tiles" if in_tiles else name)
+            in_tiles = name == "chunked" and keys > tile.rows
+            tiled.append(_IN_TILES if in_tiles else name)
         if split.devices > 1:
             return split.strategy
     return " and ".join(dict.fromkeys(tiled))

@@ -47,12 +47,9 @@ class Least(NamedTuple):
 
 LEAST = (
     Least(),
-    Least(seq_len=513),
     Least(seq_len=128, head_dim=128, block=128),
 )
-"""The first is the smallest for plain attention, the second has two chunks of queries, the third a
-TPU kernel's tile.
-"""
+"""The first is the smallest for plain attention, the second has a TPU kernel's tile."""
 
 
 @dataclass(frozen=True)
