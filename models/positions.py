@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.base.config import ModelConfig
 
 
-def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " h/2"]:
+def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " half"]:
     """Compute the angle per position of each pair of features, extended where `rope_factor` > 1.
 
     RoPE is Su et al. 2021, arXiv:2104.09864. The linear extension divides all by the factor. That
@@ -50,7 +50,7 @@ def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array,
 def rotate(
     x_BSHh: Float[Array, "B S H h"],
     positions_BS: Int[Array, "B S"],
-    frequencies: Float[Array, " h/2"],
+    frequencies: Float[Array, " half"],
     scale: float = 1.0,
 ) -> Float[Array, "B S H h"]:
     """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face
@@ -76,9 +76,9 @@ def rotate(
     return (rotated if scale == 1 else rotated * scale).astype(x_BSHh.dtype)
 
 
-def _quarter_turn(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
+def _quarter_turn(x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
     """Turn each pair by a quarter: (a, b) becomes (-b, a)."""
-    a, b = jnp.split(x_BSHh, 2, axis=-1)
+    a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([-b, a], axis=-1)
 
 

@@ -13,9 +13,9 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test compiles what it 
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jaxtyping import install_import_hook
 from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -25,19 +25,16 @@ from slow_tier import (  # noqa: F401 (pytest calls them)
     pytest_runtest_setup,
     pytest_terminal_summary,
 )
+from stated_shapes import check_stated_shapes
 
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.process.runtime import widen_cpu_pool
 
-# Shapes that signatures state are checked whenever a function is traced.
-CHECKED = (
-    "jaxpar.models.layers",
-    "jaxpar.parallel.linear.ring_matmul",
-)
-install_import_hook(CHECKED, "beartype.beartype")
+check_stated_shapes()
 
-# Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of
+# Tests read values and programs, not speed (where XLA_FLAGS is set, if to nothing, it stays: `make
+# test-users-flags`): as plain machine code a step compiles in an eighth of
 # the time. Without the fusion emitters, of which jax 0.12 has no choice, in a half.
 _FLAGS = ["xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true"]
 _FLAGS += ["xla_cpu_parallel_codegen_split_count=1"]
@@ -63,6 +60,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """For wrong shapes that the library is to refuse in its own words."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

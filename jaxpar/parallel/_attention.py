@@ -1,6 +1,6 @@
 """Softmax attention on one device or many, by the fastest implementation that can serve the call.
 
-Shapes: B batch, S sequence, H heads, K kv heads, h head_dim.
+Shapes: B batch, S queries, T keys, H heads, K kv heads, h head_dim.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _HEADS: Axes = (*ATTENDED[:2], "heads", "head_dim")
 
 def attention(
     q_BSHh: Float[Array, "B S H h"],
-    k_BSKh: Float[Array, "B S K h"],
-    v_BSKh: Float[Array, "B S K h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
     mask: Mask = _CAUSAL,
     layout: Layout | None = None,
     *,
@@ -51,8 +51,8 @@ def attention(
       q_BSHh: queries, of a floating dtype; H is a multiple of K. With a layout q, k and v share one
         sequence and are split as by `column_linear`: over `batch`, `attention_seq`, and `heads` or
         `kv_heads`.
-      k_BSKh: keys.
-      v_BSKh: values.
+      k_BTKh: keys.
+      v_BTKh: values.
       mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids,
         ids)`. Where a `ring` splits the sequence, the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a
@@ -80,8 +80,8 @@ def attention(
         checked = without_segments(mask)
     else:
         checked = mask
-    dispatch.check_arguments(q_BSHh, k_BSKh, v_BSKh, checked, softcap, dropout_rate)
-    _require_start(q_start, q_BSHh.shape[1], k_BSKh.shape[1])
+    dispatch.check_arguments(q_BSHh, k_BTKh, v_BTKh, checked, softcap, dropout_rate)
+    _require_start(q_start, q_BSHh.shape[1], k_BTKh.shape[1])
     dropping = key is not None and dropout_rate > 0
     rate = dropout_rate if dropping else 0.0
     attend = partial(
@@ -93,10 +93,10 @@ def attention(
         q_start=q_start,
     )
     if layout is None:
-        return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
+        return attend(q_BSHh, k_BTKh, v_BTKh, mask, implementation=implementation)[0]
     require_layout(layout, "attention")
     require_strategy(context)
-    _require_laid_out(q_BSHh, k_BSKh, v_BSKh, layout)
+    _require_laid_out(q_BSHh, k_BTKh, v_BTKh, layout)
     mask, segments_BS = apart_from_segments(mask)
     split = Split(layout, context, implementation, softcap, q_start=q_start)
     B, S, H, h = q_BSHh.shape
@@ -112,7 +112,7 @@ def attention(
     )
     if split.devices > 1:
         _require_whole(split)
-        check_split(layout, context, S, H, k_BSKh.shape[2], rate)
+        check_split(layout, context, S, H, k_BTKh.shape[2], rate)
     chosen = partial(
         attend,
         implementation=name,
@@ -123,11 +123,11 @@ def attention(
         if split.devices == 1 and (cut_heads(layout) or dropping):
             # Which weights are dropped depends on their place in the whole array.
             seen = with_documents_from(q_start, mask, segments_BS)
-            out_BSHh = chosen(q_BSHh, k_BSKh, v_BSKh, seen)[0]
+            out_BSHh = chosen(q_BSHh, k_BTKh, v_BTKh, seen)[0]
             return named(layout.constrain(out_BSHh, _HEADS), "attention_out")
         if name in dispatch.PAIRS or split.devices > 1:
-            return split_attention(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
-        return _on_each_device(chosen, split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
+            return split_attention(split, mask, q_BSHh, k_BTKh, v_BTKh, segments_BS)
+        return _on_each_device(chosen, split, mask, q_BSHh, k_BTKh, v_BTKh, segments_BS)
 
 
 def _on_each_device(
@@ -135,20 +135,20 @@ def _on_each_device(
     split: Split,
     mask: Mask,
     q_BSHh: Array,
-    k_BSKh: Array,
-    v_BSKh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
     segments_BS: Array | None,
 ) -> Array:
     """Attend where each device has whole sequences, and some of the heads."""
 
-    def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
+    def local(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, segments_BS: Array | None) -> Array:
         seen = with_documents_from(split.q_start, mask, segments_BS)
-        return attend(q_BSHh, k_BSKh, v_BSKh, seen)[0]
+        return attend(q_BSHh, k_BTKh, v_BTKh, seen)[0]
 
     layout = split.layout
     kv_heads = _kv_heads(layout)
     in_axes = (_HEADS, kv_heads, kv_heads, None if segments_BS is None else ATTENDED[:2])
-    return manual(local, layout, in_axes, _HEADS)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+    return manual(local, layout, in_axes, _HEADS)(q_BSHh, k_BTKh, v_BTKh, segments_BS)
 
 
 def _kv_heads(layout: Layout) -> Axes:
@@ -156,10 +156,10 @@ def _kv_heads(layout: Layout) -> Axes:
     return (*ATTENDED[:2], output_axis("kv_heads", layout), "head_dim")
 
 
-def _require_laid_out(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, layout: Layout) -> None:
+def _require_laid_out(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, layout: Layout) -> None:
     """Refuse arrays that the mesh does not divide."""
     layout.sharding(_HEADS, q_BSHh.shape, "q")
-    layout.sharding(_kv_heads(layout), k_BSKh.shape, "k")
+    layout.sharding(_kv_heads(layout), k_BTKh.shape, "k")
 
 
 def _require_start(q_start: int, S: int, T: int) -> None:

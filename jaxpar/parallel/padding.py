@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Shaped
 
 FILLER = 0
 """The token that rows are filled up with, and the segment that what fills a packed row has."""
@@ -34,7 +35,7 @@ class TokenCounts(NamedTuple):
         return self.labels / jnp.maximum(self.text, 1)
 
 
-def text_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> Bool[Array, "B S"]:
+def text_tokens(batch: Mapping[str, Shaped[Array | np.ndarray, "B S ..."]]) -> Bool[Array, "B S"]:
     """Tell which tokens are text and which are padding.
 
     Padding is the end of a row in which no label counts and which is filled up: with segment 0
@@ -74,7 +75,7 @@ def with_text(batch: Mapping[str, Array]) -> dict[str, Array]:
     return {**batch, "text": text_tokens(batch)}
 
 
-def count_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> TokenCounts:
+def count_tokens(batch: Mapping[str, Shaped[Array | np.ndarray, "B S ..."]]) -> TokenCounts:
     """Count the tokens of a batch as `text_tokens` tells them apart.
 
     Args:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Shaped
 
 from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.layout.mesh import describe
@@ -151,15 +151,15 @@ def context_sizes(layout: Layout) -> str:
 
 
 def in_order(
-    batch: Mapping[str, Int[Array, "B S"]],
+    batch: Mapping[str, Shaped[Array, "B S ..."]],
     layout: Layout,
     context: Strategy = "ring",
     halved: bool = False,
-) -> dict[str, Int[Array, "B S"]]:
+) -> dict[str, Shaped[Array, "B S ..."]]:
     """Put a batch's tokens in the order in which attention, or halves, split the sequence.
 
     Args:
-      batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device.
+      batch: arrays [B, S, ...] by name, `tokens` among them, each sequence whole on every device.
         `positions` are made if missing.
       layout: mesh and rules.
       context: how attention runs where the sequence is split, as for `attention`.
@@ -203,15 +203,15 @@ def axes_of(x: Array) -> Axes:
 
 
 def in_natural_order(
-    x_BSV: Float[Array, "B S V"],
+    x_BS: Shaped[Array, "B S ..."],
     layout: Layout,
     context: Strategy = "ring",
     halved: bool = False,
-) -> Float[Array, "B S V"]:
+) -> Shaped[Array, "B S ..."]:
     """Put what a model made of a batch `in_order` back into the tokens' own order.
 
     Args:
-      x_BSV: an array whose second dim is the sequence.
+      x_BS: an array whose second dim is the sequence.
       layout: as for `in_order`.
       context: as for `in_order`.
       halved: as for `in_order`.
@@ -226,5 +226,5 @@ def in_natural_order(
     require_strategy(context)
     order = chunk_order(layout, context, halved)
     if len(order) == 1:
-        return x_BSV
-    return reorder(x_BSV, inverse(order), 1)
+        return x_BS
+    return reorder(x_BS, inverse(order), 1)

@@ -208,6 +208,7 @@ MAP = np.ones((2, 3), bool)
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_refused(given: Any, options: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         block_sparse.matmul(*given, **options)

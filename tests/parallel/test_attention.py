@@ -388,6 +388,7 @@ def bad(**changes: Any) -> Any:
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_bad_input_is_refused_in_a_line(changes: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         bad(**changes)

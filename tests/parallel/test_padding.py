@@ -225,6 +225,7 @@ def test_a_row_of_padding_alone_gives_no_number_that_is_not_finite(params: Any) 
     batch = {"tokens": TOKENS.copy(), "labels": ALL.copy()}
     batch["tokens"][2:4] = 0
     batch["labels"][2:4] = -1
+    batch = jax.tree.map(jnp.asarray, batch)
     value_and_grad = jax.jit(
         jax.value_and_grad(lambda params: MODEL.loss(params, batch, ONE, None, WEIGHTS).loss)
     )
@@ -234,7 +235,7 @@ def test_a_row_of_padding_alone_gives_no_number_that_is_not_finite(params: Any) 
 def test_one_expert_a_token_gives_the_router_a_gradient() -> None:
     """Its weight is its probability: the constant 1 would teach the router nothing."""
     model = Model(replace(CONFIG, experts_per_token=1))
-    batch = {"tokens": TOKENS, "labels": ALL}
+    batch = {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(ALL)}
     grads = jax.jit(jax.grad(lambda params: model.loss(params, batch, ONE).loss))(
         model.init(jax.random.key(0))
     )

@@ -33,8 +33,8 @@ class Segments(Mask):
         one array for both.
     """
 
-    q_ids: Int[Array, "B S"]
-    kv_ids: Int[Array, "B T"]
+    q_ids: Int[Array | np.ndarray, "B S"]
+    kv_ids: Int[Array | np.ndarray, "B T"]
 
     def visible(self, i: Places, j: Places) -> Places:
         """Compare all ids, [B, S, T]; the places `i` [S, 1] and `j` [1, T] do not matter. A kernel
@@ -104,7 +104,7 @@ class FirstOfDocument(Segments):
     n: int = 0
 
     @classmethod
-    def at(cls, q_places: Array, kv_places: Array, n: int) -> FirstOfDocument:
+    def at(cls, q_places: Places, kv_places: Places, n: int) -> FirstOfDocument:
         """Make the mask of tokens at these places of their documents, [B, S] and [B, T]."""
         return cls(0 * q_places, (kv_places >= n).astype(np.int32), n)
 
@@ -131,7 +131,9 @@ class BlocksOfDocument(Segments):
         return f"{self.blocks} of each document"
 
 
-def places_in_documents(ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def places_in_documents(
+    ids_BT: Int[Array | np.ndarray, "B T"],
+) -> Int[Array | np.ndarray, "B T"]:
     """Count the tokens before each one in its document; those of a document lie together, in their
     own order.
     """
@@ -147,7 +149,7 @@ def places_in_documents(ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return place_T - latest_BT
 
 
-def in_documents(mask: Mask, q_places: Array, kv_places: Array) -> Mask:
+def in_documents(mask: Mask, q_places: Places, kv_places: Places) -> Mask:
     """The mask of tokens at these places of their documents [B, S] and [B, T], `Segments` not yet
     joined to it.
     """
@@ -165,7 +167,9 @@ def in_documents(mask: Mask, q_places: Array, kv_places: Array) -> Mask:
 _COUNTED = FirstOfDocument, BlocksOfDocument
 
 
-def _ids_of_rows(documents: list[Segments]) -> Int[Array, "B T"]:
+def _ids_of_rows(
+    documents: list[Segments],
+) -> Int[Array | np.ndarray, "B T"] | jax.ShapeDtypeStruct:
     """The ids of whole rows, from which the places in documents can be counted; they are one array.
 
     Raises:
@@ -199,7 +203,7 @@ def _shape_of(ids: object) -> object:
     return getattr(ids, "shape", ids)
 
 
-def _ends(ids: Array, block: int) -> tuple[Places, Places]:
+def _ends(ids: Places, block: int) -> tuple[Places, Places]:
     """The least and the greatest id of each tile [B, Q]."""
     B, S = ids.shape
     xp = numpy_for(ids)

@@ -135,7 +135,7 @@ class BlockSparse(Mask):
         return np.frombuffer(blocks, bool).reshape(shape)
 
     @cached_property
-    def _area(self) -> Int[np.ndarray, "M+1 N+1"]:
+    def _area(self) -> Int[np.ndarray, "corners_M corners_N"]:
         """How many of the blocks above and left of each corner are seen."""
         above = np.cumsum(self.map, axis=0, dtype=np.int32)
         above_and_left = np.cumsum(above, axis=1, dtype=np.int32)

@@ -60,7 +60,7 @@ class _Matrix(NamedTuple):
     stepped: Array
     """What the optimizer makes of it."""
     gradient: Array
-    pruned: Bool[Array, ...]
+    pruned: Bool[Array, "*dims"]
     score: Array | None
     """Of movement pruning."""
     outer: int
@@ -298,7 +298,7 @@ def _sides(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:
     return int(np.prod(shape[outer:split])), int(np.prod(shape[split:]))
 
 
-def cubic(passed: Float[Array, ""], kept: float | Array) -> Float[Array, ...]:
+def cubic(passed: Float[Array, ""], kept: float | Array) -> Float[Array, "*dims"]:
     """The share that is kept when a part of the schedule has passed (arXiv:1710.01878, equation 1):
     most is pruned early, while the network has much to spare.
 
@@ -312,13 +312,13 @@ def cubic(passed: Float[Array, ""], kept: float | Array) -> Float[Array, ...]:
     return kept + (1 - kept) * (1 - passed) ** 3
 
 
-def _by_magnitude(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, ...]:
+def _by_magnitude(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, "*dims"]:
     """Keep the largest, as many as the cubic schedule says."""
     share = cubic(passed, matrix.kept)
     return largest(jnp.abs(matrix.stepped), share * _size(matrix), matrix.outer)
 
 
-def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, ...]:
+def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, "*dims"]:
     """Drop the smallest of those that are kept, and grow as many where the gradient is largest,
     among them some that were just dropped, which then keep their values. At first, when none is
     pruned yet, only drop.
@@ -336,7 +336,7 @@ def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array
     return kept | grown
 
 
-def _by_movement(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, ...]:
+def _by_movement(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, "*dims"]:
     """Keep the highest scores, as many as the cubic schedule says, and of equal scores, as those of
     an expert that no token was sent to, the largest weights.
     """

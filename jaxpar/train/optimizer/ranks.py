@@ -16,7 +16,7 @@ _SIGN = 1 << 31
 magnitudes."""
 
 
-def largest(sizes: Float[Array, ...], number: Array, outer: int) -> Bool[Array, ...]:
+def largest(sizes: Float[Array, "*dims"], number: Array, outer: int) -> Bool[Array, "*dims"]:
     """Tell which entries of each matrix are its largest.
 
     Args:
@@ -33,8 +33,8 @@ def largest(sizes: Float[Array, ...], number: Array, outer: int) -> Bool[Array, 
 
 
 def highest(
-    scores: Float[Array, ...], sizes: Float[Array, ...], number: Array, outer: int
-) -> Bool[Array, ...]:
+    scores: Float[Array, "*dims"], sizes: Float[Array, "*dims"], number: Array, outer: int
+) -> Bool[Array, "*dims"]:
     """Tell which entries of each matrix have its highest scores, of any sign.
 
     Args:
@@ -59,7 +59,7 @@ def highest(
     return chosen | largest(tied, jnp.floor(number) - there, outer)
 
 
-def _highest(keys: UInt[Array, ...], number: Array, outer: int) -> Bool[Array, ...]:
+def _highest(keys: UInt[Array, "*dims"], number: Array, outer: int) -> Bool[Array, "*dims"]:
     """Tell which entries of each matrix have its highest keys; a key of 0 is never chosen."""
     inner = tuple(range(outer, keys.ndim))
     number = jnp.floor(number).astype(jnp.int32)
