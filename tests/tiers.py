@@ -2,13 +2,20 @@
 here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
 
+from jaxpar.base.errors import UserError
 from jaxpar.rehearse.targets import compilers
 
+WHY_REFUSED = (
+    "XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library refuses the "
+    "program"
+)
 MARKS = {
     platform: (pytest.mark.slow, pytest.mark.skipif("pip" in found, reason=found))
     for platform, found in compilers().items()
@@ -31,6 +38,19 @@ def a_third(cases: Iterable[Any]) -> list[Any]:
     all come up.
     """
     return [case for i, case in enumerate(cases) if (i + i // 3) % 3 == 0]
+
+
+@contextmanager
+def refused_by_newest_cpu() -> Iterator[None]:
+    """What XLA:CPU of jax 0.12 may not run is refused by name, and the test is an expected
+    failure there.
+    """
+    try:
+        yield
+    except UserError as error:
+        if jax.__version_info__ >= (0, 11) and "mix up their collectives" in str(error):
+            pytest.xfail(WHY_REFUSED)
+        raise
 
 
 def needs_libtpu(test: Callable[..., Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiers import refused_by_newest_cpu
 from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
@@ -35,10 +36,14 @@ MODERN_STAGES = {"model.layers": 12, "pipeline.layers": (6, 6)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(name, marks=[pytest.mark.users_flags] * (name == "data")) for name in MESHES],
+)
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_an_encoder_gives_the_gradients_of_one_device(family: str, mesh: str) -> None:
-    found = verified(family, mesh)
+    with refused_by_newest_cpu():
+        found = verified(family, mesh)
     assert found.equal, str(found)
 
 

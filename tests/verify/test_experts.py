@@ -29,14 +29,18 @@ BY_EXPERTS = {
 }
 PACKED = {"data.pack": True, "train.accumulation": 2}
 PIPED = {"pipeline.schedule": "1f1b", "pipeline.microbatches": 4}
-PLANS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"data": 8}, BY_EXPERTS | PACKED),
+PLANS: list[Any] = [
+    pytest.param({"data": 8}, BY_EXPERTS | PACKED, marks=pytest.mark.users_flags),
     ({"fsdp": 4, "expert": 2}, BY_EXPERTS),
     ({"expert": 4, "tensor": 2}, BY_EXPERTS | {"memory.policy": "dots"}),
     ({"context": 2, "expert": 2, "tensor": 2}, BY_EXPERTS | PACKED),
     ({"stage": 2, "expert": 2}, BY_EXPERTS | PIPED),
     ({"data": 2, "fsdp": 2, "tensor": 2}, RESIDUAL),
-    ({"expert": 4, "tensor": 2}, SHARED | {"memory.policy": "dots"}),
+    pytest.param(
+        {"expert": 4, "tensor": 2},
+        SHARED | {"memory.policy": "dots"},
+        marks=pytest.mark.users_flags,
+    ),
     ({"stage": 2, "expert": 2}, SHARED | PIPED),
 ]
 

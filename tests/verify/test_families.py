@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from tiers import a_third
+from tiers import WHY_REFUSED, a_third, refused_by_newest_cpu
 from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
@@ -129,16 +129,13 @@ def verified(plan: Plan) -> verify.Verification:
     return verify.verify(override(Config(), COMMON | MODELS[model] | sizes | changes))
 
 
-WHY_REFUSED = (
-    "XLA:CPU of jax 0.12 may run two loops of these gradients at once, so the library refuses the "
-    "program"
-)
 REFUSED = pytest.mark.xfail(
     jax.__version_info__ >= (0, 11), reason=WHY_REFUSED, raises=UserError, strict=True
 )
 
 
 @pytest.mark.slow
+@pytest.mark.users_flags
 @pytest.mark.parametrize(
     "plan",
     [
@@ -156,12 +153,8 @@ def test_a_family_gives_the_gradients_of_one_device(plan: Plan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", a_third(PLANS[len(FAST) :]))
 def test_a_plan_of_the_table(plan: Any) -> None:
-    try:
+    with refused_by_newest_cpu():
         found = verified(plan)
-    except UserError as error:
-        if jax.__version_info__ >= (0, 11) and "mix up their collectives" in str(error):
-            pytest.xfail(WHY_REFUSED)
-        raise
     assert found.equal, str(found)
 
 

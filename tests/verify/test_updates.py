@@ -45,7 +45,10 @@ def test_an_optimizer_moves_parameters_as_on_one_device(name: str) -> None:
 def test_a_host_moves_parameters_as_one_device_does(name: str) -> None:
     verdict = updates.compare_updates(*case(name, **{"memory.optimizer": "host"}))
     assert verdict.equal, verdict.difference
-    assert 0 < max(row.error for row in verdict.rows) < updates.UPDATE / 5
+    error = max(row.error for row in verdict.rows)
+    assert error < updates.UPDATE / 5
+    if name != "lion":  # its steps are signs, which may be equal to the bit
+        assert error > 0
 
 
 def test_a_step_that_differs_on_a_mesh_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
