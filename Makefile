@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-kernels test-newest newest-checks presets notebooks docs docs-serve release lint types clean
+.PHONY: setup demo test test-slow test-users-flags test-kernels test-newest newest-checks presets notebooks docs docs-serve release lint types clean
 
 setup:
 	rm -f $(STAMP)
@@ -51,6 +51,10 @@ DEADLINE ?=
 IN_ORDER := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 test-slow: $(STAMP)
 	$(if $(DEADLINE),$(IN_ORDER) --deadline $(DEADLINE),$(PYTEST)) -m "slow and not long"
+
+# What bears the marker `users_flags`, with the options of XLA that users have and not those that tests/conftest.py sets.
+test-users-flags: $(STAMP)
+	XLA_FLAGS= $(PYTEST) -m "users_flags and not long"
 
 test-kernels: $(STAMP)
 	$(PYTEST) -m long

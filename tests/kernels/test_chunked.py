@@ -25,6 +25,7 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
+@pytest.mark.users_flags
 @pytest.mark.parametrize(
     "case",
     some([*EVERY_MASK, *SIZES], 6, pytest.mark.long),

@@ -93,6 +93,7 @@ def test_interpreted_across_the_lanes_it_is_the_definition(case: Case) -> None:
     )
 
 
+@pytest.mark.users_flags
 @pytest.mark.usefixtures("lightly_compiled")
 @pytest.mark.parametrize("name", some(["causal_late", "dilated", "causal_bigbird"], 3))
 def test_parts_at_traced_places_make_the_whole(name: str) -> None:

@@ -67,6 +67,7 @@ def test_the_answer_is_right(case: Case) -> None:
     )
 
 
+@pytest.mark.users_flags
 @pytest.mark.parametrize("name", ["causal", "window_documents", "dilated_or_prefix"])
 def test_parts_of_a_sequence_wherever_they_start(name: str) -> None:
     """Queries of each device against keys of each, places traced, lse that of the whole: merged,

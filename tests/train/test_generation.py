@@ -77,6 +77,7 @@ def params(model: Model):
     return jax.jit(model.init)(jax.random.key(0))
 
 
+@pytest.mark.users_flags
 def test_each_token_is_the_most_likely_after_those_before(
     model, params, plan_of: Callable[..., Plan]
 ) -> None:

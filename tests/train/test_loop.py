@@ -152,6 +152,7 @@ def test_damage_of_step_100_is_not_blamed_on_step_10(tmp_path: Path) -> None:
         assert call_module._is_of_first_step(opened, raised.value) == own
 
 
+@pytest.mark.users_flags
 def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_the_bit(
     config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
