@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trainings import SMALL, TEXT, start
+from trainings import PROGRAM, SMALL, TEXT, start
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ class NoLoopDevice(Exception):
 @contextlib.contextmanager
 def mounted(image: Path, place: Path) -> Iterator[Path]:
     """Mount the image of a disk."""
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["mount", "-o", "loop", image, place], capture_output=True, text=True, check=False
     )
@@ -122,6 +122,54 @@ def cut(folder: Path, form: list[str], draw: random.Random) -> str:
     return ""
 
 
+def cut_export(folder: Path, draw: random.Random) -> str:
+    """Export a run to a disk, cut the power while or just after, and look at what was left; return
+    what is wrong, or nothing.
+    """
+    run = folder / "run"
+    if not run.exists():
+        (process,) = start(run, [*FLAGS, "--train.steps=2"])
+        process.communicate(timeout=PATIENCE)
+    image = folder / "disk.img"
+    new_disk(image)
+    with mounted(image, folder / "disk") as disk, tempfile.TemporaryDirectory() as whole:
+        command = [sys.executable, *PROGRAM, "convert", str(run)]
+        subprocess.run([*command, f"{whole}/hf"], check=True, capture_output=True)
+        want = contents(Path(whole) / "hf")
+        process = subprocess.Popen([*command, str(disk / "hf")], stdout=subprocess.DEVNULL)
+        try:
+            if draw.random() < 0.5:
+                process.wait(PATIENCE)
+            else:
+                while process.poll() is None and not list(disk.glob("*hf*")):
+                    time.sleep(0.001)
+                time.sleep(draw.uniform(0, 0.1))
+                process.send_signal(signal.SIGSTOP)
+            done = process.poll() == 0
+            subprocess.run(["cp", "--sparse=always", image, folder / "cut.img"], check=True)
+        finally:
+            process.kill()
+            process.wait()
+    with mounted(folder / "cut.img", folder / "after") as after:
+        left = contents(after / "hf")
+    if left == want or (not left and not done):
+        return ""
+    return f"the command had ended: {done}; left is {sorted(left)} of {sorted(want)}"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by name; none where there is no folder."""
+    return {file.name: file.read_bytes() for file in folder.glob("*")}
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    try:
+        assert [cut_export(tmp_path, draw) for _ in range(4)] == [""] * 4
+    except NoLoopDevice as error:
+        pytest.skip(f"no disk of its own: {error}")
+
+
 @pytest.mark.parametrize("form", FORMS, ids=["keep one", "keep two", "local tier"])
 def test_what_has_reached_the_disk_is_a_run(tmp_path: Path, form: list[str]) -> None:
     try:
@@ -143,7 +191,12 @@ def run_long() -> int:
             found = cut(Path(folder), form, draw)
         bad += bool(found)
         print(f"cut {trial}, {' '.join(form)}: {found or 'goes on'}", flush=True)
-    print(f"{args.trials} cuts, {bad} runs lost")
+    with tempfile.TemporaryDirectory() as folder:
+        for trial in range(args.trials // 2):
+            found = cut_export(Path(folder), draw)
+            bad += bool(found)
+            print(f"cut {trial} of an export: {found or 'whole, or not there'}", flush=True)
+    print(f"{args.trials} cuts of trainings and {args.trials // 2} of exports, {bad} lost")
     return bad
 
 

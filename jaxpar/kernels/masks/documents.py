@@ -33,8 +33,8 @@ class Segments(Mask):
         one array for both.
     """
 
-    q_ids: Int[Array | np.ndarray, "B S"]
-    kv_ids: Int[Array | np.ndarray, "B T"]
+    q_ids: Int[Array, "B S"]
+    kv_ids: Int[Array, "B T"]
 
     def visible(self, i: Places, j: Places) -> Places:
         """Compare all ids, [B, S, T]; the places `i` [S, 1] and `j` [1, T] do not matter. A kernel
