@@ -17,7 +17,7 @@ from jaxpar.base.config.checks import check
 from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.hardware import load_mesh_preset
+from jaxpar.base.hardware import load_chip, load_mesh_preset
 from jaxpar.base.ranges import Range
 from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import (
@@ -90,7 +90,9 @@ class ShowArgs(ConfigArgs):
     masks: str = ""
     """Draw the attention masks too: which tiles are empty, partial and full, by kind of layer."""
     memory: str = ""
-    """Draw a device's memory too, part by part, with what it has where --on says so."""
+    """Draw a device's memory too, part by part, with what it has where --on or --chip says so."""
+    chip: str = ""
+    """The chip whose memory the parts are held against, `h100`; empty = that of --on."""
     schedule: bool = False
     """Show how microbatches go through the pipeline's stages instead, and draw that:
     NAME_schedule.png.
@@ -197,8 +199,8 @@ def verify_command(words: list[str]) -> int:
 
 
 def show_command(words: list[str]) -> int:
-    """jaxpar show CONFIG [--on MESH] [--out|--layer|--masks|--memory PNG] [--schedule]
-    [--section.key value ...]
+    """jaxpar show CONFIG [--on MESH] [--chip CHIP] [--out|--layer|--masks|--memory PNG]
+    [--schedule] [--section.key value ...]
     """
     from jaxpar.show.show import show, show_schedule
 
@@ -210,14 +212,15 @@ def show_command(words: list[str]) -> int:
         for kind, file in (("layer", args.layer), ("masks", args.masks), ("memory", args.memory))
         if file
     }
-    if args.schedule and others:
-        raise UserError(
-            f"--{next(iter(others))} has no effect: --schedule draws the schedule alone"
-        )
+    idle = [*others, *(["chip"] if args.chip else [])]
+    if args.schedule and idle:
+        raise UserError(f"--{idle[0]} has no effect: --schedule draws the schedule alone")
     if args.schedule:
         show_schedule(config, picture)
         return 0
-    if args.on:
+    if args.chip:
+        has = load_chip(args.chip).hardware.hbm_bytes
+    elif args.on:
         has = load_mesh_preset(args.on)[1].hbm_bytes
     else:
         has = 0

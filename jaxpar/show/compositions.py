@@ -5,6 +5,7 @@ compose.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -187,6 +188,9 @@ def _draw_plane(axes: Axes, study: Study) -> None:
     """Every point by its seconds a token and its memory."""
     usable = 0.0
     highest = 0.0
+    shades = matplotlib.colormaps["viridis"]
+    colors = {point: shades(i / len(study.alone)) for i, point in enumerate(study.alone)}
+    shapes = dict(zip(study.alone, cycle("os^DvP<>h"), strict=False))
     for point in study.points:
         figures = point.figures
         if figures is None:
@@ -194,21 +198,18 @@ def _draw_plane(axes: Axes, study: Study) -> None:
         usable = figures.usable / 2**30
         highest = max(highest, figures.memory / 2**30)
         is_named = point in (study.base, study.best, *study.alone)
-        color = _BASE if point == study.base else _POINT
         if point == study.best:
             color = _BEST
+        elif point == study.base:
+            color = _BASE
+        else:
+            color = colors.get(point, _POINT)
         x = 1e6 / figures.tokens_per_second
         y = figures.memory / 2**30
-        marker = "o" if figures.fits else "x"
-        axes.plot(x, y, marker, color=color, markersize=8 if is_named else 4, alpha=0.8)
-        if is_named:
-            axes.annotate(
-                point.name.replace(" + ", "\n+ "),
-                (x, y),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
+        marker = shapes.get(point, "o") if figures.fits else "x"
+        name = point.name.replace(" + ", "\n+ ") if is_named else None
+        size = 8 if is_named else 4
+        axes.plot(x, y, marker, color=color, markersize=size, alpha=0.8, label=name, ls="")
     near = usable < 2 * highest  # further away it would press all points together
     if near:
         axes.axhline(usable, color=_BASE, linestyle="--", linewidth=1)
@@ -218,6 +219,8 @@ def _draw_plane(axes: Axes, study: Study) -> None:
         title="all points; red: the best found; a cross does not fit",
     )
     axes.margins(x=0.15)
+    if axes.get_legend_handles_labels()[0]:  # beside the points, where no names overlap
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

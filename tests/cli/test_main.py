@@ -634,6 +634,13 @@ def test_show_on_another_mesh(run, tmp_path):
     assert "parameters, on data=2 x fsdp=2 x tensor=2" in out
 
 
+def test_memory_is_held_against_a_chip_on_a_mesh_of_ones_own(run, refused, tmp_path):
+    words = ("show", "tiny", "--mesh.fsdp", 2, "--out", tmp_path / "a.png", "--chip")
+    assert "79.11 GiB" in run(*words, "h100")
+    assert "h100" in refused(*words, "h10")
+    assert "--chip has no effect" in refused(*words, "h100", "--schedule")
+
+
 @pytest.mark.slow
 def test_show_simulates_64_devices(tmp_path):
     picture = tmp_path / "llama.png"

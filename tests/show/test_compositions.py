@@ -56,6 +56,13 @@ def test_a_pair_stands_beside_its_parts() -> None:
     assert rows[2][-1] == "b and c contradict each other"
 
 
+def test_names_of_points_stand_beside_them_and_do_not_overlap() -> None:
+    _, plane = composition_figure(STUDY, "here").axes
+    legend = plane.get_legend()
+    assert legend is not None and not plane.texts
+    assert [text.get_text() for text in legend.get_texts()] == ["base", "a", "b"]
+
+
 def test_the_picture_has_a_square_for_each_pair() -> None:
     squares, plane = composition_figure(STUDY, "here").axes
     texts = {text.get_text() for text in squares.findobj(Text) if isinstance(text, Text)}
