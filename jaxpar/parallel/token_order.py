@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Shaped
 
 from jaxpar.base.errors import UserError, short, suggest
@@ -151,7 +152,7 @@ def context_sizes(layout: Layout) -> str:
 
 
 def in_order(
-    batch: Mapping[str, Shaped[Array, "B S ..."]],
+    batch: Mapping[str, Shaped[Array | np.ndarray, "B S ..."]],
     layout: Layout,
     context: Strategy = "ring",
     halved: bool = False,
@@ -182,17 +183,18 @@ def in_order(
             'in_order takes arrays [batch, sequence] by name, "tokens" among them, and was '
             f"given {found}"
         )
-    tokens_BS = batch["tokens"]
+    arrays = {name: jnp.asarray(x) for name, x in batch.items()}
+    tokens_BS = arrays["tokens"]
     order = chunk_order(layout, context, halved)
     positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
-    batch = {"positions": positions_BS, **batch}
+    arrays = {"positions": positions_BS, **arrays}
     if len(order) == 1:
-        return batch
+        return arrays
     if halved:
         check_halves(layout, tokens_BS.shape[1])
     else:
         check_chunks(layout, context, tokens_BS.shape[1])
-    return {name: layout.constrain(reorder(x, order, 1), axes_of(x)) for name, x in batch.items()}
+    return {name: layout.constrain(reorder(x, order, 1), axes_of(x)) for name, x in arrays.items()}
 
 
 def axes_of(x: Array) -> Axes:

@@ -588,6 +588,7 @@ def test_what_verify_is_wrongly_given_is_a_sentence(what: str) -> None:
         do()
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("what", [*REFUSED, *WRONG])
 def test_a_mistake_is_a_sentence(what: str) -> None:
     do, said = (REFUSED | WRONG)[what]

@@ -99,12 +99,12 @@ def test_the_loss_is_the_mean_square_of_what_is_missed(text: Path) -> None:
     experiment = make_experiment(config)
     model = experiment.model
     assert isinstance(model, Model)
-    params = random_params(model)  # a fresh block adds next to nothing
+    params = jax.tree.map(jnp.asarray, random_params(model))  # a fresh block adds next to nothing
     rng = np.random.default_rng(1)
     tokens, labels = rng.integers(0, 8, (2, 8, SEQ)).astype(np.int32)
     labels[:, ::3] = -1
     states = rng.standard_normal((8, SEQ, 2, WIDTH)).astype(np.float32)
-    plain = {"tokens": tokens, "labels": labels}
+    plain = {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(labels)}
     plan = experiment.plan
 
     @jax.jit
@@ -122,7 +122,7 @@ def test_the_loss_is_the_mean_square_of_what_is_missed(text: Path) -> None:
     def stream(layers: int) -> np.ndarray:
         few = jax.tree.map(lambda x: x[:layers], params["blocks"])
         places = jnp.broadcast_to(jnp.arange(SEQ), tokens.shape)
-        batch = {"tokens": tokens, "positions": places}
+        batch = {"tokens": plain["tokens"], "positions": places}
         found = jax.jit(lambda few: model.hidden_states(params | {"blocks": few}, batch, plan)[0])
         return np.asarray(found(few), np.float64)
 

@@ -107,8 +107,8 @@ def split_attention(
     split: Split,
     mask: Mask,
     q_BSHh: Float[Array, "B S H h"],
-    k_BSKh: Float[Array, "B S K h"],
-    v_BSKh: Float[Array, "B S K h"],
+    k_BSKh: Float[Array, "B keys K h"],
+    v_BSKh: Float[Array, "B keys K h"],
     segments_BS: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S H h"]:
     """Compute attention by a strategy, as `jaxpar.kernels` does except for the order of the tokens.

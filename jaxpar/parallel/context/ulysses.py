@@ -132,8 +132,8 @@ def _groups(work: ContextTask, heads: int) -> _Groups:
 
 def ulysses_forward(
     q_BSHh: Float[Array, "B S H h"],
-    k_BSKh: Float[Array, "B S K h"],
-    v_BSKh: Float[Array, "B S K h"],
+    k_BSKh: Float[Array, "B keys K h"],
+    v_BSKh: Float[Array, "B keys K h"],
     work: ContextTask,
 ) -> tuple[Array, Array]:
     """Compute attention inside `manual`.
@@ -160,8 +160,8 @@ def ulysses_forward(
 
 def ulysses_backward(
     q_BSHh: Float[Array, "B S H h"],
-    k_BSKh: Float[Array, "B S K h"],
-    v_BSKh: Float[Array, "B S K h"],
+    k_BSKh: Float[Array, "B keys K h"],
+    v_BSKh: Float[Array, "B keys K h"],
     dout_BSHh: Float[Array, "B S H h"],
     lse_BHP: Array,
     delta_BHS: Float[Array, "B H S"],
