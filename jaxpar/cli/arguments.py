@@ -374,6 +374,7 @@ _MAY_BE_URLS = {
     "address",
     "image",
     "run",
+    "tokenizer",
     "config.data.path",
     "config.data.val_path",
     "config.data.tokenizer",

@@ -68,10 +68,10 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     if may_hold_out and data.val_fraction > 0:
         parts[0], val = parts[0].split(data.val_fraction)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        count = getattr(tokenizer, "every_token", tokenizer.vocab_size)
         raise UserError(
-            f"the tokenizer of {parts[0].origin} has {tokenizer.vocab_size} tokens, "
-            f"model.vocab_size={vocab_size}: "
-            f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
+            f"the tokenizer of {parts[0].origin} has {count} tokens, "
+            f"model.vocab_size={vocab_size}: try model.vocab_size={count}, or another tokenizer"
         )
     make_masking(data, vocab_size, tokenizer)  # refused before a training begins
     for part in parts:

@@ -567,3 +567,19 @@ def test_a_run_that_was_made_before_there_was_the_key_goes_on_without(begun: Pat
     assert older != text
     assert parse(older).data.bos is False
     assert parse(older.replace(RESOLVED, "Mine.")).data.bos == "auto"
+
+
+def test_advice_on_the_vocabulary_counts_special_tokens_that_the_model_lacks(
+    tmp_path: Path,
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a")
+    made = tokenizers.Tokenizer(words)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a b c")
+    data = DataConfig(
+        source="text", path=str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(UserError, match=r"has 4 tokens, .*try model.vocab_size=4,"):
+        load_corpus(data, 2)

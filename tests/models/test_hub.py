@@ -162,6 +162,9 @@ def test_a_tokenizer_is_fetched_without_the_weights(served: _Hub, tmp_path: Path
     (tmp_path / "model.safetensors").write_bytes(b"is not fetched")
     found = tokenizer_here("hf://org/name")
     assert make_tokenizer(found).end_of_text == 0
+    (tmp_path / "text.txt").write_text("a b a")
+    words = [str(tmp_path / "text.txt"), str(tmp_path / "out.bin"), "--tokenizer", "hf://org/name"]
+    assert main(["tokenize", *words]) == 0
     assert "model.safetensors" not in served.sent
 
 

@@ -130,6 +130,11 @@ class HFTokenizer:
     steps: Steps = field(default=Steps(), compare=False)
     """What may make a text longer."""
 
+    @property
+    def every_token(self) -> int:
+        """How many tokens it has with the special ones that the model lacks."""
+        return max(self.inner.get_vocab().values(), default=-1) + 1
+
     def encode(self, text: str) -> np.ndarray:
         return self.known(self.encoding(text).ids)
 
