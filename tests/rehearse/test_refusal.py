@@ -120,6 +120,12 @@ def test_a_heading_is_passed_on_with_what_it_announces():
         == "INTERNAL: E9: New: no such layout"
     )
     assert compiler_message("") == ""
+    assert "16032 rows on a device; of a vocabulary's, try model.vocab_multiple=128 times" in (
+        compiler_message(
+            "UNIMPLEMENTED: No feasible span count for single input all reduce scatter fusion "
+            "with concat shape f32[16032,8192]{1,0:T(8,128)}"
+        )
+    )
 
 
 @pytest.mark.parametrize(

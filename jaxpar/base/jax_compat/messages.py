@@ -50,6 +50,23 @@ def kernel_memory_message(message: str) -> str:
     return ""
 
 
+# XLA:TPU of libtpu 0.0.50 where a gradient's rows, split over devices along its columns, fill no
+# whole tiles; LLaMA-3's table of 128,256 rows on fsdp=64 x tensor=8 did so.
+_SCATTERED_ROWS = re.compile(r"No feasible span count .* concat shape \w+\[(?P<rows>\d+),")
+
+
+def scattered_rows_message(message: str) -> str:
+    """What a compiler's message says about a matrix whose gradient it cannot scatter, and what to
+    try. The empty string for any other message.
+    """
+    if found := _SCATTERED_ROWS.search(message):
+        return (
+            f"it cannot scatter the gradient of a matrix with {found['rows']} rows on a device; "
+            "of a vocabulary's, try model.vocab_multiple=128 times the devices that split it"
+        )
+    return ""
+
+
 # Gloo, between processes on CPUs (seen); JAX's coordination service; NCCL, by its documentation.
 _LOST_PEER = re.compile(
     r"Connection (?:reset|closed) by peer|heartbeat timeout"
@@ -69,10 +86,10 @@ def compiler_message(message: str) -> str:
       message: the message.
 
     Returns:
-      One line of at most 300 characters: what `kernel_memory_message` says, or else the first line
-      with those that a heading announces.
+      One line of at most 300 characters: what `kernel_memory_message` or `scattered_rows_message`
+      says, or else the first line with those that a heading announces.
     """
-    if found := kernel_memory_message(message):
+    if found := kernel_memory_message(message) or scattered_rows_message(message):
         return found[:300]
     words = []
     for line in filter(None, map(str.strip, message.splitlines())):
