@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import itertools
 import os
+import re
 import sys
 import warnings
 from typing import NamedTuple, NoReturn
@@ -207,15 +209,22 @@ def fail(message: str) -> int:
 
 
 def _list_presets(folder: str) -> int:
-    """Every preset with the first line of its opening comment."""
+    """Every preset with the first sentence of its opening comment."""
     from jaxpar.base.toml import presets
 
     found = presets(f"jaxpar.{folder}")
     width = max(map(len, found))
     for name, file in found.items():
-        print(f"{name:<{width}}  {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+        print(f"{name:<{width}}  {_first_sentence(file.read_text(encoding='utf-8'))}")
     print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --on NAME'}")
     return 0
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of the comment that a file begins with, in one line."""
+    comment = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
+    words = " ".join(line.removeprefix("# ") for line in comment)
+    return re.split(r"(?<!et al\.)(?<=\.)\s", words, maxsplit=1)[0]
 
 
 if __name__ == "__main__":

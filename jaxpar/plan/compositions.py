@@ -26,6 +26,8 @@ ALIKE = 0.01
 """A pair whose speed is within 1 % of its parts' product adds up. A rehearsal repeats exactly, so
 this is no noise: it is what is too little to matter.
 """
+ADD_UP = "add up"
+"""The verdict on such a pair."""
 
 Measure = Callable[[Config], Figures]
 Loss = Callable[[Config], float]
@@ -57,7 +59,7 @@ class Gain(NamedTuple):
             return ""
         share = self.speed / self.speed_of_parts
         if abs(share - 1) <= ALIKE:
-            return "add up"
+            return ADD_UP
         return "gain more together" if share > 1 else "cancel"
 
 

@@ -18,6 +18,7 @@ from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, short, visible
 from jaxpar.base.toml import flatten
 from jaxpar.train.metrics import read_metrics
+from jaxpar.train.runs.folder.own_tokenizer import have_other_tokenizers
 from jaxpar.train.runs.folder.run_folder import read_run_config, runs_in
 
 _MOST_COLUMNS = 8
@@ -32,6 +33,7 @@ class Compared(NamedTuple):
     name: str
     config: Config
     rows: Sequence[Mapping[str, Any]]
+    folder: Path
 
     def last(self, key: str) -> float | None:
         """Return the last of a number, if it was measured."""
@@ -65,7 +67,9 @@ def read_runs(folders: Mapping[str, Path]) -> list[Compared]:
             f"a comparison takes two runs or more, and {next(iter(found.values()))} is one: "
             "name another, or a folder that has several in it"
         )
-    return [Compared(name, read_run_config(run), read_metrics(run)) for run, name in found.items()]
+    return [
+        Compared(name, read_run_config(run), read_metrics(run), run) for run, name in found.items()
+    ]
 
 
 def differing(runs: Sequence[Compared]) -> dict[str, list[Any]]:
@@ -102,9 +106,10 @@ def notes(runs: Sequence[Compared]) -> list[str]:
         found.append(
             f"the table has the first {_MOST_COLUMNS} of {len(runs)} runs, the picture all of them"
         )
-    if "data.tokenizer" in keys:
+    first = runs[0].folder
+    if any(have_other_tokenizers(first, run.folder) for run in runs[1:]):
         found.append(
-            "data.tokenizer differs: a loss is in nats a token, so losses of other tokens are not "
+            "the tokenizers differ: a loss is in nats a token, so losses of other tokens are not "
             "to be compared"
         )
     elif any(key.startswith("data.") and key != "data.seq_len" for key in keys):
@@ -116,7 +121,7 @@ def comparison_figure(runs: Sequence[Compared]) -> Figure:
     """Draw the losses of some runs over each other.
 
     They are drawn by step, or by tokens where a step has more of them in one run than in another.
-    A line is the loss of training, a dotted one with points the validation's.
+    A line is the loss of training, a dotted one with squares the validation's.
 
     Raises:
       UserError: no run has a loss yet.
@@ -138,14 +143,15 @@ def comparison_figure(runs: Sequence[Compared]) -> Figure:
             if not points:
                 continue
             drawn += 1
-            dot = "o" if key == "val_loss" or len(points) < 5 else ""
+            few = "." if len(points) < 5 else ""  # a line through one point cannot be seen
             axes.plot(
                 *zip(*points, strict=True),
                 color=color,
                 linestyle=style,
                 linewidth=width,
-                marker=dot,
-                markersize=3.5,
+                marker="s" if key == "val_loss" else few,
+                markersize=4,
+                markerfacecolor="white" if key == "val_loss" else color,
                 label=label,
             )
             label = "_"  # one entry of the legend for a run
@@ -154,7 +160,7 @@ def comparison_figure(runs: Sequence[Compared]) -> Figure:
     axes.set(
         xlabel="tokens" if by_tokens else "step",
         ylabel="loss (nats a token)",
-        title="training (lines) and validation (dotted)",
+        title="training (lines) and validation (dotted, with squares)",
     )
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)

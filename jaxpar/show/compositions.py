@@ -17,7 +17,7 @@ from matplotlib.typing import ColorType
 from rich.table import Table
 
 from jaxpar.base.console import bytes_text
-from jaxpar.plan.compositions import Gain, Study
+from jaxpar.plan.compositions import ADD_UP, Gain, Study
 from jaxpar.plan.points import Point
 
 _BASE = "#777777"
@@ -146,7 +146,8 @@ def _draw_pairs(axes: Axes, study: Study) -> None:
             continue
         parts = _text(gain.speed_of_parts, "{:.3f}") or "?"
         value = share.get(gain.pair.settings)
-        color = "white" if value is None else colors(norm(value))
+        plain = value is None or gain.verdict == ADD_UP
+        color = "whitesmoke" if plain else colors(norm(value))
         _square(axes, second, first, color, f"{gain.speed:.3f}\n({parts})")
     size = len(names)
     axes.set(
@@ -156,7 +157,7 @@ def _draw_pairs(axes: Axes, study: Study) -> None:
         yticks=range(size),
         xlabel="",
         title="speed of each pair, and (the product of its parts)\n"
-        "blue: more together than apart; red: they cancel",
+        "blue: more together than apart; red: they cancel; pale: they add up",
     )
     axes.set_xticklabels(names, rotation=35, ha="right")
     axes.set_yticklabels(names)

@@ -95,13 +95,13 @@ def _list_arrays(axes: Axes, alive: Alive) -> None:
     """Write the largest arrays at the peak, each with its line or its argument."""
     axes.axis("off")
     axes.set_title("the largest arrays at the peak", loc="left", fontsize=10)
-    columns = (0.0, 0.09, 0.38, 0.6)
+    columns = (0.0, 0.11, 0.4, 0.61)
     for place, row in enumerate(alive["arrays"][:_ROWS]):
         size, unit = _unit(row["bytes"])
         many = f"{row['count']} x " if row["count"] > 1 else ""
         phase = "" if row["argument"] else f"({row['phase']})"
         cells = (
-            f"{row['bytes'] / size:.4g} {unit}",
+            f"{row['bytes'] / size:.3g} {unit}",
             f"{many}{row['shape']}",
             row["argument"] or row["source"],
             f"{row['scope']}  {phase}".strip(),

@@ -64,11 +64,14 @@ def watch(folder: Path, once: bool = False, refresh: Callable[[], None] = lambda
       UserError: there is no run, or the settings of the only one cannot be read.
     """
     out = PlainConsole()
+    if once or not out.is_terminal:
+        out.print(page(folder, out.width))
+        return
     with (
         suppress(KeyboardInterrupt),
         Live(page(folder, out.width), console=out, auto_refresh=False) as live,
     ):
-        while out.is_terminal and not once:
+        while True:
             time.sleep(2)
             refresh()
             live.update(page(folder, out.width), refresh=True)

@@ -44,7 +44,7 @@ from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_dat
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.claims.run_lock import SharedLock
 from jaxpar.train.runs.folder.manifest import Manifest
-from jaxpar.train.runs.folder.own_tokenizer import keep_tokenizer
+from jaxpar.train.runs.folder.own_tokenizer import have_other_tokenizers, keep_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
     keep_config,
@@ -485,6 +485,8 @@ def banner_lines(
     }
     if config.train.init and run.is_new:
         facts["weights"] = config.train.init
+        if have_other_tokenizers(folder_here(config.train.init), run.folder):
+            facts["weights"] += ", WHOSE TOKENIZER IS ANOTHER: its ids meant other tokens"
     options = step_options(run.experiment.plan.mesh, config.compiler.options)
     repeats = repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform)
     if not (repeats or options.get(REPEATING_FLAG)):

@@ -10,14 +10,23 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
+from jaxpar.data.vocabulary.tokenizer import BytesTokenizer, CharsTokenizer
 from jaxpar.show.compare import comparison_figure, differing, read_runs
 
+BYTES = BytesTokenizer()
 
-def make(folder: Path, losses: dict[int, float], **changes: object) -> Path:
+
+def make(
+    folder: Path,
+    losses: dict[int, float],
+    tokenizer: BytesTokenizer | CharsTokenizer = BYTES,
+    **changes: object,
+) -> Path:
     """A run that has logged a loss at some steps, and a validation loss at the last of them."""
     folder.mkdir(parents=True)
     settings = {key.replace("__", "."): value for key, value in changes.items()}
     (folder / "config.toml").write_text(to_toml(override(Config(), settings)))
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
     rows = [{"step": step, "loss": loss} for step, loss in losses.items()]
     rows += [{"step": max(losses), "val_loss": losses[max(losses)] + 0.1}] if losses else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -61,10 +70,10 @@ def test_steps_of_other_sizes_are_drawn_by_tokens(runs: Path, tmp_path: Path) ->
 def test_losses_of_other_tokens_are_said_to_be_others(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(runs / "c", {1: 3.0}, data__tokenizer="chars")
+    make(runs / "c", {1: 3.0}, CharsTokenizer("ab"))  # a token file brings its own
     monkeypatch.chdir(runs.parent)
     assert main(["compare", "runs"]) == 0
-    assert "note: data.tokenizer differs" in capsys.readouterr().out
+    assert "note: the tokenizers differ" in capsys.readouterr().out
     assert (runs.parent / "compare.png").stat().st_size > 10_000
 
 

@@ -256,6 +256,17 @@ def with_own_tokenizer(
     return kept
 
 
+def have_other_tokenizers(one: Path, other: Path) -> bool:
+    """Whether two folders have tokenizers that differ, so that the ids of one mean other tokens in
+    the other; False where one of them has none.
+    """
+    files = (one / TOKENIZER, other / TOKENIZER)
+    if not all(file.exists() for file in files):
+        return False
+    texts = [load_tokenizer(file).to_json() for file in files]
+    return texts[0] != texts[1]
+
+
 def _declared_otherwise(name: str, own: Path) -> list[str]:
     """Return what the files beside a `data.tokenizer` declare, if anything, otherwise than those of
     a run.
