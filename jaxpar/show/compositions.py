@@ -146,8 +146,10 @@ def _draw_pairs(axes: Axes, study: Study) -> None:
             continue
         parts = _text(gain.speed_of_parts, "{:.3f}") or "?"
         value = share.get(gain.pair.settings)
-        plain = value is None or gain.verdict == ADD_UP
-        color = "whitesmoke" if plain else colors(norm(value))
+        if value is None or gain.verdict == ADD_UP:
+            color = "whitesmoke"
+        else:
+            color = colors(norm(value))
         _square(axes, second, first, color, f"{gain.speed:.3f}\n({parts})")
     size = len(names)
     axes.set(
