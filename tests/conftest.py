@@ -33,9 +33,9 @@ from jaxpar.base.process.runtime import widen_cpu_pool
 
 check_stated_shapes()
 
-# Tests read values and programs, not speed (where XLA_FLAGS is set, if to nothing, it stays: `make
-# test-users-flags`): as plain machine code a step compiles in an eighth of
-# the time. Without the fusion emitters, of which jax 0.12 has no choice, in a half.
+# Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of
+# the time. Without the fusion emitters, of which jax 0.12 has no choice, in a half. Where XLA_FLAGS
+# is set, if to nothing, it stays (`make test-users-flags`).
 _FLAGS = ["xla_backend_optimization_level=0", "xla_llvm_disable_expensive_passes=true"]
 _FLAGS += ["xla_cpu_parallel_codegen_split_count=1"]
 _FLAGS += ["xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []

@@ -20,7 +20,7 @@ from jaxpar.data.mixture import SAMPLED, Mixture, Stream
 from jaxpar.data.parts import Part
 from jaxpar.data.sources import Source
 from jaxpar.data.streams.urls import data_here
-from jaxpar.data.vocabulary.tokenizer import Tokenizer
+from jaxpar.data.vocabulary.tokenizer import HFTokenizer, Tokenizer
 
 
 class Corpus(NamedTuple):
@@ -68,7 +68,9 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     if may_hold_out and data.val_fraction > 0:
         parts[0], val = parts[0].split(data.val_fraction)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        count = getattr(tokenizer, "every_token", tokenizer.vocab_size)
+        count = tokenizer.vocab_size
+        if isinstance(tokenizer, HFTokenizer):
+            count = tokenizer.whole_vocab_size
         raise UserError(
             f"the tokenizer of {parts[0].origin} has {count} tokens, "
             f"model.vocab_size={vocab_size}: try model.vocab_size={count}, or another tokenizer"

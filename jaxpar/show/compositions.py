@@ -146,7 +146,9 @@ def _draw_pairs(axes: Axes, study: Study) -> None:
             continue
         parts = _text(gain.speed_of_parts, "{:.3f}") or "?"
         value = share.get(gain.pair.settings)
-        if value is None or gain.verdict == ADD_UP:
+        if value is None:
+            color = "white"
+        elif gain.verdict == ADD_UP:
             color = "whitesmoke"
         else:
             color = colors(norm(value))

@@ -621,6 +621,7 @@ def test_every_preset_is_listed_with_what_it_is(listing, run):
     listed = {line.split()[0]: line for line in lines[: lines.index("")]}
     assert list(listed) == list(presets(f"jaxpar.{listing}"))
     assert all(len(line.split(maxsplit=1)[1]) > 10 for line in listed.values())
+    assert all(line.endswith(".") for line in listed.values())  # whole sentences
 
 
 def test_doctor(run):

@@ -286,8 +286,9 @@ def test_experts_give_the_gradients_of_one_device(
     found = verify.verify(with_experts(mesh, **changes), jax.devices())
     assert found.equal, str(found)
     assert "blocks.router" in [row.name for row in found.checks[0].rows]
-    # the worst is 2.4e-6, of unrolled layers by XLA:CPU of jax 0.12
-    assert max(row.error for row in found.checks[0].rows) < verify.FLOAT32 / 4
+    # the worst by XLA:CPU of jax 0.12 is 2.4e-6, of unrolled layers
+    share = 4 if jax.__version_info__ >= (0, 11) else 5
+    assert max(row.error for row in found.checks[0].rows) < verify.FLOAT32 / share
 
 
 @pytest.mark.slow

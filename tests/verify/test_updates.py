@@ -47,8 +47,8 @@ def test_a_host_moves_parameters_as_one_device_does(name: str) -> None:
     assert verdict.equal, verdict.difference
     error = max(row.error for row in verdict.rows)
     assert error < updates.UPDATE / 5
-    if name != "lion":  # its steps are signs, which may be equal to the bit
-        assert error > 0
+    # Lion's steps are signs, which jax 0.12 gives equal to the bit
+    assert error > 0 or (name == "lion" and jax.__version_info__ >= (0, 11))
 
 
 def test_a_step_that_differs_on_a_mesh_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ class HFTokenizer:
     """What may make a text longer."""
 
     @property
-    def every_token(self) -> int:
-        """How many tokens it has with the special ones that the model lacks."""
+    def whole_vocab_size(self) -> int:
+        """One more than the largest id, special tokens that the model lacks included."""
         return max(self.inner.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str) -> np.ndarray:
