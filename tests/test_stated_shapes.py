@@ -39,7 +39,8 @@ def test_what_is_stated_can_be_read_and_is_checked(name: str):
 def test_how_many_signatures_are_checked():
     for name in modules_that_state_shapes():
         importlib.import_module(name)
-    assert len(SIGNATURES) >= 128
+    of_modules = [one for one in SIGNATURES if "<locals>" not in one]
+    assert len(of_modules) >= 127
 
 
 def _signature(function: ast.FunctionDef) -> list[ast.AST]:
