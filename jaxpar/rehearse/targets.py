@@ -377,15 +377,22 @@ def compilers() -> dict[str, str]:
     }
 
 
+_EXTRA = "pip install 'jaxpar[rehearse]'"
+
+
 def _missing(platform: str) -> str:
     """Say what must be installed to compile for a platform; empty if nothing is missing."""
     wanted = jax.__version__
     found = versions(_COMPILERS.get(platform, ()))
     if platform == "tpu" and not (found or os.environ.get("TPU_LIBRARY_PATH")):
-        return f"libtpu, the TPU compiler: pip install 'jax[tpu]=={wanted}' (Linux on x86-64 only)"
+        return (
+            f"libtpu, the TPU compiler: {_EXTRA}, or 'jax[tpu]=={wanted}' alone (Linux on x86-64 "
+            "only)"
+        )
     if platform != "cuda" or wanted in found.values():
         return ""
-    fix = f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted} (Linux only)"
+    packages = f"jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted}"
+    fix = f"{_EXTRA}, or {packages} alone (Linux only)"
     if not found:
         return f"jax's CUDA plugin, the GPU compiler (no driver, no GPU): {fix}"
     return f"a CUDA plugin of jax's own version, {wanted} (found {_listed(found)}): {fix}"

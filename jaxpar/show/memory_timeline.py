@@ -51,9 +51,13 @@ def memory_timeline_figure(report: Rehearsal) -> Figure:
         curve.axhline(may_take / size, color=_LIMIT, linestyle="--", label=label)
     name = f"{report['config'] or 'a step'} on {report['target']['name']}"
     peak = f"{alive['peak_bytes'] / size:.4g} {unit}"
+    reserved = f"{report['memory']['total'] / size:.4g} {unit}"
     curve.set_title(
-        f"{name}: at most {peak} in a device's memory, after {alive['peak_us'] / 1e3:.4g} ms",
+        f"{name}: arrays of at most {peak} in a device's memory, after "
+        f"{alive['peak_us'] / 1e3:.4g} ms\n"
+        f"The step takes {reserved} by the compiler's account, which has its code and gaps too.",
         loc="left",
+        fontsize=11,
     )
     curve.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
     _list_arrays(listed, alive)

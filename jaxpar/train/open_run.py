@@ -23,7 +23,7 @@ from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
-from jaxpar.data.streams.tokens import HostBatch
+from jaxpar.data.streams.tokens import HostBatch, Tokens
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.distil import Teacher, open_teacher
@@ -483,6 +483,8 @@ def banner_lines(
         f"unigram entropy {entropy:.3f} nats a token",
         "run": f"{run.folder}" + (f", resumed after step {run.after}" if run.after else ""),
     }
+    if isinstance(text, Tokens):
+        facts["reading"] = how_often_read(config, text.size)
     if config.train.init and run.is_new:
         facts["weights"] = config.train.init
         if have_other_tokenizers(folder_here(config.train.init), run.folder):
@@ -497,3 +499,19 @@ def banner_lines(
     if options:
         facts["compiler"] = options_text(options)
     return list(banner(run.experiment.plan, facts))
+
+
+def how_often_read(config: Config, tokens: int) -> str:
+    """Say how often a run reads its text, and whether a single step already does so twice.
+
+    Args:
+      config: the config of the run.
+      tokens: how many tokens the text has.
+    """
+    train = config.train
+    of_a_step = train.batch * config.data.seq_len
+    times = train.steps * of_a_step / tokens
+    said = f"{train.steps:,} steps of {of_a_step:,} tokens read the text {times:.3g} times"
+    if of_a_step > tokens:
+        said += "; A STEP IS MORE THAN ALL OF IT, so that rows of one step repeat each other"
+    return said

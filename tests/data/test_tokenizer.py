@@ -229,7 +229,7 @@ def test_text_is_read_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"ab\0c", r"is binary \(NUL at byte 2\)"),
+        (b"ab\0c", r"is binary \(NUL at byte 2\), not text: ids .* --data\.source tokens"),
         (b"ab\xe9", r"is not UTF-8 text \(.* at byte 2\): convert it"),
     ],
 )
@@ -237,6 +237,14 @@ def test_what_is_not_text_is_refused(content, message, tmp_path):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_text(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "another.json"])
+def test_an_older_form_of_a_tokenizer_is_named(name, tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps(WORDS))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(UserError, match=r"vocab\.json and merges\.txt .* older .*save_pretrained"):
+        load_tokenizer(tmp_path / name)
 
 
 def test_file_that_is_gone_is_refused(tmp_path):

@@ -173,11 +173,12 @@ def test_mistakes_name_what_exists(name, message):
 @pytest.mark.parametrize(
     ("installed", "name", "message"),
     [
-        ({}, "v5p-64", r"target v5p-64 needs libtpu, the TPU compiler: pip install 'jax\[tpu\]=="),
+        ({}, "v5p-64", r"needs libtpu, the TPU compiler: .* or 'jax\[tpu\]=="),
+        ({}, "v5p-64", r"target v5p-64 .*: pip install 'jaxpar\[rehearse\]', or"),
         (
             {},
             "h100x8",
-            "needs jax's CUDA plugin.*: pip install jax-cuda12-plugin==.* jax-cuda12-pjrt==",
+            r"CUDA plugin.*: pip install .*, or jax-cuda12-plugin==.* jax-cuda12-pjrt==",
         ),
         (
             {"jax-cuda12-plugin": "0.9.9"},

@@ -14,7 +14,7 @@ def report():
     made = {"argument": "", "scope": "block/mlp", "source": "models/mine.py:7", "phase": "forward"}
     given = {"argument": "state.params", "scope": "", "source": "", "phase": "other"}
     found = fake_rehearsal(layers=2)
-    found["memory"]["usable_bytes"] = 4 * GIB
+    found["memory"] |= {"usable_bytes": 4 * GIB, "total": 3 * GIB + GIB // 2}
     found["alive"] = {
         "peak_bytes": 3 * GIB,
         "peak_us": 2000.0,
@@ -30,7 +30,9 @@ def report():
 
 def test_the_peak_is_named_by_its_arrays_and_their_lines(report):
     curve, listed = memory_timeline_figure(report).axes
-    assert "at most 3 GiB in a device's memory, after 2 ms" in curve.get_title(loc="left")
+    title = curve.get_title(loc="left")
+    assert "arrays of at most 3 GiB in a device's memory, after 2 ms" in title
+    assert "The step takes 3.5 GiB by the compiler's account" in title
     labels = curve.get_legend_handles_labels()[1]
     assert labels == ["state.params", "block/mlp", "peak", "a step may take 4 GiB"]
     said = [text.get_text() for text in listed.texts]

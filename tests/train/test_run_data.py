@@ -19,6 +19,7 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.metrics import read_metrics
+from jaxpar.train.open_run import how_often_read
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import compare_data, keep_data, with_run_data
 from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
@@ -295,3 +296,10 @@ def test_a_damaged_note_of_the_data_is_a_line_and_is_not_taken_for_another(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=r"data\.json.*: delete it to go on unchecked"):
         compare_data(tmp_path / "run", config, load_corpus(data, 256))
+
+
+def test_how_often_a_run_reads_its_text_is_said() -> None:
+    config = override(Config(), {"train.batch": 8, "data.seq_len": 32, "train.steps": 20})
+    assert how_often_read(config, 2_560) == "20 steps of 256 tokens read the text 2 times"
+    assert how_often_read(config, 256).endswith("read the text 20 times")
+    assert "A STEP IS MORE THAN ALL OF IT" in how_often_read(config, 255)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 100
 """Characters of a text from which a message takes those that it shows."""
+OLDER_FORMS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
+"""Files in which older programs keep a tokenizer."""
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -234,13 +236,16 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
       UserError: the file cannot be read or is not a tokenizer, the `hf` extra is missing, or `bos`
         asks for a begin of text that it lacks.
     """
-    match read_json(Path(path)):
+    path = Path(path)
+    if not path.exists():
+        _require_this_form(path)
+    match read_json(path):
         case {"tokenizer": "bytes" | "chars" as kind} if bos is True:
             raise _no_begin(kind)
         case {"tokenizer": "bytes"}:
-            return BytesTokenizer(Path(path))
+            return BytesTokenizer(path)
         case {"tokenizer": "chars", "chars": str(chars)}:
-            return CharsTokenizer(chars, Path(path))
+            return CharsTokenizer(chars, path)
         case {"model": dict()}:
             return _hf_tokenizer(path, vocab_size, bos)
     raise UserError(
@@ -249,21 +254,32 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
     )
 
 
-def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
+def _require_this_form(path: Path) -> None:
+    """Refuse a tokenizer of which only an older form is there, and say how to make this one."""
+    older = [name for name in OLDER_FORMS if (path.parent / name).exists()]
+    if older:
+        raise UserError(
+            f"{path} is not there, and {' and '.join(older)} beside it are an older form of a "
+            "tokenizer, which is not read: transformers writes the newer one, by "
+            f"AutoTokenizer.from_pretrained('{path.parent}').save_pretrained('{path.parent}')"
+        )
+
+
+def _hf_tokenizer(path: Path, vocab_size: int, bos: Bos) -> HFTokenizer:
     try:
         import tokenizers
     except ImportError as error:
         raise UserError(
             f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'"
         ) from error
-    text = read_text(Path(path))  # `from_file` refuses a byte order mark
+    text = read_text(path)  # `from_file` refuses a byte order mark
     with asking(path, "load a tokenizer"):
         inner = tokenizers.Tokenizer.from_str(text)
     # Files made for a classifier cut and pad a text to its length, which would lose the rest of a
     # document.
     inner.no_truncation()
     inner.no_padding()
-    added = add_declared(inner, Path(path))
+    added = add_declared(inner, path)
     beyond = {
         id
         for id, token in inner.get_added_tokens_decoder().items()
@@ -384,8 +400,8 @@ def decode_text(content: bytes, file: Path) -> str:
         raise UserError(f"{file} is a {kind} file, not text")
     if b"\0" in content:
         raise UserError(
-            f"{file} is binary (NUL at byte {content.index(0)}), not text: is it "
-            "data.source=tokens?"
+            f"{file} is binary (NUL at byte {content.index(0)}), not text: ids of tokens are "
+            "read with --data.source tokens"
         )
     try:
         return content.decode(UTF8)

@@ -37,7 +37,7 @@ CAUSES: Mapping[Cause, Meaning] = {
     "wasted": Meaning("wasted", "steps whose work a fault has cost, and that are made again"),
     "startup": Meaning("start-up", "imports, devices, other processes, data, the first state"),
     "restoring": Meaning("restoring", "reading a checkpoint"),
-    "compiling": Meaning("compiling", "waiting for the compiler"),
+    "compiling": Meaning("compiling", "waiting for the compiler once the first state is there"),
     "data": Meaning("data", "waiting for data while the device has nothing to do"),
     "evaluation": Meaning("evaluation", "validation losses"),
     "saving": Meaning("saving", "checkpoints, as far as steps wait for them"),
