@@ -35,6 +35,7 @@ from jaxpar.data import load_corpus
 from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.train import init_state, make_plan, make_train_step, put_batch
+from jaxpar.train.experiment import Experiment
 
 NUMBERS = (
     "nan",
@@ -89,9 +90,10 @@ def trains(config: Config) -> str:
     plan = make_plan(config, jax.devices())
     model = Model(config.model)
     load_corpus(config.data, config.model.vocab_size)
-    state = init_state(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment)
     before = jax.tree.map(np.asarray, model.trained(state.params))
-    step = make_train_step(model, config, plan)
+    step = make_train_step(experiment)
     rng = np.random.default_rng(0)
     for _ in range(3):
         ids = rng.integers(

@@ -30,6 +30,7 @@ from jaxpar.models import Model
 from jaxpar.rehearse.report.collectives import axes_of, sent_bytes
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -90,7 +91,8 @@ def traced(
     """The traced step, what it asks for, and the mesh."""
     plan = make_plan(config, devices)
     model = Model(config.model)
-    step = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    step = make_train_step(experiment).trace(*step_shapes(experiment))
     said: list[str] = []
     found = requested_collectives(step.jaxpr, plan.mesh, said.append)
     allowed = {

@@ -20,9 +20,10 @@ from jaxpar.base.config import Config
 from jaxpar.base.layout.plan import Plan
 from jaxpar.bench.torch_step import OPTIMIZERS
 from jaxpar.models.hf import hf_config
+from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import device_memory, mfu
-from jaxpar.train.step import init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 
 LEAST_SECONDS = 0.02
 """Calls are timed together until they take this long, as a small kernel runs for less time than its
@@ -188,10 +189,9 @@ def train_steps(experiment: Experiment) -> Callable[[int], float]:
     """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it
     waits for.
     """
-    parts = (experiment.model, experiment.config, experiment.plan)
     batch = random_batch(experiment.config, experiment.plan)
-    step = make_train_step(*parts, experiment.optimizer)
-    state = init_state(*parts, optimizer=experiment.optimizer)
+    step = make_train_step(experiment)
+    state = init_state(experiment)
 
     def run(n: int) -> float:
         nonlocal state

@@ -81,7 +81,7 @@ def step_collectives(experiment: Experiment) -> tuple[StepCollective, ...]:
     plan = experiment.plan
     if plan.mesh.size == 1:
         return ()
-    step = make_train_step(experiment.model, experiment.config, plan, experiment.optimizer)
+    step = make_train_step(experiment)
     traced = step.trace(experiment.state, experiment.batch)
     return tuple(
         _step_collective(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh)

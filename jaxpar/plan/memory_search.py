@@ -404,14 +404,12 @@ def compiled_bytes(
     Raises:
       UserError: the compiler refuses the step for another reason.
     """
-    model = experiment.model
-    plan = experiment.plan
     arguments = (experiment.state, experiment.batch)
     batch_in_host = jax.tree.map(lambda _: False, experiment.batch)
     host = (experiment.in_host, batch_in_host)
-    step = make_train_step(model, experiment.config, plan, experiment.optimizer)
+    step = make_train_step(experiment)
     # A plan of one device has no mesh from which a kernel could see the chip.
-    with compiling_for(plan.mesh.devices.flat[0]):
+    with compiling_for(experiment.devices[0]):
         _, lowered = lower_for(step, arguments, host, platform)
     try:
         compiled = compile_absent(lowered)

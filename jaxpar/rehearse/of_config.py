@@ -207,7 +207,7 @@ def compile_step(
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     compiled = compile_for(
-        make_train_step(experiment.model, config, plan, experiment.optimizer),
+        make_train_step(experiment),
         (experiment.state, experiment.batch),
         plan.mesh,
         target,

@@ -5,12 +5,13 @@ conversion.
 
 `run` trains a config in a run folder. `config_of` reads the model of a Hugging Face folder,
 `export_run` writes one, and `open_trained` loads either to generate. The other names serve a loop
-of your own: they make a plan from a config, its state, the jitted step, and what the model makes of
-a prompt.
+of your own: they make an experiment of a config, its state, the jitted step, and what the model
+makes of a prompt.
 
-Its rooms, in the order in which they are read: `experiment` is what a config needs to run, and
-`metrics` what is measured of it, with `sinks` for where that goes. Then the folders `optimizer`,
-`step` and `plans`, which make an experiment; `activations`, `state_memory` and `require_memory` say
+Its rooms, in the order in which they are read: `optimizer`, the shapes of a `state` and of a
+`batch`, and `experiment`, which is what a config needs to run; `metrics` is what is measured of it,
+with `sinks` for where that goes. Then the folders `step`, which computes, and `plans`, which makes
+an experiment; `activations`, `state_memory` and `require_memory` say
 what memory it takes, and `smaller_step` what makes that less. `guard` and `goodput` watch a
 training. `runs` keeps it in a folder, `restore` loads what a folder has, and `distil` is its
 teacher, with `teacher_memory` for what this takes.
@@ -28,6 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar.train.batch import batch_rows, put_batch
     from jaxpar.train.experiment import Experiment
     from jaxpar.train.generation import generate
     from jaxpar.train.generation.trained import open_trained
@@ -36,12 +38,12 @@ if TYPE_CHECKING:
     from jaxpar.train.optimizer.per_matrix import muon_dimensions
     from jaxpar.train.plans import make_experiment, make_plan
     from jaxpar.train.restore import config_of, export_run
-    from jaxpar.train.step import batch_rows, init_state, make_eval_step, make_train_step, put_batch
+    from jaxpar.train.step import init_state, make_eval_step, make_train_step
 
 _MODULES = {
     "Experiment": "experiment",
     "Optimizer": "optimizer",
-    "batch_rows": "step",
+    "batch_rows": "batch",
     "config_of": "restore",
     "export_run": "restore",
     "generate": "generation",
@@ -52,7 +54,7 @@ _MODULES = {
     "make_train_step": "step",
     "muon_dimensions": "optimizer.per_matrix",
     "open_trained": "generation.trained",
-    "put_batch": "step",
+    "put_batch": "batch",
     "run": "loop",
 }
 __all__ = [

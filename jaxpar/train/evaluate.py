@@ -16,21 +16,22 @@ from jax.stages import Compiled
 
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.together import Batches, run_together
-from jaxpar.data.corpus import val_batches
-from jaxpar.data.masking import Masking, make_masking
+from jaxpar.data.corpus import Corpus, val_batches
+from jaxpar.data.masking import make_masking
 from jaxpar.data.parts import Part
 from jaxpar.data.vocabulary.text_bytes import count_bytes, unknown_id
 from jaxpar.data.vocabulary.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
+from jaxpar.train.batch import batch_rows, empty_batch, put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import kernel_notes, make_experiment, mask_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus
 from jaxpar.train.runs.folder.run_folder import is_run
-from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
+from jaxpar.train.step import compile_eval_step
 
 
 class Evaluation(NamedTuple):
@@ -49,28 +50,39 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    eval_step: Compiled,
+    experiment: Experiment,
+    program: Compiled,
     params: Params,
-    stream: Part,
-    config: Config,
-    plan: Plan,
+    corpus: Corpus,
     limit: int,
     tick: Callable[[int], None] = lambda done: None,
-    masking: Masking | None = None,
 ) -> float:
-    """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all.
+    """Return the mean loss in nats a token over validation batches.
 
-    `tick` is called with the number of batches that are done, after each. `masking` is what
-    `make_masking` makes of the config.
+    Args:
+      experiment: what is evaluated.
+      program: its compiled evaluation (`compile_eval_step`).
+      params: its parameters.
+      corpus: the data, some of which are for validation.
+      limit: how many batches; 0 = all.
+      tick: is called with the number of batches that are done, after each.
+
+    Raises:
+      UserError: a process could not read its rows.
     """
+    config = experiment.config
+    plan = experiment.plan
+    assert corpus.val is not None
     rows = batch_rows(config.train.batch, plan)
+    vocab_size = config.model.vocab_size
+    masking = make_masking(config.data, vocab_size, corpus.tokenizer)
     read = val_batches(
-        stream, config.data, config.train.batch, rows, config.model.vocab_size, limit, masking
+        corpus.val, config.data, config.train.batch, rows, vocab_size, limit, masking
     )
     batches = Batches(read, empty_batch(config, plan))
     sums = list[Any]()
     for batch in batches:
-        sums.append(eval_step(params, put_batch(batch, plan)))
+        sums.append(program(params, put_batch(batch, plan)))
         jax.block_until_ready(sums[-2:-1])  # the host stays one batch ahead
         tick(len(sums))
     batches.require()
@@ -135,11 +147,9 @@ def evaluate_folder(
         raise UserError(f"{folder} is no run, whose layers could lie on stages: use mesh.stage=1")
     else:
         params = load_params(folder, experiment, step)
-    eval_step = compile_eval_step(experiment.model, config, plan)
-    limit = config.train.final_eval_batches
-    masking = make_masking(data, config.model.vocab_size, corpus.tokenizer)
-    loss = evaluate(eval_step, params, corpus.val, config, plan, limit, masking=masking)
-    if corpus.tokenizer is None or masking is not None:
+    eval_step = compile_eval_step(experiment)
+    loss = evaluate(experiment, eval_step, params, corpus, config.train.final_eval_batches)
+    if corpus.tokenizer is None or data.objective == "masked":
         bits = None
     else:
         bits = bits_per_byte(loss, corpus.val, corpus.tokenizer, config, say)

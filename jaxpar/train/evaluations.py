@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from jaxpar.base.console import duration_text
 from jaxpar.base.process.stopping import Stop
 from jaxpar.base.process.together import run_together, told_by_first
 from jaxpar.data.corpus import val_batch_count
-from jaxpar.data.masking import make_masking
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.goodput import Clock
@@ -113,8 +111,7 @@ class Evaluations:
         """Have another thread compile the evaluation, unless it has."""
         experiment = self._run.experiment
         if self._program is None and self._run.corpus.val is not None:
-            parts = (experiment.model, experiment.config, experiment.plan)
-            self._program = beside.submit(partial(compile_eval_step, *parts))
+            self._program = beside.submit(compile_eval_step, experiment)
 
     def make_up(
         self,
@@ -218,18 +215,7 @@ class Evaluations:
             if self._stop.reached():
                 raise _Stopped
 
-        loss = evaluate(
-            program,
-            params,
-            corpus.val,
-            experiment.config,
-            experiment.plan,
-            limit,
-            tick,
-            make_masking(
-                experiment.config.data, experiment.config.model.vocab_size, corpus.tokenizer
-            ),
-        )
+        loss = evaluate(experiment, program, params, corpus, limit, tick)
         data = experiment.config.data
         every = val_batch_count(corpus.val, data, train.batch)
         whole = not limit or progress.done < limit or progress.done == every

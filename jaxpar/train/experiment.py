@@ -10,14 +10,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxpar.base.config import Config
 from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import AnyModel
+from jaxpar.train.batch import batch_shapes
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer, fingerprint_of
-from jaxpar.train.step import TrainState, batch_shapes, in_host, state_shapes
+from jaxpar.train.state import TrainState, in_host, state_shapes
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have
     from jaxpar.data.corpus import Corpus
@@ -61,7 +63,12 @@ class Experiment:
     @cached_property
     def state(self) -> TrainState[jax.ShapeDtypeStruct]:
         """The training state as ShapeDtypeStructs with shardings."""
-        return state_shapes(self.model, self.config, self.plan, optimizer=self.optimizer)
+        return state_shapes(self.model, self.plan, self.optimizer)
+
+    @cached_property
+    def shardings(self) -> TrainState[NamedSharding]:
+        """Where each array of the training state lives."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     @cached_property
     def in_host(self) -> TrainState[bool]:

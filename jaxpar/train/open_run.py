@@ -26,6 +26,7 @@ from jaxpar.data.masking import make_masking
 from jaxpar.data.streams.tokens import HostBatch, Tokens
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.batch import batch_rows
 from jaxpar.train.distil import Teacher, open_teacher
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
@@ -58,8 +59,9 @@ from jaxpar.train.runs.local_tier import LocalTier
 from jaxpar.train.runs.local_tier.starts import note_start
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
+from jaxpar.train.state import TrainState
 from jaxpar.train.stateful import STATEFUL
-from jaxpar.train.step import TrainState, batch_rows, init_state
+from jaxpar.train.step import init_state
 
 Say = Callable[[str], None]
 GUARD = "guard"
@@ -372,9 +374,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
         params = None
         if config.train.init:
             params = load_params(folder_here(config.train.init), experiment)
-        model = experiment.model
-        state = init_state(model, config, experiment.plan, params, experiment.optimizer)
-        return FirstStep(state, data)
+        return FirstStep(init_state(experiment, params), data)
     state, beside = restore_state(run.source, run.after, experiment)
     trained_with = beside.get(OPTIMIZER_FINGERPRINT)
     _require_teacher(run, beside.get(TEACHER))

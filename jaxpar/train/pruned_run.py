@@ -15,6 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import train_batches
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Params, in_parts
+from jaxpar.train.batch import batch_rows, put_batch
 from jaxpar.train.optimizer.one_shot import Criterion, Target, prune_once
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import (
@@ -24,7 +25,6 @@ from jaxpar.train.restore import (
     require_new_run,
 )
 from jaxpar.train.run_data import load_run_corpus
-from jaxpar.train.step import batch_rows, put_batch
 
 _MOST_COUNTED = 2**31
 

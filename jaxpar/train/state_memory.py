@@ -16,7 +16,7 @@ from jaxpar.models import AnyModel
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.per_matrix import hidden_matrices
 from jaxpar.train.optimizer.update import is_stacked
-from jaxpar.train.step import Shape
+from jaxpar.train.state import Shape
 
 
 class BytesByMemory(NamedTuple):

@@ -38,6 +38,7 @@ from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -166,7 +167,8 @@ def test_the_training_step_is_compiled_with_them() -> None:
     )
     plan = make_plan(config, jax.devices()[:1])
     model = Model(config.model)
-    lowered = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    lowered = make_train_step(experiment).lower(*step_shapes(experiment))
     assert options_of(lowered) == {GPU_OPTION: 5}
 
 

@@ -17,12 +17,14 @@ import numpy as np
 
 from jaxpar.base.config import Config, TrainConfig, load_config, override
 from jaxpar.base.process.runtime import start
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.failures import StepNumbers
 from jaxpar.train.guard.replicas import ReplicaCheck
 from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.step import init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 
 
 class Steps:
@@ -34,10 +36,10 @@ class Steps:
         self.several = plan.mesh.size > 1
         shape = (config.train.batch, config.data.seq_len + 1)
         ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
-        step = make_train_step(experiment.model, config, plan)
+        step = make_train_step(Experiment(config, experiment.model, plan))
         self.batch = put_batch({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, plan)
         self.program = step.lower(experiment.state, experiment.batch).compile()
-        self.state = init_state(experiment.model, config, plan)
+        self.state = init_state(Experiment(config, experiment.model, plan))
         self.replicas = ReplicaCheck(experiment.state, plan.mesh)
         self.number = 0
 

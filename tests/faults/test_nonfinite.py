@@ -20,6 +20,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import read_lives
 from jaxpar.train.guard.failures import Diverged, StepNumbers
@@ -30,7 +31,8 @@ from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.step import TrainState, init_state, put_batch
+from jaxpar.train.state import TrainState
+from jaxpar.train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 slow = pytest.mark.slow
@@ -74,7 +76,7 @@ def made(config: Config) -> tuple[Experiment, TrainState, dict[str, jax.Array]]:
     shape = (config.train.batch, config.data.seq_len + 1)
     ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
     rows = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
-    state = init_state(experiment.model, config, experiment.plan)
+    state = init_state(Experiment(config, experiment.model, experiment.plan))
     return experiment, state, put_batch(rows, experiment.plan)
 
 

@@ -20,6 +20,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.order_tokens import order_token_after, ready_after
 from jaxpar.parallel.pipeline import ticks
 from jaxpar.train import step
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 
 
@@ -114,11 +115,11 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
     model = Model(config.model)
     plan = make_plan(config, jax.devices()[:4])
 
+    experiment = Experiment(config, model, plan)
+
     def found() -> list[Any]:
-        program = step.make_train_step(model, config, plan)
-        return find_unordered(
-            program.lower(*step.step_shapes(model, config, plan)).compile().as_text()
-        )
+        program = step.make_train_step(experiment)
+        return find_unordered(program.lower(*step.step_shapes(experiment)).compile().as_text())
 
     assert found() == []
     if case < 1:
@@ -138,11 +139,9 @@ def test_an_update_a_layer_at_a_time_has_one_order() -> None:
     config = override(Config(), PLAN | changes | {"pipeline.microbatches": 0})
     model = Model(config.model)
     plan = make_plan(config, jax.devices()[:4])
-    program = step.make_train_step(model, config, plan)
-    assert (
-        find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
-        == []
-    )
+    experiment = Experiment(config, model, plan)
+    program = step.make_train_step(experiment)
+    assert find_unordered(program.lower(*step.step_shapes(experiment)).compile().as_text()) == []
 
 
 @pytest.mark.slow
@@ -150,4 +149,4 @@ def test_an_evaluation_in_a_pipeline_has_one_order() -> None:
     config = override(Config(), PLAN | RINGS | {"pipeline.schedule": "1f1b"})
     model = Model(config.model)
     plan = make_plan(config, jax.devices()[:4])
-    assert find_unordered(step.compile_eval_step(model, config, plan).as_text()) == []
+    assert find_unordered(step.compile_eval_step(Experiment(config, model, plan)).as_text()) == []

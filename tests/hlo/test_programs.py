@@ -40,6 +40,7 @@ from jaxpar.kernels.attention.triton_tiles import tile_sizes_for
 from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -93,7 +94,8 @@ def program_of(config: Config, target: str = "") -> Program:
         devices = jax.devices()[: devices_needed(config.mesh)]
     plan = make_plan(config, devices)
     model = Model(config.model)
-    traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    traced = make_train_step(experiment).trace(*step_shapes(experiment))
     lowered = traced.lower(lowering_platforms=(platform,))
     return read_program(
         text_of(lowered.compile(compiler_options=FAST.get(platform))), kernel_cost=kernel_cost

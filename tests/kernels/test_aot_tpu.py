@@ -20,8 +20,10 @@ from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.batch import batch_shapes
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
-from jaxpar.train.step import batch_shapes, make_train_step, state_shapes
+from jaxpar.train.step import make_train_step
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")
 pytestmark = pytest.mark.slow
@@ -49,9 +51,10 @@ def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
     config: Config = dataclasses.replace(load_config(name), mesh=mesh)
     plan = make_plan(config, v5p_64)
     model = Model(config.model)
-    state = state_shapes(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = experiment.state
     lowered = (
-        make_train_step(model, config, plan)
+        make_train_step(experiment)
         .trace(state, batch_shapes(config, plan))
         .lower(lowering_platforms=("tpu",))
     )

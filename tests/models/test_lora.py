@@ -23,9 +23,11 @@ from jaxpar.models import Model
 from jaxpar.models.hf.peft import export_adapter
 from jaxpar.models.lora import merge_lora
 from jaxpar.models.views import base_config
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state_memory import state_bytes
-from jaxpar.train.step import init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
@@ -83,7 +85,8 @@ def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> No
     )
     plan = make_plan(config)
     model = Model(config.model)
-    state = init_state(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment)
     before = jax.device_get(state.params)
     base = Model(base_config(config.model))
     batch = put_batch(random_batch(config), plan)
@@ -97,7 +100,7 @@ def test_a_step_changes_the_pairs_alone_and_keeps_state_for_nothing_else() -> No
     assert sum(leaf.size for leaf in moments) == 2 * sum(leaf.size for leaf in pairs)
     held = state_bytes(experiment_of(config, plan), "cpu")
     assert held.gradients.device < held.optimizer.device < held.parameters.device
-    step = make_train_step(model, config, plan)
+    step = make_train_step(experiment)
     state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], frozen / metrics["tokens"], rtol=1e-6)
     state, _ = step(state, batch)  # in the first step A has no gradient, because B is zero

@@ -186,7 +186,7 @@ def test_a_checkpoint_is_not_read_as_a_model_of_other_parts(tmp_path: Path) -> N
         """The library's parameters, and other mathematics."""
 
     own = experiment_of(Backwards)
-    state = init_state(own.model, own.config, own.plan)
+    state = init_state(own)
     checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", own.config.checkpoint)
     checkpoints.save(1, state, beside_state(own, None, None, None))
     checkpoints.close()

@@ -28,10 +28,12 @@ from jaxpar.models.hf.compressed import Compressed, compress, expand, export_com
 from jaxpar.models.hf.export import export_hf
 from jaxpar.models.sparsity import read_stacked
 from jaxpar.models.views import base_model, fold_views
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import as_optimizer
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import export_run, load_params
-from jaxpar.train.step import init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
@@ -108,8 +110,9 @@ def test_it_decays_as_much_with_microbatches_as_without() -> None:
         model = Model(config.model)
         plan = make_plan(config, jax.devices()[:1])
         optimizer = optax.sgd(1.0)
-        state = init_state(model, config, plan, optimizer=optimizer)
-        step = make_train_step(model, config, plan, optimizer)
+        experiment = Experiment(config, model, plan, optimizer)
+        state = init_state(experiment)
+        step = make_train_step(experiment)
         after, _ = step(state, put_batch(random_batch(config), plan))
         found.append(np.asarray(after.params["blocks"]["up"]))
     np.testing.assert_allclose(*found, atol=1e-5)

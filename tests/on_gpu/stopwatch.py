@@ -19,8 +19,10 @@ from jax.sharding import Mesh
 from jaxpar.base.config import Config
 from jaxpar.bench.measure import random_batch
 from jaxpar.models import Model
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
-from jaxpar.train.step import TrainState, init_state, make_train_step
+from jaxpar.train.state import TrainState
+from jaxpar.train.step import init_state, make_train_step
 
 Instruction = tuple[str, str]
 """A (module, name) pair, as the profiler reports it: `("jit_step", "dot.3")`."""
@@ -52,9 +54,10 @@ def ready_step(config: Config) -> Ready:
     """
     plan = make_plan(config, jax.devices()[:1])
     model = Model(config.model)
-    state = init_state(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment)
     batch = random_batch(config, plan)
-    compiled = make_train_step(model, config, plan).lower(state, batch).compile()
+    compiled = make_train_step(experiment).lower(state, batch).compile()
 
     def run() -> None:
         nonlocal state

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.base.config import Config, DataConfig, ModelConfig, override
+from jaxpar.base.config import Config, DataConfig, ModelConfig, TrainConfig, override
 from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.data.corpus import load_corpus, train_batches
@@ -22,6 +22,7 @@ from jaxpar.models import Model
 from jaxpar.models.top_k import teacher_answer
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.parallel.padding import count_tokens, text_tokens
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.step import gradients
 from jaxpar.verify.of_config.losses_and_gradients import text_of
 from jaxpar.verify.of_config.random_inputs import random_batch
@@ -210,7 +211,14 @@ def test_losses_of_routers_are_means_over_the_whole_step_and_not_over_its_microb
     batch["labels"][1::2, 2:] = -1
 
     one = loss(batch)
-    two = jax.jit(lambda batch: gradients(MODEL, params, batch, ONE, None, 2, WEIGHTS)[0])(batch)
+    train = TrainConfig(
+        accumulation=2,
+        z_loss=WEIGHTS.z_loss,
+        balance_loss=WEIGHTS.balance_loss,
+        router_z_loss=WEIGHTS.router_z_loss,
+    )
+    experiment = Experiment(Config(model=CONFIG, train=train), MODEL, ONE)
+    two = jax.jit(lambda batch: gradients(experiment, params, batch, None)[0])(batch)
     assert added(two) == pytest.approx(added(one), abs=1e-5)
     assert float(two.routed.balance) == pytest.approx(
         float(one.routed.balance),

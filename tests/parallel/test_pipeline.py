@@ -40,8 +40,9 @@ from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.residuals import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.step import param_shapes
+from jaxpar.train.state import param_shapes
 from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 SMALL = {
@@ -493,8 +494,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     places = plan.sharding(model.axes, param_shapes(model, plan))
 
     def run(params: Any, batch: Any) -> Any:
-        weights = step.loss_weights(config)
-        return step.gradients(model, params, batch, plan, key, config.train.accumulation, weights)
+        return step.gradients(Experiment(config, model, plan), params, batch, key)
 
     tokens = plan.sharding(TOKENS)
     jitted = jax.jit(
@@ -567,11 +567,8 @@ def test_dropout_is_that_of_accumulated_microbatches(
 def compiled(config: Config) -> Any:
     plan = plan_of(config)
     model = Model(config.model)
-    return (
-        step.make_train_step(model, config, plan)
-        .lower(*step.step_shapes(model, config, plan))
-        .compile()
-    )
+    experiment = Experiment(config, model, plan)
+    return step.make_train_step(experiment).lower(*step.step_shapes(experiment)).compile()
 
 
 def loops(nodes: Any) -> list[int]:
@@ -666,9 +663,8 @@ def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
             random_params(model),
             plan.sharding(model.axes, model.shapes()),
         )
-        sums[stages] = step.make_eval_step(model, plan)(
-            params, jax.device_put(batch, plan.sharding(TOKENS))
-        )
+        evaluate = step.make_eval_step(Experiment(one, model, plan))
+        sums[stages] = evaluate(params, jax.device_put(batch, plan.sharding(TOKENS)))
     np.testing.assert_allclose(sums[4], sums[1], rtol=1e-6)
 
 
@@ -694,7 +690,7 @@ def test_an_evaluation_of_many_microbatches_keeps_few_activations(
         return programs[-1]
 
     monkeypatch.setattr(executor, "program", note)
-    state, batch = step.step_shapes(model, config, plan)
+    state, batch = step.step_shapes(Experiment(config, model, plan))
     jax.eval_shape(
         lambda params, batch: executor.loss(model, params, batch, plan), state.params, batch
     )
@@ -755,7 +751,8 @@ def test_sums_in_bfloat16_take_gradients_in_float32() -> None:
     config = config_of(mesh__stage=2, pipeline__microbatches=2, precision__gradients="bfloat16")
     plan = plan_of(config)
     model = Model(config.model)
-    traced = step.make_train_step(model, config, plan).trace(*step.step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    traced = step.make_train_step(experiment).trace(*step.step_shapes(experiment))
     assert {leaf.dtype for leaf in jax.tree.leaves(traced.out_info[0].params)} == {
         jnp.dtype("float32")
     }

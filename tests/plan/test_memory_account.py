@@ -32,6 +32,7 @@ from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.show.tables import memory_table
 from jaxpar.train import open_run
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.smaller_step import more_devices
@@ -79,12 +80,8 @@ def test_the_state_is_what_the_compiled_step_is_given():
     plan = plan_for(config)
     model = Model(config.model)
     parts = {part.name: part for part in memory_account(experiment_of(config, plan), "cpu")}
-    stats = (
-        make_train_step(model, config, plan)
-        .lower(*step_shapes(model, config, plan))
-        .compile()
-        .memory_analysis()
-    )
+    experiment = Experiment(config, model, plan)
+    stats = make_train_step(experiment).lower(*step_shapes(experiment)).compile().memory_analysis()
     given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
     # the step's own counter
     assert CompiledBytes.of(stats, "cpu").arguments == pytest.approx(given, abs=64)

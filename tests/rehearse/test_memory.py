@@ -24,6 +24,7 @@ from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.memory import account, saved_bytes
 from jaxpar.rehearse.report.tables import memory_verdict
 from jaxpar.train.activations import activations, unnamed_bytes
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -58,8 +59,9 @@ def compiled(config: Config) -> tuple[Any, Module, Any, Any, Plan]:
     """The compiler's account, the program, state and batch, the plan."""
     plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
     model = Model(config.model)
-    state, batch = step_shapes(model, config, plan)
-    lowered = make_train_step(model, config, plan).trace(state, batch).lower()
+    experiment = Experiment(config, model, plan)
+    state, batch = step_shapes(experiment)
+    lowered = make_train_step(experiment).trace(state, batch).lower()
     step = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
     return step.memory_analysis(), parse_module(step.as_text()), state, batch, plan
 

@@ -22,6 +22,7 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -51,7 +52,8 @@ def test_many_unrolled_layers_are_counted_in_seconds():
     config = replace(config, model=model, memory=memory, mesh=MeshSpec(fsdp=8))
     plan = make_plan(config, jax.devices())
     model = Model(config.model)
-    step = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    step = make_train_step(experiment).trace(*step_shapes(experiment))
     began = time.process_time()
     found = requested_collectives(step.jaxpr, plan.mesh)
     assert time.process_time() - began < 3

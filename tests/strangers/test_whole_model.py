@@ -19,10 +19,12 @@ from jaxpar.base.config import override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.models import OwnModel, nnx_model
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.plans import plan_notes
 from jaxpar.train.restore import load_run
-from jaxpar.train.step import init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -65,7 +67,7 @@ def test_given_parameters_are_cast_to_the_dtype_that_is_stored() -> None:
     experiment = jaxpar.make_experiment(config, jax.devices()[:1], model=mixer())
     model = experiment.model
     given = model.init(jax.random.key(0))
-    made = init_state(model, experiment.config, experiment.plan, given).params
+    made = init_state(Experiment(experiment.config, model, experiment.plan), given).params
     wanted = jax.tree.map(lambda leaf: leaf.dtype, experiment.state.params)
     assert jax.tree.map(lambda leaf: leaf.dtype, made) == wanted
     assert jnp.bfloat16 in jax.tree.leaves(wanted)
@@ -116,8 +118,8 @@ def test_a_list_of_blocks_is_not_updated_as_stacked_layers(name: str) -> None:
     for place in ("device", "offload"):
         config = jaxpar.override(config_on(), changes | {"memory.optimizer": place})
         one = jaxpar.make_experiment(config, jax.devices()[:1], model=_stack())
-        state = init_state(one.model, one.config, one.plan)
-        step = make_train_step(one.model, one.config, one.plan)
+        state = init_state(one)
+        step = make_train_step(one)
         after.append(step(state, put_batch(batch, one.plan))[0].params)
     # The same numbers up to rounding, of entries of 0.1 that a step moves by up to 5e-3.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *after)

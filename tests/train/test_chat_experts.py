@@ -30,7 +30,10 @@ from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.models import Model
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import make_plan
-from jaxpar.train.step import gradients, loss_weights, param_shardings, put_batch
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.state import param_shardings
+from jaxpar.train.step import gradients
 
 STEPS = 3
 RATE = 0.3
@@ -216,13 +219,12 @@ def test_chat_tuning_of_experts_has_the_loss_of_its_definition(layout: str, tmp_
     config = override(load_config("tiny_moe"), changes)
     plan = make_plan(config, jax.devices())
     model = Model(config.model)
-    weights = loss_weights(config)
-    accumulation = config.train.accumulation
+    experiment = Experiment(config, model, plan)
     part = load_corpus(config.data, config.model.vocab_size).train
     batches = train_batches(part, config.data, 8, range(8), config.model.vocab_size)
     places = param_shardings(model.shapes(), model, plan)
     step = jax.jit(
-        lambda params, batch: gradients(model, params, batch, plan, None, accumulation, weights),
+        lambda params, batch: gradients(experiment, params, batch, None),
         in_shardings=(places, plan.sharding(TOKENS)),
         out_shardings=(replicated_sharding(plan), places),
     )

@@ -22,13 +22,14 @@ from jaxpar.data.streams.tokens import Tokens
 from jaxpar.data.top_k_files import HEADER, describe, open_answers, writing_answers
 from jaxpar.models import Params
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.batch import batch_shapes, empty_batch
 from jaxpar.train.distil import open_teacher, write_top_k
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import keep_config
-from jaxpar.train.step import batch_shapes, empty_batch, gradients, loss_weights
+from jaxpar.train.step import gradients
 from jaxpar.train.teacher_memory import teacher_bytes
 
 SEQ = 16
@@ -243,9 +244,7 @@ def loss_and_gradients(student: Experiment, batch: Mapping[str, Any]) -> tuple[A
 
     @jax.jit
     def run(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Params]:
-        sums, grads = gradients(
-            model, params, batch, plan, None, config.train.accumulation, loss_weights(config)
-        )
+        sums, grads = gradients(student, params, batch, None)
         return sums.loss, grads
 
     there = jax.device_put(dict(batch), plan.sharding(("batch", None)))

@@ -22,18 +22,13 @@ from jaxpar.data.corpus import load_corpus
 from jaxpar.models import Model
 from jaxpar.models.hidden import normed_states
 from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.train.batch import batch_shapes, empty_batch
 from jaxpar.train.distil import open_teacher
 from jaxpar.train.loop import run
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import export_run, load_params, load_run
 from jaxpar.train.runs.folder.run_folder import keep_config
-from jaxpar.train.step import (
-    batch_shapes,
-    empty_batch,
-    loss_weights,
-    make_train_step,
-    step_shapes,
-)
+from jaxpar.train.step import loss_weights, make_train_step, step_shapes
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.random_inputs import random_params
 
@@ -140,9 +135,8 @@ def test_a_step_says_how_far_the_hidden_states_are(text: Path, accumulation: int
     """With two microbatches each device adds up its own, and the sums of devices come last."""
     config = student_of(text, Path("none"), **{"train.accumulation": accumulation})
     experiment = make_experiment(config)
-    arguments = (experiment.model, config, experiment.plan)
-    step = make_train_step(*arguments)
-    _, metrics = jax.eval_shape(step, *step_shapes(*arguments))
+    step = make_train_step(experiment)
+    _, metrics = jax.eval_shape(step, *step_shapes(experiment))
     assert metrics["hidden_distance"].shape == ()
 
 

@@ -25,6 +25,7 @@ from jaxpar.models.hf import import_hf, peft
 from jaxpar.models.hf.export import export_hf
 from jaxpar.models.lora import with_old_names
 from jaxpar.models.views import base_config
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import (
     beside_state,
@@ -171,7 +172,7 @@ def test_a_checkpoint_with_the_old_names_of_lora_is_read_to_the_bit(
     config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2})
     experiment = make_experiment(config)
     model = experiment.model
-    fresh = init_state(model, config, experiment.plan, load_params(base, experiment))
+    fresh = init_state(Experiment(config, model, experiment.plan), load_params(base, experiment))
     count = itertools.count(1)
     state = jax.tree.map(lambda x: x + next(count), fresh)
     state = state._replace(params=model.merge(fresh.params, model.trained(state.params)))

@@ -19,10 +19,12 @@ from jaxpar.base.errors import UserError
 from jaxpar.models import Model
 from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import config_of, load_params
-from jaxpar.train.step import init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -163,10 +165,11 @@ def losses_of_torch(model: Any, config: Config) -> list[float]:
 def losses_here(config: Config, source: Path) -> tuple[list[float], Any]:
     plan = make_plan(config)
     model = Model(config.model)
-    state = init_state(model, config, plan, load_params(source, make_experiment(config)))
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment, load_params(source, make_experiment(config)))
     step = None
     found = []
-    step = make_train_step(model, config, plan)
+    step = make_train_step(experiment)
     for rows in batches():
         state, metrics = step(
             state,

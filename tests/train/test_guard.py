@@ -9,6 +9,7 @@ from traced_steps import config_of
 
 from jaxpar.base.config import TrainConfig, override
 from jaxpar.models import Model
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard import Guard, spike_limit
 from jaxpar.train.guard.failures import StepNumbers
 from jaxpar.train.plans import make_plan
@@ -96,6 +97,7 @@ def test_no_setting_of_the_guard_changes_the_program_of_the_step() -> None:
         config = override(config_of("gpt2", embed=32), changes)
         plan = make_plan(config, jax.devices()[:1])
         model = Model(config.model)
-        step = make_train_step(model, config, plan)
-        programs.add(str(step.trace(*step_shapes(model, config, plan)).jaxpr))
+        experiment = Experiment(config, model, plan)
+        step = make_train_step(experiment)
+        programs.add(str(step.trace(*step_shapes(experiment)).jaxpr))
     assert len(programs) == 1

@@ -20,11 +20,13 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.train import evaluations, open_run
+from jaxpar.train.batch import empty_batch, put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
-from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 
@@ -244,10 +246,11 @@ def test_a_step_with_rows_that_a_process_lacks_changes_nothing_and_says_so(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     plan = make_plan(config, jax.devices()[:1])
     model = Model(config.model)
-    state, before = (init_state(model, config, plan) for _ in range(2))
+    experiment = Experiment(config, model, plan)
+    state, before = (init_state(experiment) for _ in range(2))
     rows = empty_batch(config, plan) | {"labels": np.ones((4, 16), np.int32)}
     rows["labels"][3] = empty_batch(config, plan, absent=True)["labels"][3]
-    step = make_train_step(model, config, plan)
+    step = make_train_step(experiment)
     after, metrics = step(state, put_batch(rows, plan))
     assert np.isnan(metrics["loss"])
     jax.tree.map(np.testing.assert_array_equal, after, before)

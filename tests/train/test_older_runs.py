@@ -20,6 +20,7 @@ from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import beside_state, saved_part
 from jaxpar.train.runs.folder.run_folder import (
@@ -130,7 +131,7 @@ def test_an_old_run_is_evaluated_generated_from_and_exported(
     run = tmp_path / "run"
     experiment = make_experiment(old, jax.devices()[:1], training=False)
     model = experiment.model
-    state = init_state(model, override(old, {"train.seed": 1}), experiment.plan)
+    state = init_state(Experiment(override(old, {"train.seed": 1}), model, experiment.plan))
     keep_config(run, old)
     checkpoints = TrainingCheckpoints(run / "checkpoints", old.checkpoint)
     checkpoints.save(

@@ -24,6 +24,8 @@ from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.optimizer.per_matrix import (
@@ -36,15 +38,9 @@ from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import beside_state, restore_state
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
+from jaxpar.train.state import TrainState
 from jaxpar.train.state_memory import state_bytes
-from jaxpar.train.step import (
-    TrainState,
-    evaluation_params,
-    init_state,
-    make_train_step,
-    put_batch,
-    state_shapes,
-)
+from jaxpar.train.step import evaluation_params, init_state, make_train_step
 
 SMALL = {
     "data.seq_len": 16,
@@ -107,9 +103,10 @@ def trained(
     model = Model(config.model)
     optimizer = mine() if name == GIVEN else None
     begun = 0 if state is None else int(state.step)
+    experiment = Experiment(config, model, plan, optimizer)
     if state is None:
-        state = init_state(model, config, plan, optimizer=optimizer)
-    step = make_train_step(model, config, plan, optimizer)
+        state = init_state(experiment)
+    step = make_train_step(experiment)
     losses = []
     for batch in batches(begun + steps)[begun:]:
         state, metrics = step(state, put_batch(batch, plan))
@@ -317,13 +314,12 @@ def test_a_run_goes_on_on_another_mesh(name: str, tmp_path: Path) -> None:
 def test_schedule_free_evaluates_its_average_and_restores_it(tmp_path: Path) -> None:
     state, _ = on_eight("schedule_free")
     eight = config("schedule_free", data=2, fsdp=2, tensor=2)
-    model = Model(eight.model)
     want = optax.contrib.schedule_free_eval_params(
         jax.tree.map(np.asarray, state.opt_state), jax.tree.map(np.asarray, state.params)
     )
     assert np.linalg.norm(want["embed"]["tokens"] - state.params["embed"]["tokens"]) > 1e-4
-    optimizer = config_optimizer(eight)
-    assert_near(evaluation_params(model, state, optimizer), want, 1e-6)
+    experiment = make_experiment(eight, jax.devices())
+    assert_near(evaluation_params(experiment, state), want, 1e-6)
     checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", CheckpointConfig())
     beside = {"iterator": None, "training_tokens": None, "layer_order": None}
     checkpoints.save(3, state, beside, None)
@@ -383,11 +379,12 @@ def test_a_step_that_is_not_finite_keeps_the_state_of_any_optimizer(name: str) -
     one = config(name)
     plan = make_plan(one, jax.devices()[:1])
     model = Model(one.model)
-    state = init_state(model, one, plan)
+    experiment = Experiment(one, model, plan)
+    state = init_state(experiment)
     state.params["head"]["norm"]["scale"] = jnp.full(one.model.embed, math.nan)
     before = jax.tree.map(np.asarray, state)
     (batch,) = batches(1)
-    after, metrics = make_train_step(model, one, plan)(state, put_batch(batch, plan))
+    after, metrics = make_train_step(experiment)(state, put_batch(batch, plan))
     assert not np.isfinite(metrics["loss"]) and metrics["overflows"] == 0
     jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
     jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
@@ -405,10 +402,11 @@ def test_an_update_that_is_not_finite_is_counted_and_leaves_a_finite_state() -> 
     one = config(GIVEN)
     plan = make_plan(one, jax.devices()[:1])
     model = Model(one.model)
-    state = init_state(model, one, plan, optimizer=broken)
+    experiment = Experiment(one, model, plan, broken)
+    state = init_state(experiment)
     before = jax.tree.map(np.asarray, state)
     (batch,) = batches(1)
-    after, metrics = make_train_step(model, one, plan, broken)(state, put_batch(batch, plan))
+    after, metrics = make_train_step(experiment)(state, put_batch(batch, plan))
     entries = sum(leaf.size for leaf in jax.tree.leaves(before.params))
     assert np.isfinite(metrics["loss"]) and metrics["overflows"] == 2 * entries
     jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
@@ -418,7 +416,7 @@ def test_an_update_that_is_not_finite_is_counted_and_leaves_a_finite_state() -> 
 def test_sgd_without_momentum_has_no_state_but_its_count() -> None:
     one = override(config("sgd"), {"optimizer.sgd.momentum": 0.0, "optimizer.sgd.nesterov": False})
     plan = make_plan(one, jax.devices()[:1])
-    shapes = state_shapes(Model(one.model), one, plan)
+    shapes = Experiment(one, Model(one.model), plan).state
     assert [leaf.shape for leaf in jax.tree.leaves(shapes.opt_state)] == [()]
 
 
@@ -483,7 +481,7 @@ def test_a_given_optimizer_is_one() -> None:
     one = config(GIVEN)
     plan = make_plan(one, jax.devices()[:1])
     with pytest.raises(UserError, match="an optimizer is an optax"):
-        state_shapes(Model(one.model), one, plan, optimizer="lion")  # pyright: ignore[reportArgumentType]
+        _ = Experiment(one, Model(one.model), plan, "lion").state  # pyright: ignore[reportArgumentType]
 
 
 def test_optax_muon_is_told_the_matrices_of_a_model() -> None:
@@ -532,7 +530,7 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
             (theirs, ours, "an optimizer that a program gave, and here it is optimizer.name=adam"),
         ]
     ):
-        state = init_state(saved.model, one, saved.plan, optimizer=saved.optimizer)
+        state = init_state(Experiment(one, saved.model, saved.plan, saved.optimizer))
         checkpoints = TrainingCheckpoints(tmp_path / str(number), CheckpointConfig())
         checkpoints.save(0, state, beside_state(saved, None, None, None))
         checkpoints.wait()
@@ -549,9 +547,10 @@ def test_a_rate_in_the_state_is_reported() -> None:
     model = Model(one.model)
     rates = []
     for optimizer in (mine(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)):
-        state = init_state(model, one, plan, optimizer=optimizer)
+        experiment = Experiment(one, model, plan, optimizer)
+        state = init_state(experiment)
         (batch,) = batches(1)
-        _, metrics = make_train_step(model, one, plan, optimizer)(state, put_batch(batch, plan))
+        _, metrics = make_train_step(experiment)(state, put_batch(batch, plan))
         rates.append(metrics.get("learning_rate"))
     assert rates == [None, 0.25]
 

@@ -22,12 +22,13 @@ from jaxpar.hlo.collective_order import find_unordered
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import as_optimizer
 from jaxpar.train.optimizer.pruning import PruningState, cubic
 from jaxpar.train.optimizer.ranks import highest, largest
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import load_params
-from jaxpar.train.step import make_train_step, state_shapes, step_shapes
+from jaxpar.train.step import make_train_step, step_shapes
 from jaxpar.verify.of_config import checks as verify
 
 SMALL: dict[str, Any] = {
@@ -217,7 +218,7 @@ def test_shares_by_depth_are_those_of_their_layers_in_any_order() -> None:
 def test_the_state_lies_as_the_weights_do(method: str) -> None:
     config = config_of(mesh__fsdp=2, mesh__tensor=2, mesh__data=2, pruning__method=method)
     experiment = make_experiment(config)
-    state = state_shapes(experiment.model, config, experiment.plan)
+    state = Experiment(config, experiment.model, experiment.plan).state
     up = state.params["blocks"]["up"]
     mask = state.opt_state.pruned["blocks"]["up"]
     assert (mask.shape, mask.dtype, mask.sharding) == (up.shape, bool, up.sharding)
@@ -284,8 +285,8 @@ def test_no_later_sum_over_devices_may_run_beside_those_of_a_choice() -> None:
     changes = {"pruning.method": "magnitude", "pruning.every": 50, "mesh.platform": "cpu"}
     config = override(load_config("tiny"), small | changes)
     experiment = make_experiment(config)
-    step = make_train_step(experiment.model, config, experiment.plan)
-    shapes = step_shapes(experiment.model, config, experiment.plan)
+    step = make_train_step(Experiment(config, experiment.model, experiment.plan))
+    shapes = step_shapes(Experiment(config, experiment.model, experiment.plan))
     assert find_unordered(step.lower(*shapes).compile().as_text()) == []
 
 

@@ -31,25 +31,22 @@ from jaxpar.base.layout.plan import Plan, deferred_sum_axes
 from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
 from jaxpar.models import Model
-from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
+from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
+from jaxpar.train.batch import batch_rows, batch_shapes, put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
-from jaxpar.train.plans import make_plan, plan_notes
+from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.step import (
-    batch_rows,
-    batch_shapes,
     compile_eval_step,
     gradients,
     init_state,
     loss_weights,
     make_eval_step,
     make_train_step,
-    put_batch,
     reorder_state,
-    state_shapes,
-    state_shardings,
     step_shapes,
 )
 
@@ -130,9 +127,10 @@ def run(
     model = Model(config.model)
     # Random initializers are slow to compile for eight devices, and test_models has them: made
     # once, moved here.
-    params = jax.device_put(fresh(config.model), state_shardings(model, config, plan).params)
-    state = init_state(model, config, plan, params)
-    step = make_train_step(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    params = jax.device_put(fresh(config.model), experiment.shardings.params)
+    state = init_state(experiment, params)
+    step = make_train_step(experiment)
     losses = []
     for rows in batches(config, steps, packed):
         state, metrics = step(state, put_batch(rows, plan))
@@ -210,7 +208,8 @@ def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
     config = config_of("llama", **{"rules.state_embed": ("data",), "mesh.data": 8})
     plan = make_plan(config, jax.devices())
     model = Model(config.model)
-    traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    traced = make_train_step(experiment).trace(*step_shapes(experiment))
     sent = Counter[str]()
     for found in requested_collectives(traced.jaxpr, plan.mesh):
         assert found.axes == {"data"}
@@ -345,12 +344,10 @@ def gradients_on(mesh: MeshSpec, config: Config) -> tuple[Any, Any, Any]:
     plan = make_plan(config, jax.devices()[: devices_needed(mesh)])
     model = Model(config.model)
     key = jax.random.key(1) if config.model.dropout else None
-    of_batch = jax.jit(
-        lambda params, rows: gradients(
-            model, params, rows, plan, key, config.train.accumulation, LossWeights(1e-4)
-        )
-    )
-    params = jax.device_put(fresh(config.model), state_shardings(model, config, plan).params)
+    config = override(config, {"train.z_loss": 1e-4})
+    experiment = Experiment(config, model, plan)
+    of_batch = jax.jit(lambda params, rows: gradients(experiment, params, rows, key))
+    params = jax.device_put(fresh(config.model), experiment.shardings.params)
     program = of_batch.lower(params, put_batch(batches(config, 1)[0], plan)).compile()
     return program(params, put_batch(batches(config, 1)[0], plan)), plan, program
 
@@ -461,18 +458,11 @@ def test_every_microbatch_drops_by_a_key_of_its_own() -> None:
         config=SimpleNamespace(experts=0), axes={"scale": ("embed",)}, loss=loss
     )
     model.trained, model.merge = (lambda tree: tree), (lambda params, trained: trained)
-    plan = make_plan(config_of("gpt2"), jax.devices()[:1])
+    config = config_of("gpt2", **{"train.accumulation": 4})
+    experiment = Experiment(config, model, make_plan(config, jax.devices()[:1]))
     key = jax.random.key(3)
     rows = {"tokens": jnp.zeros((4, 8), jnp.int32)}
-    sums, grads = gradients(
-        model,
-        {"scale": jnp.ones(1)},
-        rows,
-        plan,
-        key,
-        4,
-        LIKELIHOOD,
-    )
+    sums, grads = gradients(experiment, {"scale": jnp.ones(1)}, rows, key)
     want = sum(float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(4))
     # four float32 added up
     np.testing.assert_allclose(
@@ -501,19 +491,20 @@ def test_the_state_is_sharded_as_planned_and_donated() -> None:
     )
     plan = make_plan(config)
     model = Model(config.model)
-    state = init_state(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment)
     jax.tree.map(
         lambda leaf, want: (
             leaf.sharding.is_equivalent_to(want, leaf.ndim) or pytest.fail(str(want))
         ),
         state,
-        state_shardings(model, config, plan),
+        experiment.shardings,
     )
     rows = put_batch(batches(config, 1)[0], plan)
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in rows.items()} == {
         name: (leaf.shape, leaf.dtype) for name, leaf in batch_shapes(config, plan).items()
     }
-    new, metrics = make_train_step(model, config, plan)(state, rows)
+    new, metrics = make_train_step(experiment)(state, rows)
     assert int(new.step) == 1
     assert state.params["blocks"]["q"].is_deleted()
     assert float(metrics["tokens"]) == np.sum(batches(config, 1)[0]["labels"] >= 0)
@@ -529,13 +520,12 @@ def test_a_fresh_state_compiles_no_zeros(
     config = config_of("gpt2", **changes, **{"mesh.fsdp": 2})
     plan = make_plan(config, jax.devices()[:2])
     model = Model(config.model)
+    experiment = Experiment(config, model, plan)
     with jax.log_compiles():
-        state = init_state(model, config, plan)
+        state = init_state(experiment)
     compiled = [line for line in caplog.messages if line.startswith("Compiling")]
     assert 1 <= len(compiled) <= 4, compiled  # all initializers together, and the key
-    for leaf, want in zip(
-        *map(jax.tree.leaves, (state, state_shapes(model, config, plan))), strict=True
-    ):
+    for leaf, want in zip(*map(jax.tree.leaves, (state, experiment.state)), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (want.shape, want.dtype, want.sharding)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((state.step, state.opt_state)))
     # To an ulp or two: less of the compiler's optimisation, the same arithmetic.
@@ -548,7 +538,7 @@ def test_evaluation_sums_the_tokens_that_count() -> None:
     model = Model(config.model)
     params = model.init(jax.random.key(0))
     rows = batches(config, 1)[0]
-    nll, tokens = make_eval_step(model, plan)(params, put_batch(rows, plan))
+    nll, tokens = make_eval_step(Experiment(config, model, plan))(params, put_batch(rows, plan))
     scores = np.asarray(jax.nn.log_softmax(model.logits(params, rows, plan)))
     picked = np.take_along_axis(scores, np.maximum(rows["labels"], 0)[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(
@@ -558,7 +548,8 @@ def test_evaluation_sums_the_tokens_that_count() -> None:
     )
     assert tokens == np.sum(rows["labels"] >= 0)
     # In microbatches it is the same sum of float32 numbers in another order: a few ulps.
-    parts, counted = make_eval_step(model, plan, 4)(params, put_batch(rows, plan))
+    in_four = Experiment(override(config, {"train.accumulation": 4}), model, plan)
+    parts, counted = make_eval_step(in_four)(params, put_batch(rows, plan))
     np.testing.assert_allclose(parts, nll, rtol=1e-6)
     assert counted == tokens
 
@@ -607,9 +598,10 @@ def test_an_evaluation_takes_no_more_memory_than_the_training_step(changes: dict
     config = config_of("gpt2", **{"model.mlp": 256, "train.batch": 32} | changes)
     plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
     model = Model(config.model)
-    shapes = step_shapes(model, config, plan)
-    trained = make_train_step(model, config, plan).lower(*shapes).compile().memory_analysis()
-    evaluated = compile_eval_step(model, config, plan).memory_analysis()
+    experiment = Experiment(config, model, plan)
+    shapes = step_shapes(experiment)
+    trained = make_train_step(experiment).lower(*shapes).compile().memory_analysis()
+    evaluated = compile_eval_step(experiment).memory_analysis()
     assert 0 < evaluated.temp_size_in_bytes < trained.temp_size_in_bytes
 
 
@@ -617,27 +609,14 @@ def test_an_evaluation_is_compiled_with_the_options_of_the_training_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = config_of("gpt2", **{"compiler.options": ("xla_cpu_enable_fast_math=false",)})
-    plan = make_plan(config, jax.devices()[:1])
-    model = Model(config.model)
-    shapes = step_shapes(model, config, plan)
-    given = list[Any]()
-
-    def note(model: Model, plan: Plan, accumulation: int, options: Any) -> Any:
-        given.append(options)
-        return make_eval_step(model, plan, accumulation, options)
-
-    monkeypatch.setattr("jaxpar.train.step.eval_step.make_eval_step", note)
-    compile_eval_step(model, config, plan)
-    assert given == [{"xla_cpu_enable_fast_math": False}]
-    lowered = make_eval_step(model, plan, 1, given[0]).lower(
-        shapes[0].params,
-        shapes[1],
-    )
-    assert options_of(lowered) == given[0]
+    experiment = make_experiment(config, jax.devices()[:1])
+    state, batch = step_shapes(experiment)
+    lowered = make_eval_step(experiment).lower(state.params, batch)
+    assert options_of(lowered) == {"xla_cpu_enable_fast_math": False}
     monkeypatch.setattr(
-        "jaxpar.train.step.eval_step.step_options", lambda mesh: {"xla_of_this_mesh": True}
+        "jaxpar.train.step.eval_step.step_options", lambda *_: {"xla_of_this_mesh": True}
     )
-    lowered = make_eval_step(model, plan).lower(shapes[0].params, shapes[1])
+    lowered = make_eval_step(experiment).lower(state.params, batch)
     assert options_of(lowered) == {"xla_of_this_mesh": True}
 
 
@@ -744,14 +723,7 @@ def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     resume.
     """
 
-    def draw(
-        model: Model,
-        params: Any,
-        batch: Any,
-        plan: Any,
-        key: Any,
-        *_: Any,
-    ) -> Any:
+    def draw(experiment: Experiment, params: Any, batch: Any, key: Any) -> Any:
         return LossSums(jnp.float32(0), jax.random.uniform(key), jnp.float32(1)), jax.tree.map(
             jnp.zeros_like, params
         )
@@ -760,8 +732,9 @@ def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("gpt2", **{"model.dropout": 0.1, "model.layers": 1})
     model = Model(config.model)
     plan = make_plan(config, jax.devices()[:1])
-    state = init_state(model, config, plan, fresh(config.model))
-    step = make_train_step(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment, fresh(config.model))
+    step = make_train_step(experiment)
     drawn = []
     for rows in batches(config, 1) * 3:
         state, metrics = step(state, put_batch(rows, plan))
@@ -773,7 +746,7 @@ def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
     """Every leaf is another number, so that none can stand for another."""
     config = config_of("gpt2", **{"model.layers": 5})
     model = Model(config.model)
-    shapes = state_shapes(model, config, make_plan(config, jax.devices()[:1]))
+    shapes = Experiment(config, model, make_plan(config, jax.devices()[:1])).state
     count = itertools.count(1)
     # A layer's part of a stacked leaf is the layer's number, plus a hundred times that of the leaf.
     state = jax.tree.map(
@@ -836,6 +809,7 @@ def test_labels_are_smoothed_in_what_is_differentiated_and_not_in_the_loss_that_
     nll = -np.sum(counts * np.take_along_axis(likelihoods, labels, axis=-1)[..., 0])
     even = -np.sum(counts * np.mean(likelihoods, axis=-1))
     np.testing.assert_allclose([sums.nll, sums.loss], [nll, 0.7 * nll + 0.3 * even], rtol=1e-5)
-    step = make_train_step(model, config, plan)
-    _, metrics = jax.eval_shape(step, *step_shapes(model, config, plan))
+    experiment = Experiment(config, model, plan)
+    step = make_train_step(experiment)
+    _, metrics = jax.eval_shape(step, *step_shapes(experiment))
     assert {"loss", "objective"} <= set(metrics)

@@ -25,6 +25,8 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
+from jaxpar.train.batch import put_batch
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import decay_mask, pack_moments
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
@@ -32,7 +34,8 @@ from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
-from jaxpar.train.step import TrainState, init_state, make_train_step, put_batch
+from jaxpar.train.state import TrainState
+from jaxpar.train.step import init_state, make_train_step
 
 OPTIMIZER = {"memory.optimizer": "offload"}
 PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}
@@ -127,8 +130,9 @@ def trained(
     )
     plan = make_plan(config, jax.devices()[:count])
     model = Model(config.model)
-    state = init_state(model, config, plan)
-    step = make_train_step(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment)
+    step = make_train_step(experiment)
     numbers = []
     for batch in batches(config, steps):
         state, metrics = step(state, put_batch(batch, plan))
@@ -223,7 +227,7 @@ def test_moments_in_bfloat16_train_alike(mesh: dict[str, int]) -> None:
         config = staged(config, "1f1b", 2)
     exact = override(config, {"precision.moments": "float32"})
     (state, _, plan), (want, _, _) = trained(config), trained(exact)
-    start = init_state(Model(config.model), config, plan)
+    start = init_state(Experiment(config, Model(config.model), plan))
     moved, wanted = (
         jax.tree.map(
             lambda a, b: np.asarray(a) - np.asarray(b),
@@ -252,7 +256,8 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
     config = override(config_of("llama"), SMALL | {"train.clip_norm": 0.1})
     plan = make_plan(config, jax.devices()[:1])
     model = Model(config.model)
-    state = init_state(model, config, plan)
+    experiment = Experiment(config, model, plan)
+    state = init_state(experiment)
     (batch,) = batches(config, 1)
 
     def mean(params: Any) -> Any:
@@ -277,7 +282,7 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
         grads, state.params
     )
     wanted = jax.tree.map(np.asarray, optax.apply_updates(state.params, updates))
-    new, metrics = make_train_step(model, config, plan)(state, put_batch(batch, plan))
+    new, metrics = make_train_step(experiment)(state, put_batch(batch, plan))
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
     # A first step is the sign of a gradient, but for those near eps; a gradient is off by some 1e-6
     # of the largest.
@@ -423,7 +428,7 @@ def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """They were bfloat16 where first moments were."""
     config = override(config_of("llama"), SMALL | {"precision.moments": "bfloat16"})
     plan = make_plan(config, jax.devices()[:1])
-    state = init_state(Model(config.model), config, plan)
+    state = init_state(Experiment(config, Model(config.model), plan))
     first, second = moments_of(state.opt_state)
     half = jax.tree.map(
         lambda x: jnp.full_like(x, 0.3, jnp.bfloat16),

@@ -37,8 +37,7 @@ STEPS: dict[str, Config] = {
 
 def traced_step(config: Config) -> jax.stages.Traced:
     made = make_experiment(config, jax.devices()[: devices_needed(config.mesh)])
-    parts: Any = (made.model, made.config, made.plan)
-    return make_train_step(*parts).trace(*step_shapes(*parts))
+    return make_train_step(made).trace(*step_shapes(made))
 
 
 def dtypes(tree: Any) -> list[str]:
@@ -70,8 +69,8 @@ def test_an_evaluation_does_too() -> None:
     config = config_of("llama", accumulation=2, fsdp=2)
     with jax.enable_x64(True):
         made = make_experiment(config, jax.devices()[:2])
-        step = make_eval_step(made.model, made.plan, 2)
-        state, batch = step_shapes(made.model, made.config, made.plan)
+        step = make_eval_step(made)
+        state, batch = step_shapes(made)
         found = step.trace(state.params, batch)
     assert dtypes(found.out_info) == ["float32", "float32"]
     assert not wide_arrays(found)

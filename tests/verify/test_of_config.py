@@ -34,6 +34,7 @@ from jaxpar.parallel.experts import token_choice
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.order_tokens import order_token_after, ready_after
 from jaxpar.train import step
+from jaxpar.train.experiment import Experiment
 from jaxpar.verify.comparison import Answer
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config import setup as small_setup
@@ -338,16 +339,14 @@ def data_parallel(
     """
 
     def gradients(
-        model: Model, params: Any, batch: Any, plan: Plan, *rest: Any
+        experiment: Experiment, params: Any, batch: Any, key: Any
     ) -> tuple[LossSums, Any]:
+        plan = experiment.plan
+
         def local(params: Any, batch: Any) -> tuple[LossSums, Any]:
-            inside = Plan(
-                make_mesh(
-                    MeshSpec(),
-                    [plan.mesh.devices.ravel()[0]],
-                )
-            )
-            sums, grads = step.gradients(model, params, batch, inside, *rest)
+            inside = Plan(make_mesh(MeshSpec(), [plan.mesh.devices.ravel()[0]]))
+            alone = dataclasses.replace(experiment, plan=inside)
+            sums, grads = step.gradients(alone, params, batch, key)
 
             def total(path: Any, grad: jax.Array) -> jax.Array:
                 if path_name(path) == name:
@@ -378,17 +377,20 @@ def ring_that_starts_one_late(grad: jax.Array) -> jax.Array:
     return jax.lax.all_gather(part, "fsdp", axis=grad.ndim - 1, tiled=True)
 
 
-def one_microbatch_twice(model: Model, params: Any, batch: Any, *rest: Any) -> Any:
-    plan, key, accumulation, weights = rest
-    once = step.gradients(model, params, batch, *rest)
+def one_microbatch_twice(experiment: Experiment, params: Any, batch: Any, key: Any) -> Any:
+    once = step.gradients(experiment, params, batch, key)
+    accumulation = experiment.config.train.accumulation
     # Two gradients that need nothing of one another could be mixed up on CPU, and verify would
     # refuse them.
-    order_token = order_token_after(jnp.int32(0), once[0].nll, (), plan)
+    order_token = order_token_after(jnp.int32(0), once[0].nll, (), experiment.plan)
     again = ready_after(
         {name: rows[1::accumulation] for name, rows in batch.items()},
         order_token,
     )
-    more = step.gradients(model, params, again, plan, key, 1, weights)
+    one = dataclasses.replace(
+        experiment, config=override(experiment.config, {"train.accumulation": 1})
+    )
+    more = step.gradients(one, params, again, key)
     return jax.tree.map(jnp.add, once, more)
 
 
@@ -410,8 +412,9 @@ class Scaled:
         return self.model.loss(params | {"blocks": blocks}, *rest)
 
 
-def scaled(model: Model, *rest: Any) -> Any:
-    return step.gradients(Scaled(model), *rest)  # pyright: ignore[reportArgumentType]
+def scaled(experiment: Experiment, *rest: Any) -> Any:
+    model: Any = Scaled(experiment.model)  # pyright: ignore[reportArgumentType]
+    return step.gradients(dataclasses.replace(experiment, model=model), *rest)
 
 
 @functools.cache
@@ -753,16 +756,10 @@ def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_o
     found = verify.verify(config, jax.devices()[:4])
     assert found.equal, str(found)
 
-    def spoiled(
-        model: Model,
-        params: Any,
-        batch: Any,
-        plan: Any,
-        *rest: Any,
-    ) -> Any:
-        sums, grads = step.gradients(model, params, batch, plan, *rest)
+    def spoiled(experiment: Experiment, *rest: Any) -> Any:
+        sums, grads = step.gradients(experiment, *rest)
         blocks = dict(grads["blocks"])
-        if plan.compute == "bfloat16":
+        if experiment.plan.compute == "bfloat16":
             blocks["k_bias"] = blocks["k_bias"] + blocks["v_bias"] / 64
         return sums, grads | {"blocks": blocks}
 

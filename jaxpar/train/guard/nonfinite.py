@@ -22,10 +22,12 @@ from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.batch import cut_microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.layer_by_layer import Batch, Forward
 from jaxpar.train.guard.named_counts import count_nonfinite, count_true
-from jaxpar.train.step import TrainState, cut_microbatches, dropout_key, gradients, loss_weights
+from jaxpar.train.state import TrainState
+from jaxpar.train.step import dropout_key, gradients
 
 _PARTS = ("embed", "blocks", "head")
 
@@ -187,8 +189,7 @@ def _gradients(experiment: Experiment, state: TrainState[jax.Array], batch: Batc
 
     def look(params: Params, batch: Batch, step: jax.Array) -> tuple[LossSums, PyTree, PyTree]:
         key = dropout_key(config, step)
-        accumulation = config.train.accumulation
-        sums, grads = gradients(model, params, batch, plan, key, accumulation, loss_weights(config))
+        sums, grads = gradients(experiment, params, batch, key)
         counts = jax.tree.map(_count_by_layer, grads, trained_axes)
         largest = jax.tree.map(lambda x: jnp.max(jnp.abs(on_device(x))), grads)
         return sums, counts, largest

@@ -14,7 +14,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.failures import StepNumbers
 from jaxpar.train.guard.layer_by_layer import Batch
 from jaxpar.train.guard.nonfinite import first_nonfinite
-from jaxpar.train.step import TrainState
+from jaxpar.train.state import TrainState
 
 Program = Callable[[TrainState[jax.Array], Batch], Any]
 """The compiled training step: state and batch to state and metrics."""

@@ -17,8 +17,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.process.stopping import ask_to_stop
 from jaxpar.base.process.together import Batches
 from jaxpar.data.streams.tokens import HostBatch
+from jaxpar.train.batch import empty_batch
 from jaxpar.train.open_run import OpenRun, rows_at
-from jaxpar.train.step import empty_batch
 
 
 class StepBatches:

@@ -307,7 +307,7 @@ def _make_up(parts: Parts, missed: set[str], stop: Stop) -> _Outcome:
     parts.account.clock.enter("other")
     for line in banner_lines(run, start.state, entropy):
         parts.show.say(line)
-    params = evaluation_params(experiment.model, start.state, experiment.optimizer)
+    params = evaluation_params(experiment, start.state)
     with parts.show:
         evaluations.make_up(missed, lambda: params, parts.log, parts.beside)
     cut_short = evaluations.cut_short
@@ -322,8 +322,7 @@ def _compile(experiment: Experiment) -> tuple[Compiled, str]:
     say about it.
     """
     began = time.perf_counter()
-    model = experiment.model
-    step = make_train_step(model, experiment.config, experiment.plan, experiment.optimizer)
+    step = make_train_step(experiment)
     with compiling_for(experiment.devices[0]):
         lowered = step.lower(experiment.state, experiment.batch)
     compiled = lowered.compile()

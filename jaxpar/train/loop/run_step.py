@@ -11,10 +11,12 @@ import jax
 from jax.stages import Compiled
 
 from jaxpar.models import Params
+from jaxpar.train.batch import put_batch
 from jaxpar.train.loop.batches import StepBatches
 from jaxpar.train.loop.parts import Parts
 from jaxpar.train.loop.timing import Timing
-from jaxpar.train.step import TrainState, evaluation_params, put_batch
+from jaxpar.train.state import TrainState
+from jaxpar.train.step import evaluation_params
 
 Metrics = dict[str, jax.Array]
 """What a step returns beside its state (see `make_train_step`)."""
@@ -101,8 +103,7 @@ class StepRunner:
 
     def evaluation_params(self) -> Params:
         """Return the parameters as they are evaluated: the average of an optimizer that has one."""
-        experiment = self._experiment
-        return evaluation_params(experiment.model, self.state, experiment.optimizer)
+        return evaluation_params(self._experiment, self.state)
 
     def finish(self) -> None:
         """Wait for what runs beside the steps."""

@@ -18,8 +18,8 @@ from jaxpar.train.open_run import GUARD, FirstStep, OpenRun
 from jaxpar.train.restore import beside_state, fingerprint, saved_part
 from jaxpar.train.runs.checkpoints import require_same_form
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
+from jaxpar.train.state import TrainState
 from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
-from jaxpar.train.step import TrainState
 
 
 class Saves:

@@ -19,7 +19,7 @@ from jaxpar.train.guard.replicas import sum_of_array
 from jaxpar.train.optimizer.given_optimizer import saved_name
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
-from jaxpar.train.step import TrainState
+from jaxpar.train.state import TrainState
 
 STEP = "step"
 ORDER = "layer_order"

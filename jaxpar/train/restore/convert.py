@@ -197,7 +197,7 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
     """
     model = experiment.model
     config = experiment.config
-    state = init_state(model, config, experiment.plan, params)
+    state = init_state(experiment, params)
     with locked(target, warn) as lock:
         keep_config(target, config)
         if jax.process_index() == 0:

@@ -42,11 +42,8 @@ from jaxpar.train.restore.which_step import read_whole_step
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
-from jaxpar.train.step import (
-    TrainState,
-    evaluation_params,
-    init_state,
-)
+from jaxpar.train.state import TrainState
+from jaxpar.train.step import evaluation_params, init_state
 
 
 def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
@@ -207,7 +204,7 @@ def restore_state(
     if config.model.lora.rank:
         state = state._replace(params=_with_frozen(experiment, state.params, data))
     if averages and not whole:
-        state = TrainState((), evaluation_params(model, state, experiment.optimizer), ())
+        state = TrainState((), evaluation_params(experiment, state), ())
     return state, data
 
 
@@ -216,7 +213,7 @@ def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) 
     config = experiment.config
     model = experiment.model
     source = folder_here(config.train.init)
-    frozen = init_state(model, config, experiment.plan, load_params(source, experiment)).params
+    frozen = init_state(experiment, load_params(source, experiment)).params
     if fingerprint(model, frozen) != data.get(FROZEN):
         raise UserError(
             f"{source} has other weights now than those that this run trains LoRA beside: bring "

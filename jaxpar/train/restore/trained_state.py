@@ -21,12 +21,8 @@ from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import GIVEN, saved_name
 from jaxpar.train.restore.beside import saved_part
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.step import (
-    TrainState,
-    reorder_state,
-    state_shapes,
-    state_shardings,
-)
+from jaxpar.train.state import TrainState, state_shapes
+from jaxpar.train.step import reorder_state
 
 
 def restore_trained(
@@ -80,9 +76,9 @@ def restore_trained(
         rules = plan.rules
     else:
         rules = replace(plan.rules, layers=(), stage=())
-    shapes = state_shapes(model, config, replace(plan, rules=rules), there, optimizer)
+    shapes = state_shapes(model, replace(plan, rules=rules), optimizer, there)
     found = read(saved_part(shapes, model))
-    shardings = saved_part(state_shardings(model, config, plan, optimizer), model)
+    shardings = saved_part(experiment.shardings, model)
     move = partial(reorder_state, before=there, after=wanted, model=model, optimizer=optimizer)
     if not whole:
         shardings = TrainState((), shardings.params, ())

@@ -21,28 +21,33 @@ from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.padding import TokenCounts, count_tokens
-from jaxpar.train.step.batch import cut_microbatches
-from jaxpar.train.step.state import gradient_axes
+from jaxpar.train.batch import cut_microbatches
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.state import gradient_axes
 
 
 def gradients(
-    model: AnyModel,
-    params: Params,
-    batch: Batch,
-    plan: Plan,
-    key: jax.Array | None,
-    accumulation: int,
-    weights: LossWeights,
+    experiment: Experiment, params: Params, batch: Batch, key: jax.Array | None
 ) -> tuple[LossSums, Params]:
-    """Compute the summed loss of a global batch and its float32 gradient, one of `accumulation`
-    microbatches at a time.
+    """Compute the summed loss of a global batch and its float32 gradient, one of
+    `train.accumulation` microbatches at a time.
 
     The gradient is that of the parameters that are trained (`Model.trained`), and no other is made.
     They are sums and not means, so that dividing by the total token count weighs every token alike,
     however they were split; the losses of routers take their weight from the counts of the whole
     batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
     last microbatch (`deferred_sum_axes`).
+
+    Args:
+      experiment: what is trained.
+      params: all its parameters.
+      batch: the global batch [B, S].
+      key: what dropout is drawn by; None = there is none.
     """
+    model = experiment.model
+    plan = experiment.plan
+    accumulation = experiment.config.train.accumulation
+    weights = loss_weights(experiment.config)
     looks_at_all = bool(model.config.experts) or isinstance(model, OwnModel)
     over = deferred_sum_axes(plan, accumulation, key is not None or looks_at_all)
     if not over:

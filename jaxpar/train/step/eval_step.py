@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,35 +9,26 @@ from jax.stages import Compiled, Wrapped
 
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
-from jaxpar.base.config import Config
-from jaxpar.base.jax_compat import Option
-from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.collective_order import require_order
-from jaxpar.models import AnyModel, Batch, Params, in_parts
+from jaxpar.models import Batch, Params, in_parts
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.host_memory import on_device
-from jaxpar.train.optimizer import Optimizer
-from jaxpar.train.step.batch import batch_shapes, cut_microbatches
-from jaxpar.train.step.state import TrainState, state_shapes
+from jaxpar.train.batch import batch_shapes, cut_microbatches
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.state import TrainState
 
 
-def make_eval_step(
-    model: AnyModel, plan: Plan, accumulation: int = 1, options: Mapping[str, Option] | None = None
-) -> Wrapped:
+def make_eval_step(experiment: Experiment) -> Wrapped:
     """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both float32 sums over the
     batch.
 
     It takes the batch in the microbatches of a training step, one after another, and is compiled
     with the same options, so that it works with no more memory.
-
-    Args:
-      model: the model.
-      plan: where arrays lie and how the step runs.
-      accumulation: the number of microbatches.
-      options: options of the compiler; None = those of a training step on this mesh.
     """
-    if options is None:
-        options = step_options(plan.mesh)
+    model = experiment.model
+    plan = experiment.plan
+    accumulation = experiment.config.train.accumulation
+    options = step_options(plan.mesh, experiment.config.compiler.options)
 
     def of_microbatch(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
@@ -61,34 +50,32 @@ def make_eval_step(
         zero = jnp.zeros((), jnp.float32)
         return jax.lax.scan(add, (zero, zero), cut_microbatches(batch, accumulation, plan))[0]
 
-    return jax.jit(step, compiler_options=dict(options))
+    return jax.jit(step, compiler_options=options)
 
 
-def compile_eval_step(model: AnyModel, config: Config, plan: Plan) -> Compiled:
-    """Compile `make_eval_step` for a config's parameters, batches and compiler options; on CPU
-    `require_order` may refuse the program."""
-    state = state_shapes(model, config, plan)
-    batch = batch_shapes(config, plan, teacher=False)
-    options = step_options(plan.mesh, config.compiler.options)
-    step = make_eval_step(model, plan, config.train.accumulation, options)
-    with compiling_for(plan.mesh.devices.flat[0]):
-        lowered = step.lower(state.params, batch)
+def compile_eval_step(experiment: Experiment) -> Compiled:
+    """Compile `make_eval_step` for an experiment's parameters and batches; on CPU `require_order`
+    may refuse the program.
+    """
+    batch = batch_shapes(experiment.config, experiment.plan, teacher=False)
+    step = make_eval_step(experiment)
+    with compiling_for(experiment.devices[0]):
+        lowered = step.lower(experiment.state.params, batch)
     compiled = lowered.compile()
-    require_order(compiled, plan.mesh.devices.flat)
+    require_order(compiled, experiment.devices)
     return compiled
 
 
-def evaluation_params(
-    model: AnyModel, state: TrainState[jax.Array], optimizer: Optimizer
-) -> Params:
+def evaluation_params(experiment: Experiment, state: TrainState[jax.Array]) -> Params:
     """Return the parameters for evaluation, generation and export, where a state's own lie: an
     optimizer that averages them evaluates the average.
 
     Args:
-      model: the model.
+      experiment: what is trained.
       state: a state of its training.
-      optimizer: the one that it is trained with.
     """
+    model = experiment.model
+    optimizer = experiment.optimizer
     if not optimizer.averages(state.opt_state):
         return state.params
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)

@@ -10,68 +10,60 @@ import numpy as np
 import optax
 
 from jaxpar.base.compiler import once_options
-from jaxpar.base.config import Config
-from jaxpar.base.layout.plan import Plan
-from jaxpar.base.layout.sharding import PyTree
-from jaxpar.models import AnyModel, Params
+from jaxpar.models import Params
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
-from jaxpar.train.optimizer import Optimizer, pack_moments
-from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer
-from jaxpar.train.step.state import Shape, TrainState, as_stored, state_shapes
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.optimizer import pack_moments
+from jaxpar.train.state import Shape, TrainState, as_stored
 
 
-def init_state(
-    model: AnyModel,
-    config: Config,
-    plan: Plan,
-    params: Params | None = None,
-    optimizer: AnyOptimizer = None,
-) -> TrainState[jax.Array]:
+def init_state(experiment: Experiment, params: Params | None = None) -> TrainState[jax.Array]:
     """Make a state at step 0 in place on the mesh.
 
     It is the same on every mesh, because each random number depends only on its place in the global
     array.
 
     Args:
-      model: the model.
-      config: the experiment.
-      plan: its plan.
+      experiment: what is to be trained.
       params: the parameters (of an import); None = random ones, from `train.seed`.
-      optimizer: in place of the config's.
 
     Raises:
-      UserError: see `require_runnable`.
+      UserError: the optimizer cannot be run with this plan.
     """
-    chosen = as_optimizer(optimizer, config, plan)
-    shapes = state_shapes(model, config, plan, optimizer=chosen)
+    shapes = experiment.state
     if params is None:
-        made = _random_params(model, config, plan, shapes.params)
+        made = _random_params(experiment)
     else:
-        made = _given_params(params, model, plan, shapes.params)
-    if chosen.starts_at_zero:
+        made = _given_params(experiment, params)
+    if experiment.optimizer.starts_at_zero:
         opt_state = jax.tree.map(_zeros, shapes.opt_state)
     else:
-        opt_state = _first_opt_state(chosen, made, shapes.opt_state, model, plan)
+        opt_state = _first_opt_state(experiment, made)
     return TrainState(_zeros(shapes.step), made, opt_state)
 
 
-def _random_params(model: AnyModel, config: Config, plan: Plan, shapes: Params) -> Params:
+def _random_params(experiment: Experiment) -> Params:
     """Make parameters from `train.seed` where their shapes say."""
+    model = experiment.model
+    plan = experiment.plan
     order = stored_order(plan, model.config.layers)
-    key = jax.random.key(config.train.seed)
+    key = jax.random.key(experiment.config.train.seed)
     init = jax.jit(
         lambda: as_stored(model.init(key, order), model, plan),
-        out_shardings=_shardings(shapes),
+        out_shardings=experiment.shardings.params,
         compiler_options=once_options(plan.mesh),
     )
     return init()
 
 
-def _given_params(params: Params, model: AnyModel, plan: Plan, shapes: Params) -> Params:
+def _given_params(experiment: Experiment, params: Params) -> Params:
     """Put parameters in the model's order of layers where their shapes say, in the plan's order and
     dtypes.
     """
+    model = experiment.model
+    plan = experiment.plan
+    shardings = experiment.shardings.params
     order = stored_order(plan, model.config.layers)
 
     def start(params: Params) -> Params:
@@ -81,21 +73,20 @@ def _given_params(params: Params, model: AnyModel, plan: Plan, shapes: Params) -
         blocks = jax.tree.map(reorder, params["blocks"])
         return as_stored(params | {"blocks": blocks}, model, plan)
 
-    same = jax.tree.map(lambda leaf, shape: leaf.dtype == shape.dtype, params, shapes)
+    same = jax.tree.map(
+        lambda leaf, shape: leaf.dtype == shape.dtype, params, experiment.state.params
+    )
     if order is None and all(jax.tree.leaves(same)):
-        return jax.device_put(params, _shardings(shapes))
+        return jax.device_put(params, shardings)
     # no given array is as large as the one made here, so none can be reused
-    return jax.jit(start, out_shardings=_shardings(shapes))(params)
+    return jax.jit(start, out_shardings=shardings)(params)
 
 
-def _shardings(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
-
-
-def _first_opt_state(
-    optimizer: Optimizer, params: Params, shapes: optax.OptState, model: AnyModel, plan: Plan
-) -> optax.OptState:
+def _first_opt_state(experiment: Experiment, params: Params) -> optax.OptState:
     """Make the optimizer's first state where its shapes say."""
+    model = experiment.model
+    plan = experiment.plan
+    optimizer = experiment.optimizer
     axes = model.trained(model.axes)
 
     def start(trained: Params) -> optax.OptState:
@@ -107,7 +98,9 @@ def _first_opt_state(
         return pack_moments(optimizer, state, exact, axes, plan.moments)
 
     init = jax.jit(
-        start, out_shardings=_shardings(shapes), compiler_options=once_options(plan.mesh)
+        start,
+        out_shardings=experiment.shardings.opt_state,
+        compiler_options=once_options(plan.mesh),
     )
     return init(model.trained(params))
 

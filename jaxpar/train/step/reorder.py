@@ -14,7 +14,7 @@ from jaxpar.models import AnyModel
 from jaxpar.parallel.pipeline import reorder_layers
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.state_layout import StateArray
-from jaxpar.train.step.state import Shape, TrainState, axes_by_path, is_state_array
+from jaxpar.train.state import Shape, TrainState, axes_by_path, is_state_array
 
 
 def reorder_state(

@@ -8,23 +8,20 @@ from jax.stages import Wrapped
 
 from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
-from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import replicated_sharding
-from jaxpar.models import AnyModel, Batch
+from jaxpar.models import Batch
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.padding import count_tokens
 from jaxpar.parallel.token_order import TOKENS
+from jaxpar.train.batch import ABSENT
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import reported_rate
-from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer
 from jaxpar.train.optimizer.update import Updated, update
-from jaxpar.train.step.accumulate import dropout_key, gradients, loss_weights
-from jaxpar.train.step.batch import ABSENT, batch_shapes
-from jaxpar.train.step.state import Shape, TrainState, state_shapes, state_shardings
+from jaxpar.train.state import Shape, TrainState
+from jaxpar.train.step.accumulate import dropout_key, gradients
 
 
-def make_train_step(
-    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
-) -> Wrapped:
+def make_train_step(experiment: Experiment) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state, unless
     the host updates it and parameters lie in host memory, too.
 
@@ -40,17 +37,16 @@ def make_train_step(
     Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was,
     its step too: the other processes learn of it by the loss, and all can save what they have.
     """
-    train = config.train
-    chosen = as_optimizer(optimizer, config, plan)
-    shardings = state_shardings(model, config, plan, chosen)
+    config = experiment.config
+    model = experiment.model
+    plan = experiment.plan
+    optimizer = experiment.optimizer
 
     def step(
         state: TrainState[jax.Array], batch: Batch
     ) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
         key = dropout_key(config, state.step)
-        sums, grads = gradients(
-            model, state.params, batch, plan, key, train.accumulation, loss_weights(config)
-        )
+        sums, grads = gradients(experiment, state.params, batch, key)
         done: jax.Array | int = 1
         if jax.process_count() > 1:
             absent = jnp.any(batch["labels"] == ABSENT)
@@ -63,11 +59,11 @@ def make_train_step(
                 grads,
                 sums,
                 model.trained(model.axes),
-                chosen,
+                optimizer,
                 plan,
             )
         metrics = _metrics(sums, new, batch, config)
-        rate = reported_rate(chosen, state.step, state.opt_state)
+        rate = reported_rate(optimizer, state.step, state.opt_state)
         if rate is not None:
             metrics["learning_rate"] = rate
         params = model.merge(state.params, new.params)
@@ -79,8 +75,8 @@ def make_train_step(
     donated = () if all_on_host else (0,)
     return jax.jit(
         step,
-        in_shardings=(shardings, plan.sharding(TOKENS)),
-        out_shardings=(shardings, replicated_sharding(plan)),
+        in_shardings=(experiment.shardings, plan.sharding(TOKENS)),
+        out_shardings=(experiment.shardings, replicated_sharding(plan)),
         donate_argnums=donated,
         compiler_options=step_options(plan.mesh, config.compiler.options),
     )
@@ -105,11 +101,8 @@ def _metrics(sums: LossSums, new: Updated, batch: Batch, config: Config) -> dict
     return metrics
 
 
-def step_shapes(
-    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
-) -> tuple[TrainState[Shape], dict[str, Shape]]:
+def step_shapes(experiment: Experiment) -> tuple[TrainState[Shape], dict[str, Shape]]:
     """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and
     compiling it.
     """
-    shapes = state_shapes(model, config, plan, optimizer=optimizer)
-    return shapes, batch_shapes(config, plan)
+    return experiment.state, experiment.batch

@@ -290,7 +290,7 @@ def explain_plan(
     Returns:
       The verdict with a finding in each wrong row, and with `origin`.
     """
-    plan = case.plan("float32")
+    plan = case.experiment("float32").plan
     model = case.config.model
     run = partial(one, case.params)
     partitions = partitions_of(case, plan)

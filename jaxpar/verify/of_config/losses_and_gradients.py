@@ -35,9 +35,10 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
+from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.step import param_shapes, param_shardings
+from jaxpar.train.state import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
 from jaxpar.verify.of_config.random_inputs import Rows, random_batch, random_params
 from jaxpar.verify.of_config.setup import Setup
@@ -89,18 +90,17 @@ class Case:
             setup.tile,
         )
 
-    def plan(self, precision: str) -> Plan:
-        """Return the plan under test, in this precision.
+    def experiment(self, precision: str) -> Experiment:
+        """Return what is under test, in this precision.
 
         Args:
           precision: the compute dtype, `float32` or another that `precision.compute` takes.
 
         Returns:
-          The plan on all devices of the case.
+          The experiment on all devices of the case.
         """
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
-        made = make_experiment(config, self.devices, self.model, self.optimizer, training=False)
-        return made.plan
+        return make_experiment(config, self.devices, self.model, self.optimizer, training=False)
 
 
 def one_device(
@@ -237,18 +237,15 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     Raises:
       UserError: the CPU could mix up collectives of the program (`hlo.collective_order`).
     """
-    plan = case.plan(precision)
-    train = case.config.train
+    experiment = case.experiment(precision)
+    plan = experiment.plan
     shapes = param_shapes(case.model, plan)
-    weights = step.loss_weights(case.config)
     shardings = case.model.trained(plan.sharding(case.model.axes, shapes))
     stored = param_shardings(shapes, case.model, plan)
     batch_sharding = plan.sharding(TOKENS)
 
     def run(params: Params, batch: Batch) -> tuple[LossSums, Params]:
-        sums, grads = case.gradients(
-            case.model, params, batch, plan, None, train.accumulation, weights
-        )
+        sums, grads = case.gradients(experiment, params, batch, None)
         return sums, jax.tree.map(on_device, grads)
 
     jitted = jax.jit(

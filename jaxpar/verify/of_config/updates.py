@@ -25,7 +25,8 @@ from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer.update import update
 from jaxpar.train.plans import make_experiment
-from jaxpar.train.step import gradient_axes, init_state
+from jaxpar.train.state import gradient_axes
+from jaxpar.train.step import init_state
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.losses_and_gradients import (
     Case,
@@ -102,7 +103,7 @@ def _moved(
     layers = model.config.layers
     order = stored_order(plan, layers)
     here = jax.tree.map(jnp.asarray, case.params)
-    state = init_state(model, experiment.config, plan, here, experiment.optimizer)
+    state = init_state(experiment, here)
     axes = model.trained(model.axes)
 
     def gradient(path: Any, axes: tuple[str | None, ...]) -> jax.Array:

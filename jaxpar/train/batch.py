@@ -17,7 +17,7 @@ from jaxpar.base.layout.placements import local_rows
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Batch
 from jaxpar.parallel.token_order import TOKENS, axes_of
-from jaxpar.train.step.state import Shape
+from jaxpar.train.state import Shape
 
 ABSENT = -2
 """The labels of rows that a process could not read; -1 are those that do not count."""

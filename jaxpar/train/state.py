@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from jaxpar.base.config import Config
 from jaxpar.base.layout.plan import Plan, param_dtype
 from jaxpar.base.layout.sharding import Axes, KeyPath, replicated_sharding, state_axes
 from jaxpar.base.layout.specs import is_axes
@@ -23,7 +22,7 @@ from jaxpar.train.optimizer import (
     pack_moments,
     require_runnable,
 )
-from jaxpar.train.optimizer.given_optimizer import AnyOptimizer, as_optimizer, require_update
+from jaxpar.train.optimizer.given_optimizer import require_update
 from jaxpar.train.optimizer.host_update import require_host_update
 from jaxpar.train.optimizer.state_layout import StateArray
 
@@ -46,64 +45,61 @@ class TrainState(NamedTuple, Generic[Leaf]):
 
 def state_shapes(
     model: AnyModel,
-    config: Config,
     plan: Plan,
+    optimizer: Optimizer,
     order: Sequence[int] | None = None,
-    optimizer: AnyOptimizer = None,
 ) -> TrainState[Shape]:
-    """Return the state as ShapeDtypeStructs with shardings.
+    """Return a training state as ShapeDtypeStructs with shardings; `Experiment.state` has its own.
 
     An array of the optimizer's state that belongs to a parameter is split as the parameter's dims
     are, or further; every other, such as a counter, is replicated. (A scalar made outside jit would
     sit on device 0 and clash with the mesh after a restore.)
 
     Args:
-      model: the model.
-      config: the experiment.
-      plan: its plan.
+      model: what is trained.
+      plan: how it lies on its mesh.
+      optimizer: what trains it.
       order: the order of the layers; None = the plan's.
-      optimizer: in place of the config's.
 
     Raises:
-      UserError: see `require_runnable`, `require_update` and `require_host_update`.
+      UserError: the optimizer cannot be run with this plan.
     """
+    stored = stored_order(plan, model.config.layers)
     if order is None:
-        order = stored_order(plan, config.model.layers)
-    chosen = as_optimizer(optimizer, config, plan)
-    require_runnable(chosen, plan)
+        order = stored
+    require_runnable(optimizer, plan)
     shapes = model.shapes(order)
     axes = model.trained(model.axes)
     # The optimizer's state is that of parameters in float32.
     trained = model.trained(shapes)
-    if chosen.learning_rate is None:  # it is no optimizer of a config
+    if optimizer.learning_rate is None:  # it is no optimizer of a config
         # the order that its own step is made for
-        own = model.shapes(stored_order(plan, config.model.layers))
-        require_update(chosen, model.trained(own), axes)
+        require_update(optimizer, model.trained(model.shapes(stored)), axes)
     if plan.optimizer == "host":
-        require_host_update(chosen, trained, axes, plan)
-    stored = jax.eval_shape(lambda params: as_stored(params, model, plan), shapes)
-    shardings = param_shardings(stored, model, plan)
+        require_host_update(optimizer, trained, axes, plan)
+    params = jax.eval_shape(lambda params: as_stored(params, model, plan), shapes)
+    shardings = param_shardings(params, model, plan)
     return TrainState(
         Shape((), jnp.int32, sharding=replicated_sharding(plan)),
         jax.tree.map(
             lambda x, at: Shape(x.shape, x.dtype, sharding=at),
-            stored,
+            params,
             shardings,
         ),
-        _opt_state_shapes(chosen, trained, axes, plan),
+        _opt_state_shapes(optimizer, trained, axes, plan),
     )
 
 
 def _opt_state_shapes(
-    chosen: Optimizer, trained: Params, axes: Params, plan: Plan
+    optimizer: Optimizer, trained: Params, axes: Params, plan: Plan
 ) -> optax.OptState:
     """The optimizer's state as ShapeDtypeStructs with shardings, for parameters in float32."""
-    arrays = chosen.state_arrays(trained, axes)
+    arrays = optimizer.state_arrays(trained, axes)
     opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=is_state_array)
     opt_state = jax.eval_shape(
-        lambda state: pack_moments(chosen, state, trained, axes, plan.moments), opt_state
+        lambda state: pack_moments(optimizer, state, trained, axes, plan.moments), opt_state
     )
-    host = in_host_memory_of(chosen, opt_state, trained, axes, plan)
+    host = in_host_memory_of(optimizer, opt_state, trained, axes, plan)
     names = axes_by_path(axes, trained)
 
     def place(array: StateArray, shape: Shape, away: bool) -> Shape:
@@ -128,14 +124,6 @@ def axes_by_path(axes: Params, params: Params) -> dict[KeyPath, Axes]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = structure.flatten_up_to(axes)
     return {path: one for (path, _), one in zip(leaves, names, strict=True)}
-
-
-def state_shardings(
-    model: AnyModel, config: Config, plan: Plan, optimizer: AnyOptimizer = None
-) -> TrainState[NamedSharding]:
-    """Return where the state lives (see `state_shapes`)."""
-    shapes = state_shapes(model, config, plan, optimizer=optimizer)
-    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
 def param_shapes(model: AnyModel, plan: Plan) -> Params:
