@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jaxpar.base.process.runtime import start
     from jaxpar.rehearse.targets import load_target
     from jaxpar.train.experiment import Experiment
+    from jaxpar.train.experiments import make_experiment
     from jaxpar.train.optimizer.state_layout import optimizer_state
-    from jaxpar.train.plans import make_experiment
 
 _NAMES = {
     "base.config.checks": ("check",),
@@ -41,7 +41,7 @@ _NAMES = {
     "rehearse.targets": ("load_target",),
     "train.optimizer.state_layout": ("optimizer_state",),
     "train.experiment": ("Experiment",),
-    "train.plans": ("make_experiment",),
+    "train.experiments": ("make_experiment",),
 }
 _WINGS = ("data", "kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
 __all__ = [

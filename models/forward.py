@@ -25,8 +25,8 @@ from jaxpar.models.layers import over_layers
 from jaxpar.models.parts import HeadOutput, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import Split, SplitModel
+from jaxpar.parallel.domino import Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.halves import Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.remat import named, remat

@@ -17,7 +17,7 @@ from jaxpar.models.parts import Params
 from jaxpar.models.split import SplitModel
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets, teacher_targets
 from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
-from jaxpar.parallel.token_order import in_natural_order, in_order
+from jaxpar.parallel.zigzag import in_natural_order, in_order
 
 
 def loss_of_batch(

@@ -48,8 +48,8 @@ from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.split import Split, SplitModel, split_part, split_parts
 from jaxpar.models.transformer import Block
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
+from jaxpar.parallel.domino import Places
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.halves import Places
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts
 from jaxpar.parallel.sequence_halves import ops_of_parts

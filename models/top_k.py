@@ -17,7 +17,7 @@ from jaxpar.models.model import Batch, Model
 from jaxpar.models.parts import Params
 from jaxpar.parallel import TopK
 from jaxpar.parallel.padding import with_text
-from jaxpar.parallel.token_order import in_natural_order, in_order
+from jaxpar.parallel.zigzag import in_natural_order, in_order
 
 
 class TeacherAnswer(NamedTuple):

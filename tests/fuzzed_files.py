@@ -213,7 +213,7 @@ def wait_for_nobody(patch: pytest.MonkeyPatch, cache: Path) -> None:
     cache of their own.
     """
     from jaxpar.train.restore import which_step
-    from jaxpar.train.runs.claims import run_lock
+    from jaxpar.train.runs.locks import run_lock
 
     patch.setenv("XDG_CACHE_HOME", str(cache))
     patch.setattr(which_step, "_REMOVAL_SECONDS", 0.0)
@@ -423,7 +423,6 @@ def run_command(words: str) -> tuple[int, str]:
     current folder.
     """
     from jaxpar.cli.main import main
-    from jaxpar.train.runs.bucket import doors
 
     doors._COPIES.clear()  # another process has none
     said = io.StringIO()
@@ -451,13 +450,13 @@ def _read_sinks(file: Path) -> None:
 
 
 def _take_lock(file: Path) -> None:
-    from jaxpar.train.runs.claims import run_lock
+    from jaxpar.train.runs.locks import run_lock
 
     run_lock.RunLock(file.parent, lambda line: None).close()
 
 
 def _read_mark(file: Path) -> None:
-    from jaxpar.train.runs.claims.in_use import steps_in_use
+    from jaxpar.train.runs.locks.in_use import steps_in_use
 
     steps_in_use(file.parent, [0])
 

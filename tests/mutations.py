@@ -75,8 +75,8 @@ MUTATIONS = [
     # Processes under Ray.
     Mutation("elastic_memory", "fewer processes hold more sequences on a device at a time", "jaxpar/launch/elastic.py",
              "if keeps or not fits or", "if True or keeps or not fits or", "tests/launch/test_elastic.py"),
-    Mutation("stop_once", "a stop is not handed on to processes that have started again", "jaxpar/launch/stops.py",
-             "stops.place not in (None, told)", "stops.place and told is None", "tests/launch/test_stops.py"),
+    Mutation("stop_once", "a stop is not handed on to processes that have started again", "jaxpar/launch/preemption.py",
+             "stops.place not in (None, told)", "stops.place and told is None", "tests/launch/test_preemption.py"),
     # A teacher's hidden states.
     Mutation("hidden_labels", "tokens without a label learn a teacher's hidden states", "models/hidden.py",
              "jnp.where(labels_BS >= 0, distance_BS, 0.0)", "distance_BS", "tests/train/test_distil_hidden.py"),

@@ -31,7 +31,7 @@ from jaxpar.rehearse.report.collectives import axes_of, sent_bytes
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 Sent = dict[tuple[str, frozenset[str]], float]

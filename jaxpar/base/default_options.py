@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import lowering_platform
 from jaxpar.base.jax_compat import (
@@ -32,7 +33,6 @@ from jaxpar.base.jax_compat import (
     option_message,
 )
 from jaxpar.base.machine import cache_folder, versions
-from jaxpar.base.whole_files import write_whole
 
 log = logging.getLogger(__name__)
 

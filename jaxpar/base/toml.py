@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jaxpar.base.errors import UTF8, UserError, reading, require_local, short, suggest
-from jaxpar.base.meanings import meaning, suggest_preset
+from jaxpar.base.key_aliases import meaning, suggest_preset
 
 T = TypeVar("T")
 TABLE = {"table": True}

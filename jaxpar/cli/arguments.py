@@ -21,7 +21,7 @@ from jaxpar.base.config import Config, fit_schedule, load_config, override
 from jaxpar.base.config.unused_settings import require_effects
 from jaxpar.base.errors import UserError, is_url, require_local, visible
 from jaxpar.base.hardware import load_mesh_preset
-from jaxpar.base.meanings import suggest_key
+from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
 from jaxpar.base.ranges import require_ranges
 from jaxpar.base.registry import require_names

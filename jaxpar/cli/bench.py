@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.ranges import Range
-from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import (
     Overrides,
     config_args,
@@ -71,7 +71,7 @@ def bench_command(words: list[str]) -> int:
     if words[:1] == ["presets"]:
         return bench_presets_command(words[1:])
     from jaxpar.bench.measure import bench_step, table
-    from jaxpar.train.plans import make_experiment
+    from jaxpar.train.experiments import make_experiment
     from jaxpar.train.require_memory import require_memory
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
@@ -88,7 +88,7 @@ def bench_generate_command(words: list[str]) -> int:
     """
     from jaxpar.bench.generate import bench_generate
     from jaxpar.bench.measure import table
-    from jaxpar.train.plans import make_experiment
+    from jaxpar.train.experiments import make_experiment
 
     _, args = config_args(bench_generate_command.__doc__, BenchGenerateArgs, words)
     say = console().print

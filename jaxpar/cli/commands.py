@@ -12,6 +12,7 @@ from typing import Annotated
 
 from rich.console import RenderableType
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.config.checks import check
 from jaxpar.base.console import check_folders, check_pictures, console
@@ -19,7 +20,6 @@ from jaxpar.base.durations import process_began
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import load_chip, load_mesh_preset
 from jaxpar.base.ranges import Range
-from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import (
     ConfigArgs,
     config_args,

@@ -12,22 +12,22 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, check_pictures, console
 from jaxpar.base.errors import UserError, visible
-from jaxpar.base.whole_files import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.plan.choose_order import choose_order, order_parts
+from jaxpar.rehearse.graph.graph_tables import graph_parts
 from jaxpar.rehearse.graph.report import write_graph
-from jaxpar.rehearse.graph.tables import graph_parts
 from jaxpar.rehearse.of_config import on_target, rehearse, unfused
 from jaxpar.rehearse.report.alive import alive_table
 from jaxpar.rehearse.report.comparison import compare, comparison_parts, read_report
 from jaxpar.rehearse.report.lint import parse_rules
 from jaxpar.rehearse.report.memory import DoesNotFit
+from jaxpar.rehearse.report.report_tables import finding_lines, report_parts
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.report.tables import finding_lines, report_parts
 from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import Target, load_target
 

@@ -8,8 +8,8 @@ The iterator's state is a small dict, from which a resumed run reads on exactly 
 source of one's own is registered by `register_source`.
 
 Its rooms, in the order in which they are read: `sources` names what may be read, `rows` reads files
-of JSON and Parquet, `patterns` tells a name from a pattern, `ranged` reads files of a bucket by
-range, `skipped` counts records that are no text, and `parts` says what is asked of each part of a
+of JSON and Parquet, `patterns` tells a name from a pattern, `range_cache` reads files of a bucket
+by range, `skipped` counts records that are no text, and `part` says what is asked of each part of a
 corpus. Then the folders: `vocabulary` turns text into ids, `streams` has one long stream of them,
 `documents` whole ones, and `chat` conversations. `mixture` reads several parts as one, `masking`
 corrupts tokens for encoders, `batches` are made of all that, and `corpus` puts it together.

@@ -19,7 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.documents.blocks import UNREAD
 from jaxpar.data.masking import Masking, corrupt
 from jaxpar.data.mixture import Mixture, Stream
-from jaxpar.data.parts import Part
+from jaxpar.data.part import Part
 from jaxpar.data.streams.tokens import (
     HostBatch,
     Tokens,

@@ -17,7 +17,7 @@ from jaxpar.data.batches import val_batch_count as val_batch_count
 from jaxpar.data.batches import val_batches as val_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.data.mixture import SAMPLED, Mixture, Stream
-from jaxpar.data.parts import Part
+from jaxpar.data.part import Part
 from jaxpar.data.sources import Source
 from jaxpar.data.streams.urls import data_here
 from jaxpar.data.vocabulary.tokenizer import HFTokenizer, Tokenizer
@@ -104,7 +104,7 @@ def _loaded(
         if len(parts) == len(paths) and all(hasattr(part, "require_enough") for part in parts):
             return list(parts), tokenizer
     raise UserError(
-        f"data.source={data.source} returns a pair, a list with a jaxpar.data.parts.Part for each "
+        f"data.source={data.source} returns a pair, a list with a jaxpar.data.part.Part for each "
         f"of its {len(paths)} paths, and a tokenizer or None: it returned {short(found)}"
     )
 

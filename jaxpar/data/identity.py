@@ -16,8 +16,8 @@ import numpy as np
 from jaxpar.base.errors import reading, with_urls
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.mixture import Mixture
-from jaxpar.data.parts import Part
-from jaxpar.data.ranged import RangedFile
+from jaxpar.data.part import Part
+from jaxpar.data.range_cache import RangedFile
 
 _WHOLE = 2**23
 """Bytes of a file that is hashed from its beginning to its end."""

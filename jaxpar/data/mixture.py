@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.parts import Part
+from jaxpar.data.part import Part
 from jaxpar.data.skipped import Skipped
 from jaxpar.data.streams.tokens import Tokens
 

@@ -21,7 +21,7 @@ from jaxpar.base.errors import UserError, short, suggest
 from jaxpar.base.registry import SOURCES, registering
 
 if TYPE_CHECKING:
-    from jaxpar.data.parts import Part
+    from jaxpar.data.part import Part
     from jaxpar.data.vocabulary.tokenizer import Tokenizer
 
 SOME_READ = (

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.base.atomic_write import replacing, write_whole
 from jaxpar.base.batch_arrays import TEACHER_IDS, TEACHER_LOG_PROBS
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json, reading
-from jaxpar.base.whole_files import replacing, write_whole
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.data.mixture import Mixture

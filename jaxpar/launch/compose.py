@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.machine import versions
-from jaxpar.base.whole_files import write_whole
 from jaxpar.launch.small_loss import loss_after
 from jaxpar.plan.compositions import Gain, Study, compose, point_line
-from jaxpar.plan.points import Figures, Point, rehearse_point
+from jaxpar.plan.rehearsal_cache import Figures, Point, rehearse_point
 from jaxpar.plan.settings import Setting
 from jaxpar.rehearse.targets import Target
 

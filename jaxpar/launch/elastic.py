@@ -17,7 +17,7 @@ from jaxpar.base.layout.mesh import MeshSpec, axis_sizes, describe, devices_need
 from jaxpar.base.process.runtime import start
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]

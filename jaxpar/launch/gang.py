@@ -20,18 +20,18 @@ from uuid import uuid4
 
 import jax
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import RESOLVED, Config, parse
 from jaxpar.base.config.checks import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.layout.mesh import devices_needed
+from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.runtime import start
-from jaxpar.base.process.together import run_together
 from jaxpar.base.toml import to_toml
-from jaxpar.base.whole_files import write_whole
 from jaxpar.launch.elastic import Sizes, elastic_sizes, elastic_trainer, read_range
 from jaxpar.launch.local import train_config
-from jaxpar.launch.stops import NOWHERE, Place, Stops, fit, say_where
+from jaxpar.launch.preemption import NOWHERE, Place, Stops, fit, say_where
 from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
 

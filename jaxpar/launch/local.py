@@ -12,22 +12,22 @@ from pathlib import Path
 import jax
 from jax.stages import Compiled
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import memory_of
-from jaxpar.base.process.together import run_together
-from jaxpar.base.whole_files import write_whole
+from jaxpar.base.process.multihost import run_together
 from jaxpar.plan import resolve
 from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import peer_errors
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.run_data import with_run_data
 from jaxpar.train.runs.bucket import run_here, send
 from jaxpar.verify.of_config import require

@@ -31,7 +31,7 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.models.masks import shrink_mask
-from jaxpar.plan.points import digest_of
+from jaxpar.plan.rehearsal_cache import digest_of
 from jaxpar.train import run
 from jaxpar.train.metrics import read_metrics
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.whole_files import write_whole
 from jaxpar.launch.gang import job_of, ray_started, read_job
 from jaxpar.launch.local import train_config
 from jaxpar.train.metrics import read_metrics

@@ -6,11 +6,12 @@ function. `Ops` binds them to a plan.
 
 Read `collectives` first: every op is two functions of local arrays, which it joins. Then come the
 folders, each by itself: `linear`, `cross_entropy`, `experts`, and `context`, attention over a split
-sequence, whose tokens are in the order of `token_order`. Beside them are the ops that need no
-folder (`_lookup`, `_dropout`, `_attention` with `_choose_attention`, `padding`), and `cache` for
-generation. `ops` binds all of these; `halves` and `sequence_halves` let a block run on the halves
+sequence, whose tokens are in the order of `zigzag`. Beside them are the ops that need no folder
+(`_lookup`, `_dropout`, `_attention` with `_choose_attention`, `padding`), and `cache` for
+generation. `ops` binds all of these; `domino` and `sequence_halves` let a block run on the halves
 of a batch in turn. What is kept for the backward, and where, is in `remat` and `host_memory`.
-`pipeline` comes last, with `order_tokens`, by which it keeps XLA:CPU's collectives in order.
+`pipeline` comes last, with `cpu_collective_order`, by which it keeps XLA:CPU's collectives in
+order.
 """
 
 from jaxpar.parallel._attention import attention
@@ -24,7 +25,7 @@ from jaxpar.parallel.linear import column_linear, logits, rank_linear, row_linea
 from jaxpar.parallel.linear.weight_view import WeightView
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.token_order import in_natural_order, in_order
+from jaxpar.parallel.zigzag import in_natural_order, in_order
 
 __all__ = [
     "LossSums",

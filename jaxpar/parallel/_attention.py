@@ -11,10 +11,10 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float
 
-from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Strategy
 from jaxpar.base.layout.sharding import Axes, Layout, output_axis, require_layout
+from jaxpar.base.number_checks import require_whole
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.libraries import stand_in_scope
 from jaxpar.kernels.masks import Causal, Mask, apart_from_segments, without_segments
@@ -24,7 +24,7 @@ from jaxpar.parallel.context import Split, check_split, split_attention
 from jaxpar.parallel.context.task import with_documents_from
 from jaxpar.parallel.linear import ATTENDED
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.token_order import context_sizes, require_strategy
+from jaxpar.parallel.zigzag import context_sizes, require_strategy
 
 _CAUSAL = Causal()
 _HEADS: Axes = (*ATTENDED[:2], "heads", "head_dim")

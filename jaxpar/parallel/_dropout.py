@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar.base.arguments import require_number
+from jaxpar.base.number_checks import require_number
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:

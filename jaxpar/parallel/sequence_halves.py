@@ -25,7 +25,7 @@ from jaxpar.base.layout.sharding import Axes, output_axis
 from jaxpar.kernels.masks import Mask, looks_back
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 
 
 class _Handed(NamedTuple):

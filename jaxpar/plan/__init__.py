@@ -7,8 +7,8 @@ for a target; `memory_account` predicts where the bytes of its step are.
 Its rooms, in the order in which they are read: `communication` lists what a plan sends, and
 `memory_account` where its bytes are. `choose_remat` prices each way to treat an activation, and
 `memory_search` finds what fits; `choose_overlap` and `choose_order` try forms and orders of a step.
-`budget` puts these together as `resolve`. `settings` are named changes of a config, `points` their
-rehearsals, and `compositions` how they go together.
+`budget` puts these together as `resolve`. `settings` are named changes of a config,
+`rehearsal_cache` their rehearsals, and `compositions` how they go together.
 """
 
 from jaxpar.plan.budget import resolve, resolve_and_compile

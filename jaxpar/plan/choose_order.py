@@ -14,18 +14,18 @@ from tempfile import TemporaryDirectory
 import jax
 from rich.console import RenderableType
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.compiler import option_words, order_options, profile_option
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import Options
-from jaxpar.base.whole_files import write_whole
 from jaxpar.plan.choose_overlap import Say
 from jaxpar.rehearse.of_config import compile_step, fits
-from jaxpar.rehearse.report.tables import seconds_text, titled_table
+from jaxpar.rehearse.report.report_tables import seconds_text, titled_table
 from jaxpar.rehearse.scheduler_profile import scheduler_profile
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import with_config
+from jaxpar.train.experiments import with_config
 
 AS_IT_IS = "as train has it"
 """The name of the order without further options."""

@@ -24,11 +24,11 @@ from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.linear.ring_matmul import ring_forms
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import sequences_have_halves, with_config
+from jaxpar.train.experiments import sequences_have_halves, with_config
 from jaxpar.train.state import gradient_axes
 
 LAYERS = 4

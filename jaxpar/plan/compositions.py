@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.plan.points import Figures, Point
+from jaxpar.plan.rehearsal_cache import Figures, Point
 from jaxpar.plan.settings import NoEffect, Setting, apply_settings
 
 MOST_SUBSETS = 32

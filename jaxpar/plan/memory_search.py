@@ -36,7 +36,7 @@ from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import Timeline, simulate
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import with_config
+from jaxpar.train.experiments import with_config
 from jaxpar.train.state_memory import StateBytes, state_bytes
 from jaxpar.train.step import make_train_step
 

@@ -7,13 +7,13 @@
 
 `step` takes anyone's function, `config` the training step of a config.
 
-Its rooms, in the order in which they are read: `targets` are the machines; `arguments` places what
-a function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of it
-(with `link_costs` for collectives, and `scheduler_profile` for the same prices as XLA reads them),
-and `timeline` plays it out. `requested_collectives` lists those that a model asked for. `graph`
-says what another order could reach. `report` is the form of what was found, and `program_report`
-fills it in. `_step` puts these together for any function, and `of_config` for the training step of
-a config.
+Its rooms, in the order in which they are read: `targets` are the machines; `argument_places` places
+what a function is given on one, and `compiled` compiles it. `cost` prices what the compiler made of
+it (with `link_costs` for collectives, and `scheduler_profile` for the same prices as XLA reads
+them), and `timeline` plays it out. `requested_collectives` lists those that a model asked for.
+`graph` says what another order could reach. `report` is the form of what was found, and
+`program_report` fills it in. `_step` puts these together for any function, and `of_config` for the
+training step of a config.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
 from jaxpar.rehearse.graph.report import write_graph
 from jaxpar.rehearse.report.comparison import Comparison, compare, print_comparison
+from jaxpar.rehearse.report.report_tables import show
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.report.tables import show
 from jaxpar.rehearse.report.task_graph import TaskGraph
 from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import Target, load_target

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.jax_compat import Option
+from jaxpar.base.number_checks import require_number, require_whole
 from jaxpar.hlo.origin import OWN, default_dirs
-from jaxpar.rehearse.arguments import argument_bytes, place_arguments
+from jaxpar.rehearse.argument_places import argument_bytes, place_arguments
 from jaxpar.rehearse.compiled import compile_for
 from jaxpar.rehearse.program_report import report_of
 from jaxpar.rehearse.report import memory

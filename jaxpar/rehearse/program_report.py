@@ -22,8 +22,8 @@ from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.alive import alive_arrays
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.kernels import stand_ins
+from jaxpar.rehearse.report.report_tables import seconds_text
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, TargetFacts, Time
-from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.targets import Target

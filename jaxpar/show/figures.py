@@ -10,9 +10,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from jaxpar.base.atomic_write import replacing
 from jaxpar.base.console import check_pictures
 from jaxpar.base.errors import UserError, visible
-from jaxpar.base.whole_files import replacing
 from jaxpar.show.losses import loss_figure, sweep_figure
 from jaxpar.show.memory_bars import memory_figure
 from jaxpar.show.ring import ring_figure

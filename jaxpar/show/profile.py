@@ -17,8 +17,8 @@ from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.hardware import load_chip
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.of_config import rehearse
+from jaxpar.rehearse.report.report_tables import seconds_text, titled_table
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.report.tables import seconds_text, titled_table
 from jaxpar.train.restore import given_notes
 from jaxpar.train.runs.folder.run_folder import read_run_config
 

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import Layout
-from jaxpar.parallel.token_order import chunk_order
+from jaxpar.parallel.zigzag import chunk_order
 from jaxpar.show.shards import DEVICES
 
 

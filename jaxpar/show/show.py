@@ -22,7 +22,7 @@ from jaxpar.show.masks import mask_figure, masks_of_layers, tiles_to_draw
 from jaxpar.show.schedule import schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, memory_table, sharding_table
 from jaxpar.train.activations import activations
-from jaxpar.train.plans import make_experiment, plan_notes
+from jaxpar.train.experiments import make_experiment, plan_notes
 
 
 def show(

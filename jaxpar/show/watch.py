@@ -21,11 +21,11 @@ from rich.text import Text
 from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_text
 from jaxpar.base.errors import UserError, visible, with_urls
 from jaxpar.base.layout.mesh import describe, total_sizes
-from jaxpar.rehearse.report.tables import percent_text, seconds_text
+from jaxpar.rehearse.report.report_tables import percent_text, seconds_text
 from jaxpar.train.goodput import add_up, read_lives
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.runs.claims.run_lock import LOCK
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config, runs_in
+from jaxpar.train.runs.locks.run_lock import LOCK
 
 _MOST = 1e15
 """What no number of a run comes to, unless its line is damaged: such a one is not shown."""

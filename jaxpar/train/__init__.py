@@ -10,14 +10,13 @@ makes of a prompt.
 
 Its rooms, in the order in which they are read: `optimizer`, the shapes of a `state` and of a
 `batch`, and `experiment`, which is what a config needs to run; `metrics` is what is measured of it,
-with `sinks` for where that goes. Then the folders `step`, which computes, and `plans`, which makes
-an experiment; `activations`, `state_memory` and `require_memory` say
-what memory it takes, and `smaller_step` what makes that less. `guard` and `goodput` watch a
-training. `runs` keeps it in a folder, `restore` loads what a folder has, and `distil` is its
-teacher, with `teacher_memory` for what this takes.
-`run_data` and `stateful` are what a run reads and carries besides; `open_run` puts all of this
-together. `evaluate` and `evaluations` measure what is trained, and `loop`, the last of these,
-trains.
+with `sinks` for where that goes. Then the folders `step`, which computes, and `experiments`, which
+makes an experiment; `activations`, `state_memory` and `require_memory` say what memory it takes,
+and `smaller_step` what makes that less. `guard` and `goodput` watch a training. `runs` keeps it in
+a folder, `restore` loads what a folder has, and `distil` is its teacher, with `teacher_memory` for
+what this takes. `run_data` and `stateful` are what a run reads and carries besides; `open_run` puts
+all of this together. `evaluate` and `evaluations` measure what is trained, and `loop`, the last of
+these, trains.
 
 For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.
@@ -31,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpar.train.batch import batch_rows, put_batch
     from jaxpar.train.experiment import Experiment
+    from jaxpar.train.experiments import make_experiment, make_plan
     from jaxpar.train.generation import generate
     from jaxpar.train.generation.trained import open_trained
     from jaxpar.train.loop import run
     from jaxpar.train.optimizer import Optimizer
     from jaxpar.train.optimizer.per_matrix import muon_dimensions
-    from jaxpar.train.plans import make_experiment, make_plan
     from jaxpar.train.restore import config_of, export_run
     from jaxpar.train.step import init_state, make_eval_step, make_train_step
 
@@ -49,8 +48,8 @@ _MODULES = {
     "generate": "generation",
     "init_state": "step",
     "make_eval_step": "step",
-    "make_experiment": "plans",
-    "make_plan": "plans",
+    "make_experiment": "experiments",
+    "make_plan": "experiments",
     "make_train_step": "step",
     "muon_dimensions": "optimizer.per_matrix",
     "open_trained": "generation.trained",

@@ -21,8 +21,8 @@ from jaxpar.base.layout.activation_names import NAMES, PRESETS, Action, Keep
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes, merge_trees, output_axis
 from jaxpar.models import Model, Params, in_parts
+from jaxpar.parallel.domino import Places, halves, places_of_halves
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.halves import Places, halves, places_of_halves
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.program import program

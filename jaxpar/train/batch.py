@@ -16,7 +16,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.layout.placements import local_rows
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Batch
-from jaxpar.parallel.token_order import TOKENS, axes_of
+from jaxpar.parallel.zigzag import TOKENS, axes_of
 from jaxpar.train.state import Shape
 
 ABSENT = -2

@@ -17,16 +17,16 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import machine_memory
-from jaxpar.base.process.together import Batches, run_together
+from jaxpar.base.process.multihost import Batches, run_together
 from jaxpar.data.corpus import Corpus, val_batches
 from jaxpar.data.masking import make_masking
-from jaxpar.data.parts import Part
+from jaxpar.data.part import Part
 from jaxpar.data.vocabulary.text_bytes import count_bytes, unknown_id
 from jaxpar.data.vocabulary.tokenizer import Tokenizer
 from jaxpar.models import AnyModel, Params
 from jaxpar.train.batch import batch_rows, empty_batch, put_batch
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import kernel_notes, make_experiment, mask_notes
+from jaxpar.train.experiments import kernel_notes, make_experiment, mask_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_data import load_run_corpus

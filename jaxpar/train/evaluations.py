@@ -14,8 +14,8 @@ import jax
 from jax.stages import Compiled
 
 from jaxpar.base.console import duration_text
-from jaxpar.base.process.stopping import Stop
-from jaxpar.base.process.together import run_together, told_by_first
+from jaxpar.base.process.multihost import run_together, told_by_first
+from jaxpar.base.process.preemption import Stop
 from jaxpar.data.corpus import val_batch_count
 from jaxpar.models import Params
 from jaxpar.train.evaluate import evaluate, final_batches

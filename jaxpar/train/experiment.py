@@ -1,6 +1,7 @@
 """What a config needs to run, made and checked once, and handed down as one value.
 
-`jaxpar.train.plans.make_experiment` makes one; what is below takes it and makes none of it again.
+`jaxpar.train.experiments.make_experiment` makes one; what is below takes it and makes none of it
+again.
 """
 
 from __future__ import annotations

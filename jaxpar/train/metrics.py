@@ -14,10 +14,10 @@ from typing import IO, Any, Literal, NamedTuple
 import jax
 from jax.stages import Compiled
 
+from jaxpar.base.atomic_write import sync, write_whole, writing
 from jaxpar.base.errors import UserError, reading
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.ranges import MOST_STEPS
-from jaxpar.base.whole_files import sync, write_whole, writing
 from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task
 from jaxpar.hlo.read import read_program
 from jaxpar.train.sinks import MetricsRow, Sink

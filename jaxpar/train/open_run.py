@@ -20,7 +20,7 @@ from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import UserError, is_url
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.machine import machine_memory
-from jaxpar.base.process.together import run_together, told_by_first
+from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
 from jaxpar.data.streams.tokens import HostBatch, Tokens
@@ -29,9 +29,9 @@ from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.batch import batch_rows
 from jaxpar.train.distil import Teacher, open_teacher
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, offload_asked, plan_notes
 from jaxpar.train.optimizer.given_optimizer import other_optimizer_note
 from jaxpar.train.optimizer.learning_rate import schedule_note
-from jaxpar.train.plans import make_experiment, offload_asked, plan_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import (
     OPTIMIZER_FINGERPRINT,
@@ -43,7 +43,6 @@ from jaxpar.train.restore import (
 )
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket import folder_here
-from jaxpar.train.runs.claims.run_lock import SharedLock
 from jaxpar.train.runs.folder.manifest import Manifest
 from jaxpar.train.runs.folder.own_tokenizer import have_other_tokenizers, keep_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
@@ -57,6 +56,7 @@ from jaxpar.train.runs.folder.run_identity import require_tokenizer_files, run_i
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 from jaxpar.train.runs.local_tier import LocalTier
 from jaxpar.train.runs.local_tier.starts import note_start
+from jaxpar.train.runs.locks.run_lock import SharedLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState

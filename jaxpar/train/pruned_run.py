@@ -16,8 +16,8 @@ from jaxpar.data.corpus import train_batches
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Params, in_parts
 from jaxpar.train.batch import batch_rows, put_batch
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer.one_shot import Criterion, Target, prune_once
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import (
     drop_stages,
     keep_import,

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, DataConfig
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.process.together import (
+from jaxpar.base.process.multihost import (
     number_from_first,
     numbers_from_first,
     run_together,
 )
-from jaxpar.base.whole_files import write_whole
 from jaxpar.data.corpus import Corpus, load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.experiment import Experiment

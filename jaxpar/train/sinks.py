@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json, short
 from jaxpar.base.registry import SINKS, registering
 from jaxpar.base.toml import flatten
-from jaxpar.base.whole_files import write_whole
 
 MetricsRow = dict[str, float]
 """What was measured at a step, by name."""

@@ -9,7 +9,7 @@ that differs.
 
 Its rooms, in the order in which they are read: `reference_ops`, with `reference_weights`, are the
 ops in plain mathematics. `mistakes` knows what a wrong gradient may be, `report` writes down what
-was found, `comparison` compares two answers, and `explain` asks why they differ. `arguments` checks
+was found, `comparison` compares two answers, and `explain` asks why they differ. `given` checks
 what is given, and `_gradients` puts all of it together for any function, as `of_config` does for
 the plan of a config.
 """

@@ -11,18 +11,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.base.arguments import require_number
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import PyTree
-from jaxpar.verify.arguments import (
+from jaxpar.base.number_checks import require_number
+from jaxpar.verify.comparison import FLOAT32, Answer, answer_of, compare, relative_error
+from jaxpar.verify.explain import explain, misplaced_shards, shards
+from jaxpar.verify.given import (
     makes_gradients,
     place_by,
     read_arrays,
     require_scalar,
     require_split,
 )
-from jaxpar.verify.comparison import FLOAT32, Answer, answer_of, compare, relative_error
-from jaxpar.verify.explain import explain, misplaced_shards, shards
 from jaxpar.verify.report import Verdict
 
 _NOISE = 4.0

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxpar.base.atomic_write import sync, sync_below
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.layout.sharding import Axes, path_name
 from jaxpar.base.layout.specs import is_axes
-from jaxpar.base.whole_files import sync, sync_below
 from jaxpar.kernels.weight_forms import WeightForm
 from jaxpar.models.hf.config_json import hf_config
 from jaxpar.models.hf.families import HF_FAMILIES, Json, model_type

@@ -39,7 +39,7 @@ from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan, plan_notes
+from jaxpar.train.experiments import make_plan, plan_notes
 from jaxpar.train.step import make_train_step, step_shapes
 
 GPU_OPTION = "xla_gpu_all_reduce_combine_threshold_bytes"

@@ -106,7 +106,7 @@ def test_processes_give_each_other_bytes_through_jaxs_own_service() -> None:
 _JOINED = """
 import sys, jax
 from jaxpar.base import jax_compat
-from jaxpar.base.process.exchange import Exchange
+from jaxpar.base.process.kv_store import Exchange
 jax.distributed.initialize(sys.argv[1], 1, 0)
 exchange = Exchange(jax_compat.coordination_client(), 0, 1)
 exchange.put("here/1/a", b"one")

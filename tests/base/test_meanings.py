@@ -4,8 +4,8 @@ import pytest
 
 from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
+from jaxpar.base.key_aliases import _MEANS, suggest_preset
 from jaxpar.base.layout.mesh import make_mesh
-from jaxpar.base.meanings import _MEANS, suggest_preset
 from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs

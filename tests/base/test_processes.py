@@ -12,8 +12,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.process.multihost import Batches, run_together
 from jaxpar.base.process.processes import process_start
-from jaxpar.base.process.together import Batches, run_together
 
 
 def failing() -> Iterator[int]:

@@ -19,11 +19,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpar.base import jax_compat
+from jaxpar.base.atomic_write import replacing, write_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.process import runtime
 from jaxpar.base.process.runtime import devices_of_a_process, keep_heap, keep_programs, start
-from jaxpar.base.whole_files import replacing, write_whole
 
 
 @pytest.fixture(autouse=True)

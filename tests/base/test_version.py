@@ -16,7 +16,7 @@ from jaxpar.base.console import banner
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
 from jaxpar.launch import staging
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from jaxpar.bench import generate as bench
 from jaxpar.bench.generate import Parts
 from jaxpar.cli.main import main
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 
 def small() -> Experiment:

@@ -16,7 +16,7 @@ from jaxpar.bench import measure as bench
 from jaxpar.bench.measure import Timing
 from jaxpar.bench.torch_step import OPTIMIZERS
 from jaxpar.cli.main import main
-from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.experiments import make_experiment, make_plan
 
 
 def small(family: str) -> tuple[Config, Plan]:

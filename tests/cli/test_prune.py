@@ -10,7 +10,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.cli.main import main
 from jaxpar.launch.local import train_config as train
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.restore import load_params
 from jaxpar.train.runs.folder.run_folder import read_run_config
 

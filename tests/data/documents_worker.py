@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.process.exchange import open_exchange
+from jaxpar.base.process.kv_store import open_exchange
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.documents import tokenized
 from jaxpar.data.mixture import skipped_records

@@ -22,7 +22,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.identity import identify
-from jaxpar.data.parts import PartDefaults
+from jaxpar.data.part import PartDefaults
 from jaxpar.data.sources import register_source
 from jaxpar.data.streams.tokens import Tokens
 

@@ -19,11 +19,11 @@ from jaxpar.base.config import Config, TrainConfig, load_config, override
 from jaxpar.base.process.runtime import start
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.failures import StepNumbers
 from jaxpar.train.guard.replicas import ReplicaCheck
 from jaxpar.train.guard.watchdog import Watchdog
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.step import init_state, make_train_step
 
 

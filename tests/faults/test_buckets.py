@@ -96,8 +96,6 @@ class Runs:
         """What a run came to, as another machine finds it."""
         from fsspec import get_filesystem_class
 
-        from jaxpar.train.runs.bucket import doors
-
         with pytest.MonkeyPatch.context() as patch:
             cache = str(self.folder / "another_machine")
             for name, value in environment_with(self.server, cache).items():

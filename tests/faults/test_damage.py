@@ -26,7 +26,7 @@ from trainings import SMALL, TEXT
 
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.restore import load_run
 from jaxpar.train.runs.folder.run_folder import read_run_config
 

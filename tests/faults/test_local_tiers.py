@@ -105,7 +105,7 @@ def final(run: Path) -> list[np.ndarray]:
     """All parameters at the end of a run."""
     import jax
 
-    from jaxpar.train.plans import make_experiment
+    from jaxpar.train.experiments import make_experiment
     from jaxpar.train.restore import load_run
     from jaxpar.train.runs.folder.run_folder import read_run_config
 

@@ -22,13 +22,13 @@ from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.goodput import read_lives
 from jaxpar.train.guard.failures import Diverged, StepNumbers
 from jaxpar.train.guard.nonfinite import first_nonfinite
 from jaxpar.train.guard.run_again import verdict
 from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.state import TrainState
@@ -209,7 +209,7 @@ def test_a_device_that_failed_once_is_told_from_the_rest(
 def test_a_computation_that_overflows_is_persistent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxpar.train.plans.make.check", lambda config, training: config)
+    monkeypatch.setattr("jaxpar.train.experiments.make.check", lambda config, training: config)
     wild = tiny(train__learning_rate=1e30, train__clip_norm=0.0)
     with pytest.raises(Diverged) as error:
         run(wild, tmp_path / "run")

@@ -21,8 +21,8 @@ import pytest
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.train import loop
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.loop import run_step
-from jaxpar.train.plans import make_experiment
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from traced_steps import config_of
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.layout.mesh import make_mesh
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.guard.failures import CopiesDiffer
 from jaxpar.train.loop import run
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("keeps_programs")]

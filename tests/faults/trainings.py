@@ -125,8 +125,8 @@ def end_of(run: str | Path) -> End:
 
     from jaxpar.base.config import override
     from jaxpar.base.layout.sharding import path_name
+    from jaxpar.train.experiments import make_experiment
     from jaxpar.train.metrics import read_metrics
-    from jaxpar.train.plans import make_experiment
     from jaxpar.train.restore import restore_state
     from jaxpar.train.runs.bucket import folder_here
     from jaxpar.train.runs.checkpoints import Checkpoints

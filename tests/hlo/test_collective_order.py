@@ -17,11 +17,11 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.collective_order import find_unordered, require_order
 from jaxpar.models import Model
-from jaxpar.parallel.order_tokens import order_token_after, ready_after
+from jaxpar.parallel.cpu_collective_order import order_token_after, ready_after
 from jaxpar.parallel.pipeline import ticks
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 
 def two_loops(ordered: bool) -> Any:

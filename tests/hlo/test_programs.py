@@ -41,7 +41,7 @@ from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same

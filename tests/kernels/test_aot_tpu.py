@@ -22,7 +22,7 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.batch import batch_shapes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.step import make_train_step
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")

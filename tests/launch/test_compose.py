@@ -18,8 +18,7 @@ from jaxpar.data.masking import make_masking
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 from jaxpar.launch import compose, small_loss
 from jaxpar.launch.small_loss import small_form
-from jaxpar.plan import points
-from jaxpar.plan.points import Figures, rehearse_point
+from jaxpar.plan.rehearsal_cache import Figures, rehearse_point
 from jaxpar.plan.settings import SETTINGS
 from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.targets import Target

@@ -25,7 +25,7 @@ from jaxpar.models.lora import merge_lora
 from jaxpar.models.views import base_config
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.state_memory import state_bytes
 from jaxpar.train.step import init_state, make_train_step
 from jaxpar.verify.of_config import checks as verify

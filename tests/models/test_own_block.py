@@ -23,7 +23,7 @@ from jaxpar.kernels import masks
 from jaxpar.models import Block, Model
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import plan_notes
+from jaxpar.train.experiments import plan_notes
 from jaxpar.train.restore import beside_state, load_run
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state

@@ -30,8 +30,8 @@ from jaxpar.models.sparsity import read_stacked
 from jaxpar.models.views import base_model, fold_views
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.optimizer.given_optimizer import as_optimizer
-from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import export_run, load_params
 from jaxpar.train.step import init_state, make_train_step
 from jaxpar.verify.of_config import checks as verify

@@ -43,8 +43,8 @@ from jaxpar.kernels.masks import Causal, Mask
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.rehearse.timeline import simulate
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.metrics import device_memory
-from jaxpar.train.plans import make_plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.machine import versions
-from jaxpar.base.whole_files import write_whole
 from jaxpar.bench.measure import BenchRow, table
 from jaxpar.kernels.attention.call import Unserved
 

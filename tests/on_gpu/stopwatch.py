@@ -20,7 +20,7 @@ from jaxpar.base.config import Config
 from jaxpar.bench.measure import random_batch
 from jaxpar.models import Model
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.state import TrainState
 from jaxpar.train.step import init_state, make_train_step
 

@@ -19,7 +19,7 @@ import jaxpar
 from jaxpar import parallel, verify
 from jaxpar.kernels import masks
 from jaxpar.parallel import pipeline
-from jaxpar.parallel.token_order import chunk_order, inverse, reorder
+from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 
 B = 4
 S = 16

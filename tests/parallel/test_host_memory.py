@@ -19,7 +19,7 @@ from jaxpar.parallel.host_memory import (
     known_problem,
     require_right_gradients,
 )
-from jaxpar.train.plans import make_plan, plan_notes
+from jaxpar.train.experiments import make_plan, plan_notes
 
 
 class Device:

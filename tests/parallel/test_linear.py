@@ -26,7 +26,7 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.kernels.masks import Causal
 from jaxpar.parallel import dropout
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.token_order import chunk_order, inverse, reorder
+from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 
 MESHES = {
     "one": MeshSpec(),

@@ -38,10 +38,10 @@ from jaxpar.parallel.pipeline import (
 )
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.residuals import choose_residuals
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan, plan_notes
+from jaxpar.train.experiments import make_plan, plan_notes
 from jaxpar.train.state import param_shapes
 from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 

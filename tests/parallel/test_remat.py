@@ -14,11 +14,11 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.activation_names import NAMES, PRESETS, Keep, actions
 from jaxpar.models import Model
-from jaxpar.parallel.halves import Places
+from jaxpar.parallel.domino import Places
 from jaxpar.parallel.pipeline.residuals import choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.train.activations import activations
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 POLICIES = [name for name in PRESETS if name != "none"]
 

@@ -27,7 +27,7 @@ from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.activations import activations
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 
 @pytest.mark.parametrize(

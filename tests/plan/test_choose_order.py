@@ -20,7 +20,7 @@ from jaxpar.rehearse.of_config import on_target
 from jaxpar.rehearse.scheduler_profile import scheduler_profile
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 TARGET = load_target("h100x8")
 

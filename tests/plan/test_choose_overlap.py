@@ -17,7 +17,7 @@ from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, choose_overlap, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 
 def config_of(overlap: Overlap, **changes: Any) -> Config:

@@ -27,7 +27,7 @@ from jaxpar.plan.choose_remat import (
 )
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.activations import activations
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 options = st.tuples(
     st.sampled_from(["save", "offload", "recompute"]),

@@ -25,7 +25,7 @@ from jaxpar.plan.communication import (
     step_collectives,
 )
 from jaxpar.train.activations import activations
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 FSDP_TENSOR = config_of("llama", "full", fsdp=4, tensor=2)
 ZERO1 = dataclasses.replace(

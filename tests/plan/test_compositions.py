@@ -13,7 +13,7 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
 from jaxpar.plan.compositions import Study, compose
-from jaxpar.plan.points import Figures, digest_of
+from jaxpar.plan.rehearsal_cache import Figures, digest_of
 from jaxpar.plan.settings import (
     SETTINGS,
     NoEffect,

@@ -33,7 +33,7 @@ from jaxpar.rehearse.targets import load_target
 from jaxpar.show.tables import memory_table
 from jaxpar.train import open_run
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.smaller_step import more_devices
 from jaxpar.train.state_memory import state_bytes

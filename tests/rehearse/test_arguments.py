@@ -19,7 +19,7 @@ from tiers import MARKS
 
 import jaxpar
 from jaxpar import rehearse
-from jaxpar.rehearse.arguments import argument_bytes, place_arguments
+from jaxpar.rehearse.argument_places import argument_bytes, place_arguments
 
 HERE: Any = SimpleNamespace(
     name="these",

@@ -22,10 +22,10 @@ from jaxpar.hlo.program.parse import parse_module
 from jaxpar.models import Model
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.memory import account, saved_bytes
-from jaxpar.rehearse.report.tables import memory_verdict
+from jaxpar.rehearse.report.report_tables import memory_verdict
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 LAYERS = 3

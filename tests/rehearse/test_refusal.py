@@ -14,7 +14,7 @@ from jaxpar.rehearse import compiled
 from jaxpar.rehearse.of_config import advice
 from jaxpar.rehearse.report.memory import DoesNotFit, needs_and_has, refusal
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 GIB = 2**30
 EARLY = (

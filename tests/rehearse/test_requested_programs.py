@@ -23,7 +23,7 @@ from jaxpar.models import Model
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 

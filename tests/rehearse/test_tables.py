@@ -8,7 +8,7 @@ from fake_rehearsal import fake_rehearsal
 from rich.console import Console
 
 from jaxpar.base.console import console
-from jaxpar.rehearse.report.tables import (
+from jaxpar.rehearse.report.report_tables import (
     collectives_table,
     finding_lines,
     lines_table,

@@ -31,7 +31,7 @@ from jaxpar.parallel import attention, choose_attention
 from jaxpar.parallel.context import Split
 from jaxpar.rehearse import targets
 from jaxpar.rehearse.targets import check_mesh, compilers, load_target, places
-from jaxpar.train.plans import make_plan
+from jaxpar.train.experiments import make_plan
 
 # Names.
 

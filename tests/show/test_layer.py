@@ -14,7 +14,7 @@ from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.show.layer import layer_figure
 from jaxpar.train.activations import activations
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 
 def experiment_of(config: Config) -> Experiment:

@@ -154,7 +154,7 @@ def no_devices(monkeypatch):
     def touched(*_):
         raise AssertionError("a schedule needs no devices")
 
-    monkeypatch.setattr("jaxpar.train.plans.make.start", touched)
+    monkeypatch.setattr("jaxpar.train.experiments.make.start", touched)
     monkeypatch.setattr(jax, "devices", touched)
 
 

@@ -23,7 +23,7 @@ from jaxpar import parallel, rehearse, train, verify
 from jaxpar.kernels.attention import libraries
 from jaxpar.parallel import pipeline
 from jaxpar.rehearse import compiled
-from jaxpar.rehearse.report.tables import report_parts
+from jaxpar.rehearse.report.report_tables import report_parts
 
 ALL = sharded_loss.NAMES
 PROGRAMS = [

@@ -21,8 +21,8 @@ from jaxpar.base.layout.placements import local_bytes
 from jaxpar.models import OwnModel, nnx_model
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import plan_notes
 from jaxpar.train.optimizer import decay_mask
-from jaxpar.train.plans import plan_notes
 from jaxpar.train.restore import load_run
 from jaxpar.train.step import init_state, make_train_step
 

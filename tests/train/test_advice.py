@@ -17,7 +17,7 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 
 BASE = {
     "model.embed": 32,

@@ -20,12 +20,12 @@ from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
 from jaxpar.train.goodput.measured import _write_seconds
 from jaxpar.train.runs import disk_space, training_checkpoints
-from jaxpar.train.runs.bucket import copy, copy_of, doors, folder_here, run_here, send, sender
+from jaxpar.train.runs.bucket import copy, copy_of, folder_here, run_here, send, sender
 from jaxpar.train.runs.bucket.layout import UPLOADED, names_below
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.claims import run_lock
 from jaxpar.train.runs.folder.run_folder import is_run, keep_config
 from jaxpar.train.runs.folder.steps import set_aside
+from jaxpar.train.runs.locks import run_lock
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}

@@ -28,7 +28,7 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.data.corpus import load_corpus, train_batches
 from jaxpar.models import Model
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train import make_plan
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment

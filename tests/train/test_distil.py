@@ -25,8 +25,8 @@ from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.batch import batch_shapes, empty_batch
 from jaxpar.train.distil import open_teacher, write_top_k
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.loop import run
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import keep_config
 from jaxpar.train.step import gradients

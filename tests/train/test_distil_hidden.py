@@ -24,8 +24,8 @@ from jaxpar.models.hidden import normed_states
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.train.batch import batch_shapes, empty_batch
 from jaxpar.train.distil import open_teacher
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.loop import run
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import export_run, load_params, load_run
 from jaxpar.train.runs.folder.run_folder import keep_config
 from jaxpar.train.step import loss_weights, make_train_step, step_shapes

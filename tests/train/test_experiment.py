@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
-from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.experiments import make_experiment, make_plan
 
 TWO = override(Config(), {"mesh.platform": "cpu", "mesh.fsdp": 2})
 

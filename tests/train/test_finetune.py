@@ -26,7 +26,7 @@ from jaxpar.models.hf.export import export_hf
 from jaxpar.models.lora import with_old_names
 from jaxpar.models.views import base_config
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment, make_plan
+from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.restore import (
     beside_state,
     config_of,

@@ -21,8 +21,8 @@ from jaxpar.models.hf import peft
 from jaxpar.models.views import base_config
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.optimizer.learning_rate import learning_rate
-from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import config_of, load_params
 from jaxpar.train.step import init_state, make_train_step
 

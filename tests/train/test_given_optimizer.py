@@ -15,10 +15,10 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.train import run
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import as_optimizer, other_optimizer_note
 from jaxpar.train.optimizer.pruning import PruningState
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore.beside import beside_state
 from jaxpar.train.restore.trained_state import require_optimizer
 

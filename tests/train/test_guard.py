@@ -10,9 +10,9 @@ from traced_steps import config_of
 from jaxpar.base.config import TrainConfig, override
 from jaxpar.models import Model
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.guard import Guard, spike_limit
 from jaxpar.train.guard.failures import StepNumbers
-from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 

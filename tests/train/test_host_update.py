@@ -9,10 +9,10 @@ from traced_steps import config_of
 
 from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import UserError
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.loop import run
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.host_update import require_host_update
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
 

@@ -16,10 +16,10 @@ import pytest
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.runs.claims.run_lock import RunLock
 from jaxpar.train.runs.local_tier import LocalTier
 from jaxpar.train.runs.local_tier import tier as tiers
 from jaxpar.train.runs.local_tier.starts import Starts, note_start, read_starts
+from jaxpar.train.runs.locks.run_lock import RunLock
 
 STATE = {"w": jnp.arange(12.0).reshape(3, 4)}
 SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)

@@ -29,15 +29,15 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.train import open_run
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import read_lives
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer.learning_rate import learning_rate
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.restore import restore_state
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.claims.run_lock import LOCK
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.folder.run_folder import read_run_config
+from jaxpar.train.runs.locks.run_lock import LOCK
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
@@ -424,7 +424,7 @@ def test_a_run_whose_step_is_not_finite_stops_and_saves_nothing_of_it(
     """Between log lines too: no step of these runs is logged before its last. Such settings are not
     in their ranges.
     """
-    monkeypatch.setattr("jaxpar.train.plans.make.check", lambda config, training: config)
+    monkeypatch.setattr("jaxpar.train.experiments.make.check", lambda config, training: config)
     folder = tmp_path / "wild"
     saved = setting == "train.learning_rate"
     wild = override(

@@ -22,8 +22,8 @@ from jaxpar.models import Model
 from jaxpar.train import evaluations, open_run
 from jaxpar.train.batch import empty_batch, put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.plans import make_plan
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state, make_train_step

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 import jaxpar.train.runs.folder.manifest as manifest
+from jaxpar.base.checksum_line import require_intact, seal
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
-from jaxpar.base.sealed import require_intact, seal
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
 from jaxpar.train.runs import list_checkpoints
 from jaxpar.train.runs.checkpoints import Checkpoints
-from jaxpar.train.runs.claims.in_use import in_use, steps_in_use
 from jaxpar.train.runs.folder.manifest import (
     MANIFEST,
     METADATA,
@@ -35,6 +34,7 @@ from jaxpar.train.runs.folder.manifest import (
 )
 from jaxpar.train.runs.folder.steps import clear_up, steps_in
 from jaxpar.train.runs.folder.val_losses import Losses
+from jaxpar.train.runs.locks.in_use import in_use, steps_in_use
 from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 

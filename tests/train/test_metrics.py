@@ -16,14 +16,14 @@ from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
-from jaxpar.base.process.stopping import Stop
+from jaxpar.base.process.preemption import Stop
 from jaxpar.base.toml import to_toml
 from jaxpar.train.evaluations import Evaluations
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import OutOfMemory, Running, memory_errors
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer
 from jaxpar.train.runs.folder.run_folder import keep_config, read_run_config
 

@@ -21,7 +21,7 @@ from jaxpar.cli.commands import TrainArgs
 from jaxpar.cli.main import main
 from jaxpar.cli.trained import EvalArgs
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.restore import beside_state, saved_part
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,

@@ -16,8 +16,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Model, Params
 from jaxpar.train.batch import put_batch
+from jaxpar.train.experiments import make_plan
 from jaxpar.train.optimizer.one_shot import Target, prune_once
-from jaxpar.train.plans import make_plan
 from jaxpar.verify.of_config.random_inputs import random_batch, random_params
 
 SMALL: dict[str, Any] = {

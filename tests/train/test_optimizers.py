@@ -26,6 +26,7 @@ from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.batch import put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, make_plan, plan_notes
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 from jaxpar.train.optimizer.per_matrix import (
@@ -35,7 +36,6 @@ from jaxpar.train.optimizer.per_matrix import (
     per_matrix,
 )
 from jaxpar.train.optimizer.update import update
-from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.restore import beside_state, restore_state
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState

@@ -23,10 +23,10 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.optimizer.given_optimizer import as_optimizer
 from jaxpar.train.optimizer.pruning import PruningState, cubic
 from jaxpar.train.optimizer.ranks import highest, largest
-from jaxpar.train.plans import make_experiment, make_plan
 from jaxpar.train.restore import load_params
 from jaxpar.train.step import make_train_step, step_shapes
 from jaxpar.verify.of_config import checks as verify

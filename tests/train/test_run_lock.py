@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-import jaxpar.train.runs.claims.run_lock as run_lock
+import jaxpar.train.runs.locks.run_lock as run_lock
 from jaxpar.base.errors import UserError
 from jaxpar.base.process.processes import machine, process_start
-from jaxpar.train.runs.claims.run_lock import LOCK, RunLock, locked
+from jaxpar.train.runs.locks.run_lock import LOCK, RunLock, locked
 
 
 @pytest.fixture(autouse=True)

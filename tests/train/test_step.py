@@ -36,9 +36,9 @@ from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train.batch import batch_rows, batch_shapes, put_batch
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment, make_plan, plan_notes
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
-from jaxpar.train.plans import make_experiment, make_plan, plan_notes
 from jaxpar.train.step import (
     compile_eval_step,
     gradients,

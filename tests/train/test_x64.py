@@ -15,7 +15,7 @@ from traced_steps import config_of, staged
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import devices_needed
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.runs.checkpoints import require_same_form
 from jaxpar.train.step import make_eval_step, make_train_step, step_shapes
 

@@ -17,7 +17,7 @@ from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.masks import Causal, Tiles, dense
 from jaxpar.models import Model
 from jaxpar.models import loss as losses
-from jaxpar.parallel import token_order as batches
+from jaxpar.parallel import zigzag as batches
 from jaxpar.parallel.context import split as context
 from jaxpar.parallel.context.task import ContextTask
 from jaxpar.verify.of_config import checks as verify

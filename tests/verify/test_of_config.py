@@ -29,10 +29,10 @@ from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.masks import Mask, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.parallel import choose_attention
+from jaxpar.parallel.cpu_collective_order import order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import token_choice
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.order_tokens import order_token_after, ready_after
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment
 from jaxpar.verify.comparison import Answer

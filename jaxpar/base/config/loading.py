@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.base.config.schema import Config, TrainConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.meanings import suggest_key
+from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.toml import as_tables, find_toml, flatten, from_dict, read_tables
 

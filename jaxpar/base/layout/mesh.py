@@ -14,9 +14,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError, short
-from jaxpar.base.meanings import suggest_axis
+from jaxpar.base.key_aliases import suggest_axis
+from jaxpar.base.number_checks import require_whole
 from jaxpar.base.ranges import Range
 
 MeshAxis: TypeAlias = str

@@ -11,7 +11,7 @@ copied here first, and what is made here is sent there:
 - `hub` fetches models and tokenizers of the Hugging Face Hub by their names.
 - A `UserError` and the console name such copies by their URLs (`errors.with_urls`).
 
-`jaxpar.train.runs.bucket` keeps run folders in buckets, and `jaxpar.data.ranged` reads
+`jaxpar.train.runs.bucket` keeps run folders in buckets, and `jaxpar.data.range_cache` reads
 token files by range. A path that is only ever local is refused by `errors.require_local`.
 """
 

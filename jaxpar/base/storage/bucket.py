@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from jaxpar.base.atomic_write import replacing
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage.outages import keep_trying, outage_of, reason
-from jaxpar.base.whole_files import replacing
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from pathlib import Path, PurePosixPath
 
 from filelock import FileLock
 
+from jaxpar.base.atomic_write import write_whole, writing
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, is_url, name_by_url, read_json
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage.bucket import Bucket, Found
 from jaxpar.base.storage.outages import say
-from jaxpar.base.whole_files import write_whole, writing
 
 COPIES_BYTES = 64 * 2**30
 """What the copies of this machine may take before old ones are removed."""

@@ -1,7 +1,7 @@
 """Conversations as examples to learn. The folder `template` is read first: the chat template of a
 tokenizer, which writes them as text. Then, in this order: their rows (`conversations`), what an
-assistant's turn has said (`turns`) and what is not written (`unwritten`); by all of which one knows
-which characters are answers (`answers`) and with which token a turn ends (`end_of_turn`).
+assistant's turn has said (`turns`) and what is not written (`dropped_content`); by all of which one
+knows which characters are answers (`answers`) and with which token a turn ends (`end_of_turn`).
 `examples` puts them together.
 """
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json, suggest
 from jaxpar.data.chat.conversations import Conversation
+from jaxpar.data.chat.dropped_content import find_unwritten
 from jaxpar.data.chat.template.files import ChatTemplate, load_template
 from jaxpar.data.chat.template.forms import Forms, find_forms, shape_messages
 from jaxpar.data.chat.template.render import GIVEN, Message, Rendered, Span, names_read, try_render
 from jaxpar.data.chat.turns import Turns
-from jaxpar.data.chat.unwritten import find_unwritten
 
 _REWRITTEN = (
     "its chat template begins an earlier answer otherwise than the last, and each is learned as "

@@ -22,8 +22,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.chat.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat.conversations import read_conversation
 from jaxpar.data.chat.template.render import Span
-from jaxpar.data.parts import PartDefaults
-from jaxpar.data.ranged import RangedFile
+from jaxpar.data.part import PartDefaults
+from jaxpar.data.range_cache import RangedFile
 from jaxpar.data.rows import kind_of_file, read_rows
 from jaxpar.data.streams.texts import data_files, is_text, name_files
 from jaxpar.data.streams.tokens import HostBatch

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.exchange import Exchange
+from jaxpar.base.process.kv_store import Exchange
 
 BLOCK = 32
 """Documents of a block."""

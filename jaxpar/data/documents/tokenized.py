@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
-from jaxpar.base.process.exchange import open_exchange
+from jaxpar.base.process.kv_store import open_exchange
 from jaxpar.data.documents.blocks import UNREAD, Blocks, UnreadRow
 from jaxpar.data.documents.document_order import (
     DocumentStream,
@@ -27,8 +27,8 @@ from jaxpar.data.documents.document_order import (
     together,
 )
 from jaxpar.data.documents.document_sources import Opened, OpenedSource, Unreadable
-from jaxpar.data.parts import PartDefaults
-from jaxpar.data.ranged import RangedFile
+from jaxpar.data.part import PartDefaults
+from jaxpar.data.range_cache import RangedFile
 from jaxpar.data.skipped import Skipped
 from jaxpar.data.streams.texts import NOTHING_IN_IT, left_out
 from jaxpar.data.streams.tokens import HostBatch

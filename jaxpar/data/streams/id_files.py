@@ -13,7 +13,7 @@ from rich.progress import track
 
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, reading
-from jaxpar.data.ranged import RangedFile, RangedIds
+from jaxpar.data.range_cache import RangedFile, RangedIds
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 """Magic numbers of llm.c's token files, for GPT-2 and for LLaMA 3, each with its version and

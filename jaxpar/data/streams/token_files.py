@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
+from jaxpar.base.atomic_write import replacing, write_whole
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, is_url, read_json, reading, require_local
 from jaxpar.base.storage import as_url, local_path
-from jaxpar.base.whole_files import replacing, write_whole
-from jaxpar.data.ranged import RangedFile, RangedIds
+from jaxpar.data.range_cache import RangedFile, RangedIds
 from jaxpar.data.streams.id_files import (
     IdFile,
     look_at,

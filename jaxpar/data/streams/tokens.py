@@ -13,8 +13,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.parts import PartDefaults
-from jaxpar.data.ranged import RangedFile, RangedIds
+from jaxpar.data.part import PartDefaults
+from jaxpar.data.range_cache import RangedFile, RangedIds
 from jaxpar.data.streams.id_files import unknown_id
 from jaxpar.data.streams.mapped import require_uncut
 

@@ -1,6 +1,6 @@
 """The data of a config whose paths are URLs: files and folders are copied to this machine, and so
 is a tokenizer with what lies beside it. Token files are read by range
-(`jaxpar.data.ranged`).
+(`jaxpar.data.range_cache`).
 """
 
 from __future__ import annotations

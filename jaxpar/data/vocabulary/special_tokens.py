@@ -15,9 +15,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Bos
 from jaxpar.base.errors import UserError, read_json, reading
-from jaxpar.base.whole_files import write_whole
 from jaxpar.data.vocabulary.stranger import asking
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """Which arrays of a scheduled program are in a device's memory when. To be read in this order: the
 result (`arrays`); which result may be written in an operand's place (`in_place`); and the walk that
-finds that and what a program says of it, with the rules of what counts once (`follow`).
+finds that and what a program says of it, with the rules of what counts once (`liveness`).
 """
 
 from jaxpar.hlo.live.arrays import LiveArray, Schedule
-from jaxpar.hlo.live.follow import live_arrays
+from jaxpar.hlo.live.liveness import live_arrays
 
 __all__ = ["LiveArray", "Schedule", "live_arrays"]

@@ -1,12 +1,12 @@
 """The origin of a task is the model's named scopes, the phase (forward or backward), and the line
 of Python. To be read in this order: scope and phase, from the path that jax writes (`path`); the
 line, from the frames of a stack (`line`); both for one instruction, also a fusion (`instruction`);
-and the origin of what the compiler made itself, which is that of a neighbour (`neighbours`).
+and the origin of what the compiler made itself, which is that of a neighbour (`inherited`).
 """
 
+from jaxpar.hlo.origin.inherited import inherit
 from jaxpar.hlo.origin.instruction import origin_of
 from jaxpar.hlo.origin.line import OWN, PackageDirs, default_dirs, source_line
-from jaxpar.hlo.origin.neighbours import inherit
 from jaxpar.hlo.origin.path import UPDATE, decode
 
 __all__ = [

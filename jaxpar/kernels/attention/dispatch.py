@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.arguments import require_number
 from jaxpar.base.compiled_for import device_of_compilation
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import refusal_without
+from jaxpar.base.number_checks import require_number
 from jaxpar.kernels.attention import chunked, libraries
 from jaxpar.kernels.attention.call import Arrays, Call, Unserved, reference
 from jaxpar.kernels.masks import Mask, require_mask, segments_in

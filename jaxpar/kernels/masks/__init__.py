@@ -20,7 +20,7 @@ q_places, kv_places), Segments(q_ids, kv_ids))`.
 Its rooms, in the order in which they are read: `tiles` has places, and the states of a tile;
 `algebra` the base of all masks, and what `&` and `|` make of two; `patterns` the masks of numbers
 alone; `documents` those that compare ids; `questions` what kernels and strategies ask of any mask.
-`arguments` refuses what is no mask and what are no ids.
+`checks` refuses what is no mask and what are no ids.
 """
 
 from jaxpar.kernels.masks.algebra import (

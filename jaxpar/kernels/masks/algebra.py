@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.kernels.masks.arguments import describe_no_mask
+from jaxpar.kernels.masks.checks import describe_no_mask
 from jaxpar.kernels.masks.tiles import FULL, PARTIAL, Places, Tiles, numpy_for, tile_state
 
 _Kind = TypeVar("_Kind")

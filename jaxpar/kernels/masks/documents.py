@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.masks.algebra import Mask, conjuncts
-from jaxpar.kernels.masks.arguments import require_ids
+from jaxpar.kernels.masks.checks import require_ids
 from jaxpar.kernels.masks.patterns import BlockSparse, First
 from jaxpar.kernels.masks.tiles import PARTIAL, Places, Tiles, numpy_for, tile_state
 

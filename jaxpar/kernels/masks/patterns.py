@@ -14,8 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
-from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError
+from jaxpar.base.number_checks import require_whole
 from jaxpar.kernels.masks.algebra import Mask, OfDistance, static_mask
 from jaxpar.kernels.masks.tiles import Places, Tiles, numpy_for, tile_state
 

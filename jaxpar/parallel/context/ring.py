@@ -2,7 +2,7 @@
 (Liu et al. 2023, arXiv:2310.01889).
 
 Tokens are in zigzag order, so that under a causal mask every device has two full pairs of chunks in
-each step: see `jaxpar.parallel.token_order`. Under a mask that does not look back it has all four
+each step: see `jaxpar.parallel.zigzag`. Under a mask that does not look back it has all four
 pairs, of which a kernel leaves out the tiles that show nothing. A hop is written before the work
 that should hide it.
 

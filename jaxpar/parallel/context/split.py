@@ -28,7 +28,7 @@ from jaxpar.parallel.context.ring import ring_backward, ring_forward
 from jaxpar.parallel.context.task import PARTS, UNROLLED, ContextTask, with_documents_from
 from jaxpar.parallel.context.ulysses import devices_sharing, ulysses_backward, ulysses_forward
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.token_order import check_chunks, context_sizes
+from jaxpar.parallel.zigzag import check_chunks, context_sizes
 
 _Shaped = Array | jax.ShapeDtypeStruct
 _Q: Axes = ("batch", "attention_seq", "heads", None)

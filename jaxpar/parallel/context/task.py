@@ -2,7 +2,7 @@
 the hop to the next device.
 
 Shapes: B batch, T whole sequence, C chunk of it. A device has two chunks, the early one first: see
-`jaxpar.parallel.token_order`.
+`jaxpar.parallel.zigzag`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxpar.kernels.masks import (
     of_distance,
     places_in_documents,
 )
-from jaxpar.parallel.token_order import chunk_order, inverse, reorder
+from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 
 PARTS = Call(out_dtype=jnp.float32)
 """Partial answers, which are merged or added up."""

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import Axes, Layout, PyTree, require_layout, state_axes
+from jaxpar.base.number_checks import require_number, require_whole
 from jaxpar.parallel.collectives import gather, manual, reduce, split_over
 from jaxpar.parallel.cross_entropy.choose_tiling import HEAD, tiling
 from jaxpar.parallel.cross_entropy.in_pieces import Gradients, sums_by_chunks, sums_by_slices

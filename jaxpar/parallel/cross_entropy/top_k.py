@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import Axes, Layout, require_layout
+from jaxpar.base.number_checks import require_number, require_whole
 from jaxpar.kernels.attention.call import MASKED
 from jaxpar.parallel.collectives import first_row, gather, manual
 from jaxpar.parallel.cross_entropy.choose_tiling import HEAD, tiling

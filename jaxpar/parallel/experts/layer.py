@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxpar.base.arguments import require_whole
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.sharding import Layout, require_layout
+from jaxpar.base.number_checks import require_whole
 from jaxpar.parallel.collectives import manual, split_over
 from jaxpar.parallel.experts import expert_choice, token_choice
 from jaxpar.parallel.experts.expert_products import DOWN, UP, column_products, row_product

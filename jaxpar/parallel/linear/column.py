@@ -13,7 +13,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.arguments import require_number, require_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.base.layout.sharding import (
@@ -25,6 +24,7 @@ from jaxpar.base.layout.sharding import (
     require_layout,
 )
 from jaxpar.base.layout.specs import require_axes
+from jaxpar.base.number_checks import require_number, require_whole
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.parallel.collectives import manual_vjp, split_over
 from jaxpar.parallel.linear.pieces import (

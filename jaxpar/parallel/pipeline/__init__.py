@@ -1,11 +1,11 @@
 """Pipeline parallelism inside one jit: schedules as data, and the code that runs them.
 
-In the order in which to read: `tables` says what a schedule is, and `schedules` makes those with
-names; `layers` lays layers out over the stages; `program` turns a table into scans over rounds,
-with a slot for everything that waits. `executor` runs a program: `stage_inputs` is what a stage is
-given, `stage` runs its layers, keeping what `residuals` chooses, `ticks` is what it does in a tick,
-and `shared_head` the head that all stages share. A model is a `pipelined_model`, or made of
-functions (`model_functions`).
+In the order in which to read: `schedule_table` says what a schedule is, and `schedules` makes those
+with names; `layers` lays layers out over the stages; `program` turns a table into scans over
+rounds, with a slot for everything that waits. `executor` runs a program: `stage_inputs` is what a
+stage is given, `stage` runs its layers, keeping what `residuals` chooses, `ticks` is what it does
+in a tick, and `shared_head` the head that all stages share. A model is a `pipelined_model`, or made
+of functions (`model_functions`).
 """
 
 from jaxpar.parallel.pipeline.executor import gradients, loss
@@ -20,8 +20,8 @@ from jaxpar.parallel.pipeline.layers import (
     stored_order,
 )
 from jaxpar.parallel.pipeline.model_functions import value_and_grad
+from jaxpar.parallel.pipeline.schedule_table import Table
 from jaxpar.parallel.pipeline.schedules import register_schedule, schedule
-from jaxpar.parallel.pipeline.tables import Table
 
 __all__ = [
     "Layers",

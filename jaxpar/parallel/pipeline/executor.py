@@ -34,11 +34,11 @@ from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.pipeline.layers import layers_of
 from jaxpar.parallel.pipeline.pipelined_model import Params, PipelinedModel
 from jaxpar.parallel.pipeline.program import Rows, Segment, program
+from jaxpar.parallel.pipeline.schedule_table import ActionKind, Table
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.pipeline.stage_inputs import StageArrays, Task
-from jaxpar.parallel.pipeline.tables import ActionKind, Table
 from jaxpar.parallel.pipeline.ticks import Carry, Shares, Stage, StageGradients
-from jaxpar.parallel.token_order import axes_of, in_order
+from jaxpar.parallel.zigzag import axes_of, in_order
 
 Batch = Mapping[str, Array]
 

@@ -21,8 +21,8 @@ from jaxpar.base.config.fitting_batch import fitting_batch
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import named_axes
+from jaxpar.parallel.pipeline.schedule_table import Times, simulate_schedule
 from jaxpar.parallel.pipeline.schedules import check_sizes, schedule
-from jaxpar.parallel.pipeline.tables import Times, simulate_schedule
 
 _Array = TypeVar("_Array", jax.Array, np.ndarray)
 _MOST_A_STAGE = 4  # microbatches by default, which keeps the bubble of 1F1B below a fifth

@@ -14,10 +14,10 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Pipeline, Plan
 from jaxpar.base.layout.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, SoftTargets
-from jaxpar.parallel.halves import Places
+from jaxpar.parallel.domino import Places
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
-from jaxpar.parallel.pipeline.tables import Table, check_table
+from jaxpar.parallel.pipeline.schedule_table import Table, check_table
 
 Params = Mapping[str, PyTree]
 
@@ -121,7 +121,7 @@ def value_and_grad(
       microbatches: how many microbatches the batch's rows are cut into.
       schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, one that `register_schedule` made known,
         or a table of one's own, which also sets microbatches and virtual stages
-        (`jaxpar.parallel.pipeline.tables.check_table` says which tables are valid).
+        (`jaxpar.parallel.pipeline.schedule_table.check_table` says which tables are valid).
       virtual: how many chunks of layers a stage has.
 
     Returns:

@@ -12,8 +12,8 @@ from jaxtyping import Array
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets
+from jaxpar.parallel.domino import Places
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.halves import Places
 
 Params = dict[str, PyTree]
 

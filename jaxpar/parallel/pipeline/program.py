@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.parallel.pipeline.tables import ActionKind, Table, Tick
+from jaxpar.parallel.pipeline.schedule_table import ActionKind, Table, Tick
 
 _Array = Any  # an array of numpy here, and of jax where the program is run
 _Pair = tuple[int, int]  # a microbatch and a virtual stage

@@ -16,7 +16,7 @@ from typing import get_args
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SCHEDULES, registering
-from jaxpar.parallel.pipeline.tables import (
+from jaxpar.parallel.pipeline.schedule_table import (
     UNIT,
     Action,
     ActionKind,

@@ -17,8 +17,8 @@ from jaxtyping import Array
 
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, merge_trees
+from jaxpar.parallel.domino import Places, halves, whole_batch
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.halves import Places, halves, whole_batch
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.pipelined_model import PipelinedModel

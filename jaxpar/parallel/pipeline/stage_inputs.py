@@ -15,8 +15,8 @@ from jaxtyping import Array
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossWeights
+from jaxpar.parallel.domino import Places, places_of_halves
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.halves import Places, places_of_halves
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import Layers
 from jaxpar.parallel.pipeline.pipelined_model import Params, PipelinedModel

@@ -21,16 +21,16 @@ from jaxpar.base.layout.plan import gradient_dtype
 from jaxpar.base.layout.sharding import Axes, PyTree, state_axes
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.parallel.collectives import manual
+from jaxpar.parallel.cpu_collective_order import first_order_token, order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums, SoftTargets, teacher_targets
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
-from jaxpar.parallel.order_tokens import first_order_token, order_token_after, ready_after
 from jaxpar.parallel.pipeline.pipelined_model import Params
 from jaxpar.parallel.pipeline.program import Rows
+from jaxpar.parallel.pipeline.schedule_table import ActionKind
 from jaxpar.parallel.pipeline.shared_head import gather_tokens, own_labels, share_tokens
 from jaxpar.parallel.pipeline.stage import Stack, read, write
 from jaxpar.parallel.pipeline.stage_inputs import StageArrays, StageInputs, Task
-from jaxpar.parallel.pipeline.tables import ActionKind
 
 _X = TypeVar("_X")
 _SLOTS = (None, *STORED)

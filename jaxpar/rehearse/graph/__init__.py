@@ -2,5 +2,5 @@
 
 `runs` lays a program out as runs of tasks with what each needs, `paths` finds work, critical path
 and slack, `list_schedule` orders the runs on the lanes of a device and checks such orders,
-`report` writes all of it down, and `tables` shows it.
+`report` writes all of it down, and `graph_tables` shows it.
 """

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError
-from jaxpar.base.whole_files import write_whole
 from jaxpar.hlo.fusions import Operations, operations, operations_opened
 from jaxpar.hlo.program.tasks import (
     Loop,

@@ -2,6 +2,6 @@
 
 Its rooms, in the order in which they are read: the schema (`schema`, and `task_graph` for that of a
 graph); what is found, which is `memory`, what is in it when (`alive`), `collectives`, `kernels` and
-the findings (`lint`); and how it is shown, as `tables`, as a `trace` and as the `comparison` of
-two.
+the findings (`lint`); and how it is shown, as `report_tables`, as a `trace` and as the `comparison`
+of two.
 """

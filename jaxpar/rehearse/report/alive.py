@@ -16,8 +16,8 @@ from jaxpar.base.console import bytes_text
 from jaxpar.hlo.live import LiveArray, Schedule, live_arrays
 from jaxpar.hlo.program.module import Module
 from jaxpar.hlo.program.tasks import Origin
+from jaxpar.rehearse.report.report_tables import titled_table
 from jaxpar.rehearse.report.schema import Alive, AliveArray
-from jaxpar.rehearse.report.tables import titled_table
 from jaxpar.rehearse.timeline import TaskTime
 
 _NOWHERE = Origin("", "", "other")

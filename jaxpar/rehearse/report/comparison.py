@@ -18,8 +18,8 @@ from rich.console import RenderableType
 from jaxpar.base.console import bytes_text, console
 from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.layout.mesh import describe
+from jaxpar.rehearse.report.report_tables import finding_lines, seconds_text, titled_table
 from jaxpar.rehearse.report.schema import SCHEMA, LintFinding, Rehearsal
-from jaxpar.rehearse.report.tables import finding_lines, seconds_text, titled_table
 
 _SAME = 1e-9
 """Seconds, or a share of bytes: what differs by less is rounding."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError
-from jaxpar.base.whole_files import write_whole
 from jaxpar.hlo.program.tasks import Loop, Task
 from jaxpar.rehearse.cost import COMPUTE, DMA, HOST, HOST_COMPUTE, SIDE
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns

@@ -20,11 +20,11 @@ from jaxpar.hlo.collective_order import require_order
 from jaxpar.models import Batch, Params, in_parts
 from jaxpar.models.top_k import TeacherAnswer, teacher_answer
 from jaxpar.models.views import base_config
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train.batch import batch_shapes, cut_microbatches
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.generation.trained import read_config
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.folder.run_folder import is_run
 

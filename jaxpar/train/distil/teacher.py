@@ -23,7 +23,7 @@ from jaxpar.data.batches import ReadBeside
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.top_k_files import describe, is_top_k_folder, open_answers, tokenizer_hash
 from jaxpar.models import Batch, Params
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train.distil.answers import answered_shapes, compile_answers, teacher_experiment
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.generation.trained import folder_tokenizer

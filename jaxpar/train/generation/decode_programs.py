@@ -22,7 +22,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps
-from jaxpar.parallel.halves import Places
+from jaxpar.parallel.domino import Places
 from jaxpar.train.generation.sampling import Sampling, draw
 
 

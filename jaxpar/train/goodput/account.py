@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxpar.base.atomic_write import sync, writing
 from jaxpar.base.console import duration_text
 from jaxpar.base.errors import UserError, parse_json, reading, require_kinds
-from jaxpar.base.whole_files import sync, writing
 from jaxpar.train.goodput.clock import CAUSES, Cause, Clock
 
 GOODPUT = "goodput.jsonl"

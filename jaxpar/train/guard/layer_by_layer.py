@@ -21,12 +21,12 @@ from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import LossSums, teacher_targets
-from jaxpar.parallel.halves import Places, halves, places_of_halves, whole_batch
+from jaxpar.parallel.domino import Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.padding import with_text
 from jaxpar.parallel.pipeline import stored_order
-from jaxpar.parallel.token_order import in_order
+from jaxpar.parallel.zigzag import in_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.named_counts import Counts, count_nonfinite, with_counts
 from jaxpar.train.step import loss_weights

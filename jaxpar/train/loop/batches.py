@@ -14,8 +14,8 @@ from typing import Any
 from grain import DatasetIterator
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.stopping import ask_to_stop
-from jaxpar.base.process.together import Batches
+from jaxpar.base.process.multihost import Batches
+from jaxpar.base.process.preemption import ask_to_stop
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.train.batch import empty_batch
 from jaxpar.train.open_run import OpenRun, rows_at

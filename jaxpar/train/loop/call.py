@@ -18,8 +18,8 @@ from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.config import Config
 from jaxpar.base.console import ProgressLine, bytes_text, console
 from jaxpar.base.process.machine_notice import MachineNotice
-from jaxpar.base.process.stopping import Stop
-from jaxpar.base.process.together import raised_together, run_together
+from jaxpar.base.process.multihost import raised_together, run_together
+from jaxpar.base.process.preemption import Stop
 from jaxpar.data.corpus import Corpus
 from jaxpar.hlo.collective_order import require_order
 from jaxpar.train.evaluations import Evaluations

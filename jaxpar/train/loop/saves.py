@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.process.together import run_together, told_by_first
+from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.train.evaluations import is_due
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard

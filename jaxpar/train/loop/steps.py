@@ -9,8 +9,8 @@ from contextlib import suppress
 import jax
 import numpy as np
 
-from jaxpar.base.process.stopping import Stop
-from jaxpar.base.process.together import raised_together
+from jaxpar.base.process.multihost import raised_together
+from jaxpar.base.process.preemption import Stop
 from jaxpar.train.evaluations import is_due
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged
 from jaxpar.train.guard.judge import BadStep

@@ -29,7 +29,7 @@ from jaxpar.models import Batch, Model, Params
 from jaxpar.models.sparsity import matrix_split
 from jaxpar.parallel.linear.weight_view import WeightView
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.token_order import in_order
+from jaxpar.parallel.zigzag import in_order
 from jaxpar.train.optimizer.ranks import largest
 
 Criterion = Literal["wanda", "magnitude"]

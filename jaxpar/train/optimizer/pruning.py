@@ -30,7 +30,7 @@ from jaxpar.base.layout.sharding import Axes, KeyPath, PyTree, path_name, state_
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
 from jaxpar.models.sparsity import matrix_split
-from jaxpar.parallel.order_tokens import first_order_token, order_token_after, ready_after
+from jaxpar.parallel.cpu_collective_order import first_order_token, order_token_after, ready_after
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.optimizer.definition import Optimizer
 from jaxpar.train.optimizer.movement import MovementState, no_movement, with_held, with_step

@@ -25,9 +25,9 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import PyTree, path_name, state_axes
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import Params
+from jaxpar.parallel.cpu_collective_order import first_order_token, order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.parallel.order_tokens import first_order_token, order_token_after, ready_after
 from jaxpar.train.optimizer.definition import Optimizer, in_host_memory_of, require_runnable
 from jaxpar.train.optimizer.host_update import update_on_host
 from jaxpar.train.optimizer.state_layout import param_trees, with_param_trees

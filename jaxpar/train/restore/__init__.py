@@ -4,7 +4,7 @@ folder or a PEFT adapter; and the one made into the other.
 Read `beside` first: what is saved with a state. `which_step` chooses a checkpoint that is whole,
 `trained_state` reads what it has, and `load` puts that together with frozen weights, and loads the
 weights of any folder, whose model `folder_model` knows. `convert` imports and exports, and
-`given_parts` says what of a run a program had given.
+`python_overrides` says what of a run a program had given.
 """
 
 from jaxpar.train.restore.beside import (
@@ -30,8 +30,8 @@ from jaxpar.train.restore.folder_model import (
     require_model,
     same_folder,
 )
-from jaxpar.train.restore.given_parts import given_notes
 from jaxpar.train.restore.load import drop_stages, load_params, load_run, restore_state
+from jaxpar.train.restore.python_overrides import given_notes
 
 __all__ = [
     "OPTIMIZER_FINGERPRINT",

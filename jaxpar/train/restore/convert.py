@@ -25,13 +25,12 @@ from jaxpar.models.hf import peft
 from jaxpar.models.hf.compressed import export_compressed
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import make_experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.restore.beside import beside_state, fingerprint, saved_part
 from jaxpar.train.restore.folder_model import adapters_of, frozen_folder, model_of
 from jaxpar.train.restore.load import drop_stages, load_params, load_run
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import warn
-from jaxpar.train.runs.claims.run_lock import locked
 from jaxpar.train.runs.folder.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
@@ -42,6 +41,7 @@ from jaxpar.train.runs.folder.run_folder import (
 )
 from jaxpar.train.runs.folder.run_identity import run_identity
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
+from jaxpar.train.runs.locks.run_lock import locked
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state

@@ -21,7 +21,7 @@ from jaxpar.models.hf import import_hf, peft
 from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.models.views import fold_views
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.plans import with_projections
+from jaxpar.train.experiments import with_projections
 from jaxpar.train.restore.beside import (
     FROZEN,
     OPTIMIZER,

@@ -12,13 +12,13 @@ from typing import TypeVar
 import jax
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.together import number_from_first, run_together, told_by_first
+from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
 from jaxpar.train.runs.checkpoints import Checkpoints, warn
-from jaxpar.train.runs.claims.in_use import in_use
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
 from jaxpar.train.runs.folder.run_folder import finished_steps
 from jaxpar.train.runs.folder.run_identity import require_tokenizer_files
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
+from jaxpar.train.runs.locks.in_use import in_use
 
 Read = TypeVar("Read")
 _TRIES = 100

@@ -1,5 +1,5 @@
 """A run on a disk or in a bucket. Three folders are read first: `folder`, what lies in a run
-folder, `bucket`, the copy of a run in a bucket, and `claims`, who trains it and who reads it. Then,
+folder, `bucket`, the copy of a run in a bucket, and `locks`, who trains it and who reads it. Then,
 in this order: what Orbax is given (`orbax_options`); the checkpoints as they are read
 (`checkpoints`), and in a table (`list_checkpoints`); and as a training writes them, with room on
 the disk (`disk_space`), after the newest that is whole (`newest_whole`), all of it together

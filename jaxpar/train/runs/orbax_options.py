@@ -17,11 +17,11 @@ import orbax.checkpoint as ocp
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint.options import MultiprocessingOptions
 
-from jaxpar.base.process.together import number_from_first
-from jaxpar.base.whole_files import sync
-from jaxpar.train.runs.claims.in_use import steps_in_use
+from jaxpar.base.atomic_write import sync
+from jaxpar.base.process.multihost import number_from_first
 from jaxpar.train.runs.folder.manifest import METADATA
 from jaxpar.train.runs.folder.val_losses import lowest
+from jaxpar.train.runs.locks.in_use import steps_in_use
 
 Disk = Literal["shared", "copy", "own"]
 """Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of
@@ -66,8 +66,8 @@ class Manager(ocp.CheckpointManager):
     removes old steps only once the new one has reached the disk.
 
     The service lets all processes stop after the same call, by a number that each gives it and that
-    grows: `jaxpar.base.process.stopping.Stop` counts its calls. Orbax would give it the step, and a
-    stop that was asked for around a save would wait for that number.
+    grows: `jaxpar.base.process.preemption.Stop` counts its calls. Orbax would give it the step, and
+    a stop that was asked for around a save would wait for that number.
     """
 
     def reached_preemption(self, step: int) -> bool:

@@ -43,18 +43,18 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
+from jaxpar.base.atomic_write import make_folder, sync_below, writing
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import cache_folder
-from jaxpar.base.process.together import number_from_first, run_together, told_by_first
-from jaxpar.base.whole_files import make_folder, sync_below, writing
+from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
 from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
-from jaxpar.train.runs.claims.in_use import steps_in_use
 from jaxpar.train.runs.disk_space import require_space, require_writable
 from jaxpar.train.runs.folder.manifest import MANIFEST, write_manifest
 from jaxpar.train.runs.folder.steps import clear_up, set_aside, steps_in
 from jaxpar.train.runs.folder.val_losses import lowest
+from jaxpar.train.runs.locks.in_use import steps_in_use
 from jaxpar.train.runs.newest_whole import Whole, find_newest_whole
 from jaxpar.train.runs.orbax_options import (
     ORBAX_SECONDS,

@@ -12,7 +12,7 @@ from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.models import Batch
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.padding import count_tokens
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train.batch import ABSENT
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import reported_rate

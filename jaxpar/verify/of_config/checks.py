@@ -22,7 +22,7 @@ from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.parallel import Ops
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment, pipelined_microbatches
 from jaxpar.verify.comparison import FLOAT32, Answer, compare, relative_error

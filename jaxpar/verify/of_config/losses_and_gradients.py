@@ -33,11 +33,11 @@ from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums, teacher_targets
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.state import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
 from jaxpar.verify.of_config.random_inputs import Rows, random_batch, random_params

@@ -35,8 +35,8 @@ from jaxpar.parallel import choose_attention
 from jaxpar.parallel.ops import attention_calls
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import check_batch, check_parameters, with_projections
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
-from jaxpar.train.plans import check_batch, check_parameters, with_projections
 from jaxpar.verify.of_config.shrink import few_rows, shrink
 from jaxpar.verify.of_config.shrink_rules import LEAST
 from jaxpar.verify.of_config.sizes import asked_sizes

@@ -23,8 +23,8 @@ from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.train.experiment import Experiment
+from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer.update import update
-from jaxpar.train.plans import make_experiment
 from jaxpar.train.state import gradient_axes
 from jaxpar.train.step import init_state
 from jaxpar.verify.comparison import Answer, copies

@@ -20,7 +20,7 @@ from jaxpar.train.runs.folder.steps import CHECKPOINTS
 UPLOADED = "uploaded.json"
 """The last object of a step: the size and the hash of each file of it."""
 LOCK = "lock.json"
-"""Says which training has a run folder (`jaxpar.train.runs.claims.run_lock`); it is no part of the
+"""Says which training has a run folder (`jaxpar.train.runs.locks.run_lock`); it is no part of the
 run.
 """
 ARRAYS = "state/"

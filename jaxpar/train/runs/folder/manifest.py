@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError, is_kind, parse_json, require_kinds
 from jaxpar.base.machine import versions
-from jaxpar.base.whole_files import write_whole
 
 MANIFEST = "manifest.json"
 LOSS = "val_loss.json"

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.registry import SOURCES
-from jaxpar.base.whole_files import write_whole
 from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.end_of_turn import ends_of_turn
 from jaxpar.data.chat.template.files import read_templates

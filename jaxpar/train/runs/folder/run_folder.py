@@ -11,14 +11,14 @@ from pathlib import Path
 
 import jax
 
+from jaxpar.base.atomic_write import write_whole
+from jaxpar.base.checksum_line import require_intact, seal
 from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.config.checks import outdated
 from jaxpar.base.errors import UTF8, UserError, reading, require_local
 from jaxpar.base.layout.mesh import MESH_AXES
-from jaxpar.base.process.together import run_together
-from jaxpar.base.sealed import require_intact, seal
+from jaxpar.base.process.multihost import run_together
 from jaxpar.base.toml import flatten, to_toml
-from jaxpar.base.whole_files import write_whole
 from jaxpar.models import FAMILIES
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
 

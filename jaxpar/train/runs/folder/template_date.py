@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.config import Config
-from jaxpar.base.process.together import run_together
+from jaxpar.base.process.multihost import run_together
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.chat.template.files import writes_date
 from jaxpar.train.runs.folder.run_folder import finished_steps, is_run, read_run_config

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import xxhash
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError, is_kind, read_json
-from jaxpar.base.whole_files import write_whole
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.folder.manifest import LOSS
 from jaxpar.train.runs.folder.steps import steps_in

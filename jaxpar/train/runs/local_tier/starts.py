@@ -11,8 +11,8 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.base.whole_files import write_whole
 from jaxpar.train.runs.bucket import send
 
 STARTS = "starts.json"

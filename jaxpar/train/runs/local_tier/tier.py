@@ -21,16 +21,16 @@ import numpy as np
 import xxhash
 from jax.experimental import multihost_utils
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError, read_json, require_local, with_urls
 from jaxpar.base.layout.sharding import path_name
-from jaxpar.base.process.together import run_together
-from jaxpar.base.whole_files import write_whole
+from jaxpar.base.process.multihost import run_together
 from jaxpar.train.runs.checkpoints import PyTree, warn
-from jaxpar.train.runs.claims.run_lock import RunLock
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, require_whole
 from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
 from jaxpar.train.runs.local_tier.starts import Starts, begin_starts
+from jaxpar.train.runs.locks.run_lock import RunLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 

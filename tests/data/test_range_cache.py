@@ -9,10 +9,9 @@ import pytest
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
-from jaxpar.data import ranged
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.identity import difference, identify
-from jaxpar.data.ranged import RangedFile
+from jaxpar.data.range_cache import RangedFile
 from jaxpar.data.streams.token_files import open_tokens, tokenize
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes
 from jaxpar.parallel.collectives import manual
-from jaxpar.parallel.token_order import TOKENS
+from jaxpar.parallel.zigzag import TOKENS
 
 
 class Places(NamedTuple):

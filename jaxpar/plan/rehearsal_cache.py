@@ -17,11 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
-from jaxpar.base.whole_files import write_whole
 from jaxpar.plan.budget import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.memory import DoesNotFit

@@ -26,16 +26,16 @@ from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.activations import check_names
 from jaxpar.train.experiment import Experiment, pipelined_microbatches
-from jaxpar.train.optimizer import require_runnable
-from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
-from jaxpar.train.plans.checks import (
+from jaxpar.train.experiments.checks import (
     check_batch,
     check_own_model,
     check_padding,
     check_parameters,
     require_pruned,
 )
-from jaxpar.train.plans.notes import offload_asked
+from jaxpar.train.experiments.notes import offload_asked
+from jaxpar.train.optimizer import require_runnable
+from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
 
 _MOST_ATTEMPTS = 8
 """Meshes that are tried for an advice; slices (`mesh.dcn`) may be what does not divide."""

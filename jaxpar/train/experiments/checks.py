@@ -16,7 +16,7 @@ from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.sequence_halves import require_no_later_keys
-from jaxpar.parallel.token_order import check_halves
+from jaxpar.parallel.zigzag import check_halves
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.state import gradient_axes, param_shapes
 

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple, TextIO
 
 import jax
 
+from jaxpar.base.atomic_write import writing
 from jaxpar.base.errors import UserError, parse_json, read_json, reading, require_kinds
+from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.processes import machine, process_start
-from jaxpar.base.process.together import run_together
 from jaxpar.base.storage import Bucket
-from jaxpar.base.whole_files import writing
 from jaxpar.train.runs.bucket import copy_of
 from jaxpar.train.runs.bucket.layout import LOCK
 

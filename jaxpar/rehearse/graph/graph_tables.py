@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from jaxpar.base.console import bytes_text
-from jaxpar.rehearse.report.tables import seconds_text, titled_table
+from jaxpar.rehearse.report.report_tables import seconds_text, titled_table
 from jaxpar.rehearse.report.task_graph import Fused, OrderRow, TaskGraph
 
 _MOST = 12

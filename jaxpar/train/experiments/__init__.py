@@ -3,18 +3,18 @@ together, `checks` refuses what does not go together, and `notes` says what is o
 asked for.
 """
 
-from jaxpar.train.plans.checks import (
+from jaxpar.train.experiments.checks import (
     check_batch,
     check_parameters,
     sequences_have_halves,
 )
-from jaxpar.train.plans.make import (
+from jaxpar.train.experiments.make import (
     make_experiment,
     make_plan,
     with_config,
     with_projections,
 )
-from jaxpar.train.plans.notes import (
+from jaxpar.train.experiments.notes import (
     kernel_notes,
     mask_notes,
     offload_asked,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.ranged import RangedFile
+from jaxpar.data.range_cache import RangedFile
 from jaxpar.data.skipped import Skipped
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import UserError
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.storage import Bucket
-from jaxpar.base.whole_files import write_whole
 
 BLOCK = 2**20
 """Bytes that are fetched at once."""

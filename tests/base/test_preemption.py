@@ -15,7 +15,7 @@ from heard_signals import children_hear
 
 from jaxpar.base.process import machine_notice
 from jaxpar.base.process.machine_notice import MachineNotice, metadata_server
-from jaxpar.base.process.stopping import Stop
+from jaxpar.base.process.preemption import Stop
 
 BUSY = """
 import ctypes, signal
@@ -54,7 +54,7 @@ FIRST = """
 import signal, time
 from jaxpar.base.process.early_signals import leave_on_signals
 leave_on_signals()
-from jaxpar.base.process.stopping import Stop
+from jaxpar.base.process.preemption import Stop
 stop = Stop()
 stop.listen()
 signal.raise_signal(signal.SIGINT)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.base import whole_files
+from jaxpar.base.atomic_write import make_folder, write_whole
 from jaxpar.base.errors import UserError
-from jaxpar.base.whole_files import make_folder, write_whole
 
 
 def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(

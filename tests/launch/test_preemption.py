@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpar.launch import stops as module
+from jaxpar.launch import preemption as module
 from jaxpar.launch.gang import _failed
-from jaxpar.launch.stops import Place, Stops, fit
+from jaxpar.launch.preemption import Place, Stops, fit
 from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
 
 HERE = Place("a node", 7)

@@ -10,8 +10,8 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Context, Overlap, Plan
-from jaxpar.parallel.halves import halves, whole_batch
-from jaxpar.parallel.token_order import TOKENS, in_natural_order, in_order
+from jaxpar.parallel.domino import halves, whole_batch
+from jaxpar.parallel.zigzag import TOKENS, in_natural_order, in_order
 
 
 def plan_on(
