@@ -423,8 +423,9 @@ def run_command(words: str) -> tuple[int, str]:
     current folder.
     """
     from jaxpar.cli.main import main
+    from jaxpar.train.runs.bucket import remote_runs
 
-    doors._COPIES.clear()  # another process has none
+    remote_runs._COPIES.clear()  # another process has none
     said = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         code = main(words.replace("HERE", str(Path.cwd())).split())

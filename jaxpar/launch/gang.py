@@ -34,6 +34,7 @@ from jaxpar.launch.local import train_config
 from jaxpar.launch.preemption import NOWHERE, Place, Stops, fit, say_where
 from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
+from jaxpar.train.hooks import OnRow
 
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
@@ -418,7 +419,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
             say_where(job["lines"])
         with redirect_stdout(_Lines(job["lines"])):
             _require_shared(folder, job["mark"])
-            result = train_config(config, folder, report=_report)
+            result = train_config(config, folder, hooks=[OnRow(_report)])
         return result._asdict()
     except (PeerLost, CopiesDiffer):
         raise  # Ray starts all again

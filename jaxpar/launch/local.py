@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -26,8 +27,9 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import peer_errors
-from jaxpar.train.loop import STEP, OutOfMemory, Result, run
-from jaxpar.train.metrics import Report, read_metrics
+from jaxpar.train.hooks import Hook
+from jaxpar.train.loop import STEP, OutOfMemory, Result, Run, open_run
+from jaxpar.train.metrics import METRICS, read_metrics
 from jaxpar.train.run_data import with_run_data
 from jaxpar.train.runs.bucket import run_here, send
 from jaxpar.verify.of_config import require
@@ -39,7 +41,7 @@ def train_config(
     config: Config,
     folder: str | Path,
     verify: bool = False,
-    report: Report | None = None,
+    hooks: Sequence[Hook] = (),
     began: float | None = None,
 ) -> Result:
     """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify
@@ -49,7 +51,7 @@ def train_config(
       config: every setting.
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       verify: whether to compare the plan with one device before, and to train only if it is equal.
-      report: a function that every process calls with each row (see `jaxpar.train.loop.run`).
+      hooks: what is done besides at steps.
       began: when `train.max_time` began to count, by `time.monotonic`; None = now.
 
     Returns:
@@ -61,14 +63,14 @@ def train_config(
     if began is None:
         began = time.monotonic()
     with peer_errors(), closing(Account(began)) as account:
-        return _train_config(config, run_here(folder), verify, report, began, account)
+        return _train_config(config, run_here(folder), verify, hooks, began, account)
 
 
 def _train_config(
     config: Config,
     folder: Path,
     verify: bool,
-    report: Report | None,
+    hooks: Sequence[Hook],
     began: float,
     account: Account,
 ) -> Result:
@@ -81,43 +83,19 @@ def _train_config(
     settled = resolve(experiment, say=say)
     if verify:
         run_together(lambda: require(settled, settled.devices, say))
-    drawn = time.monotonic()
-
-    def draw() -> None:
-        try:
-            _draw_loss(settled, folder)
-        except Exception as error:  # a picture is no reason to end a run
-            say(f"warning: no {folder / 'loss.png'}: {error}")
-
-    def take_row(step: int, row: dict[str, float]) -> None:
-        nonlocal drawn
-        if report is not None:
-            report(step, row)
-        if main and time.monotonic() - drawn > _EVERY:
-            drawn = time.monotonic()
-            beside.submit(draw)
-
-    def watch(experiment: Experiment, compiled: Compiled) -> None:
-        _write_memory(experiment, compiled, folder / "memory.json")
-
-    def finish() -> None:
-        if main and (folder / "metrics.jsonl").exists():
-            beside.submit(draw).result()
-            account.close()
-            send(folder)
-            say(f"wrote {folder / 'loss.png'}")
-
     try:
-        with ThreadPoolExecutor(1) as beside:
-            return run(
-                settled,
-                folder,
-                watch=watch,
-                report=take_row,
-                began=began,
-                account=account,
-                finish=finish,
-            )
+        with (
+            ThreadPoolExecutor(1) as beside,
+            open_run(settled, folder, account=account, began=began) as run,
+        ):
+            picture = _LossPicture(run, beside, say)
+            result = run.train([_MemoryFile(run), picture, *hooks])
+            if main and (folder / METRICS).exists():
+                picture.draw().result()
+                account.close()
+                send(folder)
+                say(f"wrote {folder / 'loss.png'}")
+        return result
     except OutOfMemory as error:
         if error.where != STEP:
             raise
@@ -127,18 +105,52 @@ def _train_config(
         raise UserError(out_of_memory(error.said, parts, error.experiment, has)) from error
 
 
-def _write_memory(experiment: Experiment, compiled: Compiled, file: Path) -> None:
-    """Write where the bytes of a step are: as predicted, by the compiler, and what a device has."""
-    said = compiled.memory_analysis()
-    if not said:
-        return
-    platform = experiment.platform
-    account = {
-        "predicted": [part._asdict() for part in memory_account(experiment, platform)],
-        "compiled": CompiledBytes.of(said, platform)._asdict(),
-        "device_has": memory_of(experiment.devices[0]),
-    }
-    write_whole(file, json.dumps(account, indent=1) + "\n")
+class _MemoryFile(Hook):
+    """Writes where the bytes of a step are, as predicted and by the compiler, and what a device
+    has.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def on_compiled(self, compiled: Compiled) -> None:
+        said = compiled.memory_analysis()
+        if not said:
+            return
+        experiment = self._run.experiment
+        platform = experiment.platform
+        account = {
+            "predicted": [part._asdict() for part in memory_account(experiment, platform)],
+            "compiled": CompiledBytes.of(said, platform)._asdict(),
+            "device_has": memory_of(experiment.devices[0]),
+        }
+        write_whole(self._run.folder / "memory.json", json.dumps(account, indent=1) + "\n")
+
+
+class _LossPicture(Hook):
+    """Draws loss.png every minute, in a thread beside the steps of the first process."""
+
+    def __init__(self, run: Run, beside: Executor, say: Callable[[str], None]):
+        self._run = run
+        self._beside = beside
+        self._say = say
+        self._drawn = time.monotonic()
+
+    def on_row(self, step: int, row: dict[str, float]) -> None:
+        if jax.process_index() == 0 and time.monotonic() - self._drawn > _EVERY:
+            self._drawn = time.monotonic()
+            self.draw()
+
+    def draw(self) -> Future[None]:
+        """Have the other thread draw it."""
+        return self._beside.submit(self._draw)
+
+    def _draw(self) -> None:
+        folder = self._run.folder
+        try:
+            _draw_loss(self._run.experiment, folder)
+        except Exception as error:  # a picture is no reason to end a run
+            self._say(f"warning: no {folder / 'loss.png'}: {error}")
 
 
 def _draw_loss(experiment: Experiment, folder: Path) -> None:

@@ -1,9 +1,11 @@
 """Training: the state and the step, checkpoints and the loop; also evaluation, text generation and
 conversion.
 
-    train.run(plan.resolve(config), folder)
+    with train.open_run(plan.resolve(experiment), folder) as run:
+        run.train(hooks=[...])
 
-`run` trains a config in a run folder. `config_of` reads the model of a Hugging Face folder,
+An open run holds its folder from first to last; `run` is these two lines. Hooks are what a program
+does besides at steps. `config_of` reads the model of a Hugging Face folder,
 `export_run` writes one, and `open_trained` loads either to generate. The other names serve a loop
 of your own: they make an experiment of a config, its state, the jitted step, and what the model
 makes of a prompt.
@@ -14,9 +16,9 @@ with `sinks` for where that goes. Then the folders `step`, which computes, and `
 makes an experiment; `activations`, `state_memory` and `require_memory` say what memory it takes,
 and `smaller_step` what makes that less. `guard` and `goodput` watch a training. `runs` keeps it in
 a folder, `restore` loads what a folder has, and `distil` is its teacher, with `teacher_memory` for
-what this takes. `run_data` and `stateful` are what a run reads and carries besides; `open_run` puts
-all of this together. `evaluate` and `evaluations` measure what is trained, and `loop`, the last of
-these, trains.
+what this takes. `run_data` is what a run reads besides, and `hooks` what a program adds; `opening`
+puts all of this together. `evaluate` and `evaluations` measure what is trained, and `loop`, the
+last of these, trains.
 
 For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from jaxpar.train.experiments import make_experiment, make_plan
     from jaxpar.train.generation import generate
     from jaxpar.train.generation.trained import open_trained
-    from jaxpar.train.loop import run
+    from jaxpar.train.hooks import Hook, OnRow
+    from jaxpar.train.loop import Run, open_run, run
     from jaxpar.train.optimizer import Optimizer
     from jaxpar.train.optimizer.per_matrix import muon_dimensions
     from jaxpar.train.restore import config_of, export_run
@@ -41,7 +44,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Experiment": "experiment",
+    "Hook": "hooks",
+    "OnRow": "hooks",
     "Optimizer": "optimizer",
+    "Run": "loop",
     "batch_rows": "batch",
     "config_of": "restore",
     "export_run": "restore",
@@ -52,13 +58,17 @@ _MODULES = {
     "make_plan": "experiments",
     "make_train_step": "step",
     "muon_dimensions": "optimizer.per_matrix",
+    "open_run": "loop",
     "open_trained": "generation.trained",
     "put_batch": "batch",
     "run": "loop",
 }
 __all__ = [
     "Experiment",
+    "Hook",
+    "OnRow",
     "Optimizer",
+    "Run",
     "batch_rows",
     "config_of",
     "export_run",
@@ -69,6 +79,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "muon_dimensions",
+    "open_run",
     "open_trained",
     "put_batch",
     "run",

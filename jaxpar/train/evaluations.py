@@ -22,7 +22,7 @@ from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.goodput import Clock
 from jaxpar.train.guard.failures import EVALUATION, STEP, Running
 from jaxpar.train.metrics import MetricsLog, read_metrics
-from jaxpar.train.open_run import OpenRun
+from jaxpar.train.opening import OpenRun
 from jaxpar.train.runs.folder.val_losses import METRIC
 from jaxpar.train.step import compile_eval_step
 

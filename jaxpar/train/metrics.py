@@ -126,8 +126,9 @@ class MetricsLog:
     steps to run again, and moves those that cannot be read to `metrics_damaged.jsonl`.
 
     It is a context manager. The run goes on after `first_step`. Where it is not `active` (on all
-    processes but the first) it writes nothing. `sinks` get each row too, and so does `report`, on
-    every process. `say` takes a line where something was moved aside.
+    processes but the first) it writes nothing. `sinks` get each row too. `report` is called with
+    each before it is written, on every process, and may add to it. `say` takes a line where
+    something was moved aside.
     """
 
     def __init__(
@@ -180,14 +181,19 @@ class MetricsLog:
         left out.
         """
         known = {key: value for key, value in values.items() if value is not None}
+        try:
+            if self._report is not None:
+                self._report(step, known)
+        finally:  # what was measured is written, whatever a program's function says of it
+            self._write(step, known)
+
+    def _write(self, step: int, known: MetricsRow) -> None:
         if self._file is not None:
             with writing(self._path):
                 self._file.write(json.dumps({"step": step, **known}) + "\n")
                 self._file.flush()
         for sink in self._sinks:
             sink.write(step, known)
-        if self._report is not None:
-            self._report(step, known)
 
     def sync(self) -> None:
         """Wait until the lines have reached the disk, as those of steps that are saved must.

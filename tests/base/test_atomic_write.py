@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.base import atomic_write
 from jaxpar.base.atomic_write import make_folder, write_whole
 from jaxpar.base.errors import UserError
 
@@ -47,7 +48,7 @@ def test_a_file_system_that_does_not_sync_is_said_once_and_a_disk_that_fails_is_
 
         monkeypatch.setattr(os, "fsync", fail)
 
-    whole_files._say_unsynced.cache_clear()
+    atomic_write._say_unsynced.cache_clear()
     refuse(errno.EINVAL)
     with caplog.at_level(logging.WARNING):
         write_whole(tmp_path / "file", "content")

@@ -9,6 +9,7 @@ import pytest
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket
+from jaxpar.data import range_cache
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.identity import difference, identify
 from jaxpar.data.range_cache import RangedFile
@@ -18,7 +19,7 @@ from jaxpar.data.streams.token_files import open_tokens, tokenize
 @pytest.fixture
 def bucket(tmp_path, monkeypatch) -> Bucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(ranged, "BLOCK", 1000)
+    monkeypatch.setattr(range_cache, "BLOCK", 1000)
     return Bucket(f"memory://{uuid.uuid4().hex}")
 
 
@@ -100,8 +101,8 @@ def test_an_object_that_changes_under_the_run_is_noticed(bucket):
 
 
 def test_the_cache_has_an_end(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranged, "CACHE_BYTES", 5000)
-    monkeypatch.setattr(ranged, "_LOOK_EVERY", 2)
+    monkeypatch.setattr(range_cache, "CACHE_BYTES", 5000)
+    monkeypatch.setattr(range_cache, "_LOOK_EVERY", 2)
     bucket.write("x.bin", bytes(50_000))
     assert RangedFile(f"{bucket.url}/x.bin").read(0, 50_000) == bytes(50_000)
     kept = [file.stat().st_size for file in (tmp_path / "cache").glob("jaxpar/*/blocks/*/*")]
@@ -109,19 +110,19 @@ def test_the_cache_has_an_end(bucket, tmp_path, monkeypatch):
 
 
 def test_room_that_another_process_made_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranged, "CACHE_BYTES", 5000)
+    monkeypatch.setattr(range_cache, "CACHE_BYTES", 5000)
     files = [tmp_path / str(number) for number in range(10)]
     for file in files[5:]:
         file.write_bytes(bytes(1000))
     seen_before = [(float(age), 1000, file) for age, file in enumerate(files)]
-    monkeypatch.setattr(ranged, "_states", lambda: iter(seen_before))
-    ranged._remove_old_blocks()
+    monkeypatch.setattr(range_cache, "_states", lambda: iter(seen_before))
+    range_cache._remove_old_blocks()
     assert [file for file in files if file.exists()] == files[6:]
 
 
 def test_what_is_no_block_in_the_cache_is_left_alone(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranged, "CACHE_BYTES", 5000)
-    monkeypatch.setattr(ranged, "_LOOK_EVERY", 2)
+    monkeypatch.setattr(range_cache, "CACHE_BYTES", 5000)
+    monkeypatch.setattr(range_cache, "_LOOK_EVERY", 2)
     blocks = tmp_path / "cache" / "jaxpar" / "buckets" / "blocks"
     (blocks / "a" / "b").mkdir(parents=True)
     (blocks / ".DS_Store").write_bytes(b"x")

@@ -23,6 +23,7 @@ from trainings import PROGRAM, SMALL, End, differences, end_of, start, token_fil
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.storage import Bucket, outages
+from jaxpar.train.runs.bucket import remote_runs
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ class Runs:
             cache = str(self.folder / "another_machine")
             for name, value in environment_with(self.server, cache).items():
                 patch.setenv(name, value)
-            patch.setattr(doors, "_COPIES", {})
+            patch.setattr(remote_runs, "_COPIES", {})
             scheme, in_bucket, _ = run.rpartition("://")
             if in_bucket:
                 # one that an earlier server was asked by

@@ -155,7 +155,7 @@ def test_a_peer_that_is_gone_ends_the_other_by_a_documented_code(
 
 
 GONE_WHERE = {
-    "while the run is opened": "jaxpar.train.open_run.SharedLock",
+    "while the run is opened": "jaxpar.train.opening.SharedLock",
     "before a save": "jaxpar.train.loop.saves.Saves.save",
 }
 

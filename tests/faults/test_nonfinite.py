@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from traced_steps import config_of, staged
 
-import jaxpar.train.loop.call as call_module
-import jaxpar.train.open_run as open_module
+import jaxpar.train.loop.training as call_module
+import jaxpar.train.opening as open_module
 from jaxpar.base.config import Config, override
 from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.models import Model

@@ -22,6 +22,7 @@ import pytest
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.train import loop
 from jaxpar.train.experiments import make_experiment
+from jaxpar.train.hooks import OnRow
 from jaxpar.train.loop import run_step
 
 pytestmark = pytest.mark.slow
@@ -117,7 +118,7 @@ def train(plan: Plan, devices: int, folder: Path, until: int) -> Part:
 
     run_step.put_batch = put_and_note
     try:
-        loop.run(make_experiment(config, jax.devices()[:devices]), folder, report=note)
+        loop.run(make_experiment(config, jax.devices()[:devices]), folder, [OnRow(note)])
     finally:
         run_step.put_batch = put
     steps = sorted(losses)

@@ -108,7 +108,7 @@ def soak(run_folder: Path, steps: int, devices: int) -> list[Sample]:
     devices hold copies of is compared too.
     """
     from jaxpar.base.process.runtime import start
-    from jaxpar.train import run
+    from jaxpar.train import OnRow, run
 
     changes = {**CHANGES, "train.steps": steps, "mesh.data": devices}
     if devices > 1:
@@ -125,7 +125,7 @@ def soak(run_folder: Path, steps: int, devices: int) -> list[Sample]:
             samples.append(sample((now - before) / EVERY))
             before = time.process_time()
 
-    run(config, run_folder, report=report)
+    run(config, run_folder, [OnRow(report)])
     return samples
 
 

@@ -18,6 +18,7 @@ from jaxpar.data.masking import make_masking
 from jaxpar.data.vocabulary.tokenizer import BytesTokenizer
 from jaxpar.launch import compose, small_loss
 from jaxpar.launch.small_loss import small_form
+from jaxpar.plan import rehearsal_cache
 from jaxpar.plan.rehearsal_cache import Figures, rehearse_point
 from jaxpar.plan.settings import SETTINGS
 from jaxpar.rehearse.report.memory import DoesNotFit
@@ -34,11 +35,13 @@ class Compiler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: bool = False):
         self.calls = 0
         self.refuses = refuses
-        monkeypatch.setattr(points, "on_target", lambda config, target: config)
-        monkeypatch.setattr(points, "resolve_and_compile", lambda config, *_: (config, None))
+        monkeypatch.setattr(rehearsal_cache, "on_target", lambda config, target: config)
+        monkeypatch.setattr(
+            rehearsal_cache, "resolve_and_compile", lambda config, *_: (config, None)
+        )
         monkeypatch.setattr(Target, "devices", lambda target: [])
-        monkeypatch.setattr(points, "rehearse", self.rehearse)
-        monkeypatch.setattr(points.Figures, "of", lambda report: report)
+        monkeypatch.setattr(rehearsal_cache, "rehearse", self.rehearse)
+        monkeypatch.setattr(rehearsal_cache.Figures, "of", lambda report: report)
 
     def rehearse(self, config: Config, target: Target, program: object) -> Figures:
         self.calls += 1

@@ -31,7 +31,7 @@ from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.show.tables import memory_table
-from jaxpar.train import open_run
+from jaxpar.train import opening
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment, make_plan
 from jaxpar.train.require_memory import require_memory
@@ -254,7 +254,7 @@ def test_a_step_that_runs_out_of_memory_is_no_traceback(
     def exhausted(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
-    monkeypatch.setattr(open_run, "init_state", exhausted)
+    monkeypatch.setattr(opening, "init_state", exhausted)
     with pytest.raises(UserError, match=match):
         train(ALONE, tmp_path / "run")
 

@@ -20,7 +20,7 @@ from jaxpar.base.errors import UserError, with_urls
 from jaxpar.base.storage import Bucket
 from jaxpar.train.goodput.measured import _write_seconds
 from jaxpar.train.runs import disk_space, training_checkpoints
-from jaxpar.train.runs.bucket import copy, copy_of, folder_here, run_here, send, sender
+from jaxpar.train.runs.bucket import copy, copy_of, folder_here, remote_runs, run_here, send, sender
 from jaxpar.train.runs.bucket.layout import UPLOADED, names_below
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, keep_config
@@ -34,13 +34,13 @@ STATE = {"w": np.arange(12.0, dtype=np.float32).reshape(3, 4)}
 @pytest.fixture
 def bucket(tmp_path, monkeypatch) -> Bucket:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doors, "_COPIES", {})
+    monkeypatch.setattr(remote_runs, "_COPIES", {})
     return Bucket(f"memory://{uuid.uuid4().hex}/run")
 
 
 def another_process(bucket: Bucket) -> Path:
     """The copy that another process makes of the run."""
-    doors._COPIES.clear()
+    remote_runs._COPIES.clear()
     return run_here(bucket.url)
 
 
@@ -181,7 +181,7 @@ def test_what_other_processes_sent_of_a_step_is_fetched_to_go_back_to_it(bucket)
     """As in a rollback: each process has the parts of arrays that it has sent."""
     folder = run_here(bucket.url)
     train(folder, 1)
-    doors._COPIES.clear()
+    remote_runs._COPIES.clear()
     folder = run_here(bucket.url)
     own = copy_of(folder)
     assert own is not None
@@ -329,7 +329,7 @@ def test_the_copies_of_processes_that_are_gone_are_removed(bucket, tmp_path, mon
 
 def test_two_containers_with_one_name_and_number_have_copies_of_their_own(bucket, monkeypatch):
     first = run_here(bucket.url)
-    doors._COPIES.clear()
+    remote_runs._COPIES.clear()
     monkeypatch.setattr(copy, "machine", lambda: "the same name, another count of processes")
     second = run_here(bucket.url)
     assert first != second and first.exists() and second.exists()
@@ -355,7 +355,7 @@ def test_a_bucket_has_one_training_at_a_time(bucket, quick_beats):
         before = bucket.read(run_lock.LOCK)
         with pytest.raises(UserError, match=f"{bucket.url} is being trained by process"):
             run_lock.SharedLock(another_process(bucket), said.append)
-        doors._COPIES.clear()
+        remote_runs._COPIES.clear()
         time.sleep(0.2)
         assert bucket.read(run_lock.LOCK) != before  # it beats
         lock.require()

@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
-from jaxpar.train.open_run import first_step, open_run
+from jaxpar.train.opening import first_step, open_folder
 from jaxpar.train.restore import config_of, export_run, import_run, load_run
 
 MODEL = ModelConfig(
@@ -68,7 +68,7 @@ def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_p
     assert want.keys() == found.keys()
     for name in want:
         np.testing.assert_array_equal(found[name], want[name])
-    opened = open_run(config, tmp_path / "run", None, print)
+    opened = open_folder(config, tmp_path / "run", None, print)
     params = first_step(opened, print).state.params
     opened.checkpoints.close()
     opened.lock.close()

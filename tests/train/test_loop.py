@@ -18,7 +18,7 @@ import pytest
 import jaxpar.train.evaluate as evaluate_module
 import jaxpar.train.evaluations as evaluations_module
 import jaxpar.train.loop as train_module
-import jaxpar.train.loop.call as call_module
+import jaxpar.train.loop._run as run_module
 import jaxpar.train.loop.run_step as step_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
@@ -26,11 +26,12 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
-from jaxpar.train import open_run
+from jaxpar.train import opening
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import read_lives
+from jaxpar.train.hooks import Hook, OnRow
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer.learning_rate import learning_rate
 from jaxpar.train.restore import restore_state
@@ -126,13 +127,18 @@ def logged(folder: Path, key: str) -> dict[int, float]:
     return {row["step"]: row[key] for row in read_metrics(folder) if key in row}
 
 
-class Counted:
-    """A callback that remembers the steps of the rows that it was called with."""
+class Counted(Hook):
+    """A hook that remembers the steps of the rows that it was called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "counted") -> None:
         self.steps: list[int] = []
+        self._name = name
 
-    def __call__(self, step: int, row: dict[str, float]) -> None:
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def on_row(self, step: int, row: dict[str, float]) -> None:
         if "loss" in row:
             self.steps.append(step)
 
@@ -149,7 +155,7 @@ def test_damage_of_step_100_is_not_blamed_on_step_10(tmp_path: Path) -> None:
     for step, own in [(100, False), (10, True)]:
         with pytest.raises(DamagedCheckpoint) as raised:
             checkpoints.data(step)
-        assert call_module._is_of_first_step(opened, raised.value) == own
+        assert run_module._is_of_first_step(opened, raised.value) == own
 
 
 @pytest.mark.users_flags
@@ -158,22 +164,16 @@ def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_t
 ) -> None:
     folder = tmp_path / "stopped"
     reported: list[dict[str, float]] = []
-    counted = Counted()
-
-    def report(step: int, row: dict[str, float]) -> None:
-        reported.append({"step": step, **row})
-        counted(step, row)
-
+    rows = OnRow(lambda step, row: reported.append({"step": step, **row}))
     part = override(config, {"train.stop_at": 7})
-    stopped = train_module.run(part, folder, report=report, stateful={"counted": counted})
+    stopped = train_module.run(part, folder, [rows, Counted()])
     assert reported == read_metrics(folder)
     assert stopped.step == 7
     part = override(config, {"train.stop_at": 9})
     counted = Counted()
-    counting = {"counted": counted, "other": Counted()}
-    train_module.run(part, folder, report=counted, stateful=counting)
+    train_module.run(part, folder, [counted, Counted("other")])
     assert counted.steps == [*range(1, 10)]
-    said = "has no state of other (stateful=), which starts anew"
+    said = "has no state of the hook other, which starts anew"
     assert said in capsys.readouterr().out.replace("\n", " ")
     resumed = train(config, folder)
     assert resumed.step == 20
@@ -252,14 +252,14 @@ def test_a_folder_says_how_its_last_training_ended(config: Config, tmp_path: Pat
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    train(config, tmp_path / "run", report=stop)
+    train(config, tmp_path / "run", hooks=[OnRow(stop)])
     assert read_lives(tmp_path / "run").lives[-1].how == "stopped by SIGTERM after step 4, saved"
 
     def fail(step: int, _: dict[str, float]) -> None:
         raise ValueError("a program's own mistake\nin two lines")
 
     with pytest.raises(ValueError, match="mistake"):
-        train(config, tmp_path / "run", report=fail)
+        train(config, tmp_path / "run", hooks=[OnRow(fail)])
     how = read_lives(tmp_path / "run").lives[-1].how
     assert how == "ended by an error: a program's own mistake"
 
@@ -272,7 +272,7 @@ def test_what_a_refused_opening_began_is_ended(
     def refuse(*_: object) -> None:
         raise UserError("not this one")
 
-    monkeypatch.setattr(open_run, "_choose_tier", refuse)
+    monkeypatch.setattr(opening, "_choose_tier", refuse)
     monkeypatch.setattr(
         TrainingCheckpoints, "abandon", lambda checkpoints: ended.append(checkpoints.folder)
     )

@@ -19,10 +19,11 @@ from jaxpar.base.config import CheckpointConfig, Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.models import Model
-from jaxpar.train import evaluations, open_run
+from jaxpar.train import evaluations, opening
 from jaxpar.train.batch import empty_batch, put_batch
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_plan
+from jaxpar.train.hooks import OnRow
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -125,15 +126,15 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = None
-    real = open_run.train_batches
+    real = opening.train_batches
     if what == "data":
-        monkeypatch.setattr(open_run, "train_batches", lambda *args: Breaking(real(*args)))
+        monkeypatch.setattr(opening, "train_batches", lambda *args: Breaking(real(*args)))
     elif what == "evaluation":
         monkeypatch.setattr(evaluations, "evaluate", evaluate_nothing)
     else:
         report = stop_at_row_two
     with pytest.raises((UserError, ValueError, KeyError), match=r"gone|today|reads"):
-        loop.run(config, tmp_path / "run", report=report)
+        loop.run(config, tmp_path / "run", hooks=[OnRow(report)])
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [saved]
     assert f"after step {saved}, which is saved" in capsys.readouterr().out
     monkeypatch.undo()
@@ -182,7 +183,7 @@ def test_a_save_that_fails_in_the_background_is_not_said_to_be_there(
 
     monkeypatch.setattr(TrainingCheckpoints, "wait", wait)
     with pytest.raises(KeyError, match="reads"):
-        loop.run(config, tmp_path / "run", report=stop_at_row_two)
+        loop.run(config, tmp_path / "run", hooks=[OnRow(stop_at_row_two)])
     said = " ".join(capsys.readouterr().out.split())
     assert "which is saved" not in said and "the steps since the last checkpoint are lost" in said
 
@@ -317,7 +318,7 @@ def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     impatient = partial(evaluations.Evaluations, patience=0.0)
-    monkeypatch.setattr("jaxpar.train.loop.call.Evaluations", impatient)
+    monkeypatch.setattr("jaxpar.train.loop.training.Evaluations", impatient)
     loop.run(
         override(
             config, {"train.steps": 2, "train.eval_batches": 2, "train.final_eval_batches": 9}

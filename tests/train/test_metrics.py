@@ -208,7 +208,7 @@ def test_an_evaluation_that_runs_out_of_memory_says_so():
     run = MagicMock(experiment=make_experiment(Config(), jax.devices()[:1]))
     evaluations = Evaluations(run, print, running, Stop())
     evaluations.compile_beside(
-        MagicMock(submit=lambda _: SimpleNamespace(result=exhausted, done=lambda: True))
+        MagicMock(submit=lambda *_: SimpleNamespace(result=exhausted, done=lambda: True))
     )
     said = r"out of memory in this evaluation \(.*no room.*: try a higher train.accumulation"
     with pytest.raises(OutOfMemory, match=said), memory_errors(run.experiment, running):

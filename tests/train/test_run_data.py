@@ -20,7 +20,7 @@ from jaxpar.data.corpus import load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.open_run import how_often_read
+from jaxpar.train.opening import how_often_read
 from jaxpar.train.run_data import compare_data, keep_data, with_run_data
 from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
 

@@ -1,15 +1,15 @@
-"""One call of `run`, from an experiment and a folder to the last step.
+"""An open run, from an experiment and a folder to the last step.
 
-Read `call` first: it opens the folder, runs the steps, and gives the folder back. What it hands to
-them is in `parts`. `steps` has the loop itself, and `bad_steps` the way back from a bad one. What
-they work with (`tools`) are rooms of their own: the batches and their places in the data
-(`batches`), a step (`run_step`), the rows of metrics (`rows`), what is saved (`saves`), what is
-timed (`timing`), and what is said at the end (`messages`).
+Read `_run` first: it holds the folder, has what is left trained, and gives the folder back.
+`training` is one such call, and `steps` the loop itself, with the way back from a bad step. What
+the steps work with are rooms of their own: the batches and their places in the data (`batches`), a
+step (`run_step`), the rows of metrics (`rows`), what is saved (`saves`), what is timed (`timing`),
+and what is said at the end (`messages`).
 """
 
 from jaxpar.train.guard.failures import STEP, CopiesDiffer, Diverged, OutOfMemory
-from jaxpar.train.loop.call import Result, run
-from jaxpar.train.loop.parts import Watch
+from jaxpar.train.loop._run import Run, open_run, run
+from jaxpar.train.loop.training import Result
 
 __all__ = [
     "STEP",
@@ -17,6 +17,7 @@ __all__ = [
     "Diverged",
     "OutOfMemory",
     "Result",
-    "Watch",
+    "Run",
+    "open_run",
     "run",
 ]

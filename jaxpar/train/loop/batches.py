@@ -18,7 +18,7 @@ from jaxpar.base.process.multihost import Batches
 from jaxpar.base.process.preemption import ask_to_stop
 from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.train.batch import empty_batch
-from jaxpar.train.open_run import OpenRun, rows_at
+from jaxpar.train.opening import OpenRun, rows_at
 
 
 class StepBatches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxpar.base.console import duration_text
-from jaxpar.train.open_run import OpenRun
+from jaxpar.train.opening import OpenRun
 
 
 def done_already(opened: OpenRun) -> str:

@@ -11,7 +11,7 @@ from jaxpar.data.corpus import Corpus
 from jaxpar.data.mixture import skipped_records
 from jaxpar.train.goodput import Account
 from jaxpar.train.metrics import Meter, MetricsLog
-from jaxpar.train.open_run import OpenRun
+from jaxpar.train.opening import OpenRun
 
 
 class StepRows:

@@ -4,17 +4,20 @@ program makes the next state. Another thread does meanwhile what need not keep a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
 
 import jax
 from jax.stages import Compiled
 
 from jaxpar.models import Params
 from jaxpar.train.batch import put_batch
+from jaxpar.train.hooks import Hook
 from jaxpar.train.loop.batches import StepBatches
-from jaxpar.train.loop.parts import Parts
 from jaxpar.train.loop.timing import Timing
+from jaxpar.train.metrics import Profile
+from jaxpar.train.opening import OpenRun
 from jaxpar.train.state import TrainState
 from jaxpar.train.step import evaluation_params
 
@@ -28,28 +31,31 @@ class StepRunner:
     Attributes:
       program: the compiled step.
       state: the state after the last step that has begun.
+      went_back: whether the state is that of an earlier step than was begun.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        run: OpenRun,
         program: Compiled,
         state: TrainState[jax.Array],
         batches: StepBatches,
         timing: Timing,
+        profile: Profile,
+        beside: Executor,
     ):
-        """Take what the call hands to its steps, the compiled step, the state and the batches that
-        it begins with, and what is told of each step's time.
+        """Take a run, its compiled step, the state and the batches that it begins with, what is
+        told of each step's time, the trace of some steps, and the other thread.
         """
         self.program = program
         self.state = state
-        self._run = parts.run
-        self._experiment = parts.run.experiment
-        self._profile = parts.profile
-        self._parts = parts
+        self.went_back = False
+        self._run = run
+        self._experiment = run.experiment
+        self._profile = profile
+        self._beside = beside
         self._batches = batches
         self._timing = timing
-        self._went_back = False
         self._watching: Future[None] | None = None
         self._lines: Future[None] | None = None
 
@@ -63,7 +69,7 @@ class StepRunner:
         Returns:
           Its metrics, which arrive when it has run.
         """
-        traces = not self._went_back  # a step that is run again is not traced again
+        traces = not self.went_back  # a step that is run again is not traced again
         if traces and step == self._profile.first:
             with self._timing.apart("other", after=before):
                 self._profile.start()
@@ -78,15 +84,13 @@ class StepRunner:
                 self._profile.close()
             write = self._profile.write_lines
             devices = self._experiment.devices
-            self._lines = self._parts.beside.submit(write, self.program, devices)
-        if step == self._run.after + 1 and not self._went_back:
-            self._start_beside()
+            self._lines = self._beside.submit(write, self.program, devices)
         return metrics
 
     def go_on_with(self, state: TrainState[jax.Array]) -> None:
         """Take the state of an earlier step, from which the run goes on."""
         self.state = state
-        self._went_back = True
+        self.went_back = True
 
     def batches_again(self, step: int) -> Iterator[dict[str, jax.Array]]:
         """Give the batch of a step, and the one after it, once more.
@@ -105,15 +109,23 @@ class StepRunner:
         """Return the parameters as they are evaluated: the average of an optimizer that has one."""
         return evaluation_params(self._experiment, self.state)
 
-    def finish(self) -> None:
-        """Wait for what runs beside the steps."""
+    def finish(self) -> Path | None:
+        """Wait for what runs beside the steps; return the folder of a trace that it has written."""
         if self._watching is not None:
             self._watching.result()
-        if self._lines is not None:
-            self._lines.result()
-            folder = self._run.folder
-            where = self._profile.file.parent
-            self._parts.show.say(f"wrote {where}: `jaxpar watch {folder} --profile` shows it")
+        if self._lines is None:
+            return None
+        self._lines.result()
+        return self._profile.file.parent
+
+    def show_program(self, hooks: Sequence[Hook]) -> None:
+        """Have the other thread show the compiled step to hooks."""
+
+        def show() -> None:
+            for hook in hooks:
+                hook.on_compiled(self.program)
+
+        self._watching = self._beside.submit(show)
 
     def _answers(self, batch: Mapping[str, jax.Array], before: Metrics) -> dict[str, jax.Array]:
         """What a teacher that runs beside says of a batch; nothing where there is none."""
@@ -123,12 +135,3 @@ class StepRunner:
         if self._experiment.platform == "cpu":  # see `LiveTeacher.answer`
             jax.block_until_ready(before)
         return teacher.live.answer(batch)
-
-    def _start_beside(self) -> None:
-        """Have the other thread do what it does while the first step runs: compile the evaluation,
-        and, on the first process, call the caller's function.
-        """
-        beside = self._parts.beside
-        self._parts.evaluations.compile_beside(beside)
-        if jax.process_index() == 0:
-            self._watching = beside.submit(self._parts.watch, self._experiment, self.program)

@@ -1,35 +1,35 @@
-"""What a run saves with a step: the state that is trained, and beside it the place in the data,
-what the guard has seen, and the states of the caller's own objects.
+"""What a run saves with a step: the state that is trained, the arrays that hooks keep, and beside
+them the place in the data, what the guard has seen, and the states of hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxpar.base.process.multihost import run_together, told_by_first
+from jaxpar.models import Params
 from jaxpar.train.evaluations import is_due
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard import Guard
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
-from jaxpar.train.open_run import GUARD, FirstStep, OpenRun
-from jaxpar.train.restore import beside_state, fingerprint, saved_part
+from jaxpar.train.hooks import Hook, keeps_params, load_states, states_of
+from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
+from jaxpar.train.restore import beside_state, fingerprint, restore_hook, saved_hooks, saved_part
 from jaxpar.train.runs.checkpoints import require_same_form
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
-from jaxpar.train.stateful import STATEFUL, Stateful, load_states, states_of
 
 
 class Saves:
-    """Saves the steps of a run, and gives the caller's objects what was saved of them."""
+    """Saves the steps of a run, and gives hooks what was saved of them."""
 
     def __init__(
         self,
         run: OpenRun,
-        start: FirstStep,
-        stateful: Mapping[str, Stateful],
+        hooks: Sequence[Hook],
         limit: TimeLimit,
         account: Account,
         say: Callable[[str], None],
@@ -38,22 +38,33 @@ class Saves:
 
         Args:
           run: the run.
-          start: what the call begins with.
-          stateful: the caller's objects by name.
+          hooks: what is saved with its state.
           limit: is told how long a save takes.
           account: is told which steps the run may come back to.
           say: prints a line.
         """
         self._run = run
-        self._frozen = fingerprint(run.experiment.model, start.state.params)
-        self._stateful = stateful
-        self._first_states = run_together(lambda: states_of(stateful))
+        self._hooks = hooks
+        self._frozen: int | None = None
+        self._first_states: dict[str, Any] = {}
         self._limit = limit
         self._account = account
         self._say = say
         self._local_every = run.experiment.config.checkpoint.local_every
         self._folder_has_one = False
         """Whether the run folder is known to have a checkpoint to its end."""
+
+    def begin(self, start: FirstStep) -> None:
+        """Take what the first step begins with, and give hooks what was saved of them.
+
+        Raises:
+          UserError: the state of a hook cannot be loaded or saved.
+        """
+        run = self._run
+        self._frozen = fingerprint(run.experiment.model, start.state.params)
+        if start.hooks is not None:
+            self._load(run, start.hooks)
+        self._first_states = run_together(lambda: states_of(self._hooks))
 
     def is_local(self, step: int) -> bool:
         """Whether a step is due for the local tier because of its number."""
@@ -82,19 +93,22 @@ class Saves:
             the run could not go on from, and the step before stays.
         """
         run = self._run
+        for hook in self._hooks:
+            hook.before_save(step)
         require_same_form(state, run.experiment.state, f"the state after step {step}")
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
         beside = beside_state(run.experiment, place, size, self._frozen, teacher, step)
         if seen := guard.saved():
             beside[GUARD] = seen
-        if states := run_together(lambda: states_of(self._stateful)):
-            beside[STATEFUL] = states
+        if states := run_together(lambda: states_of(self._hooks)):
+            beside[HOOKS] = states
         checkpoints = self._tier(local)
         before = checkpoints.latest()
         self._account.saving(step)
         began = self._account.clock.seconds()["saving"]
-        checkpoints.save(step, saved_part(state, run.experiment.model), beside)
+        saved = saved_part(state, run.experiment.model)
+        checkpoints.save(step, saved_hooks(saved, self._params_of_hooks()), beside)
         if checkpoints is not run.checkpoints:
             self._account.saved_locally(self._account.clock.seconds()["saving"] - began)
         # which is written to its end by now
@@ -114,12 +128,34 @@ class Saves:
             self._folder_has_one = True
         return run.local.checkpoints
 
-    def give_back(self, saved: Mapping[str, Any] | None) -> None:
-        """Give the caller's objects the states of a step that the run goes back to.
+    def give_back(self, run: OpenRun, saved: Mapping[str, Any] | None) -> None:
+        """Give hooks the states of a step that the run goes back to.
 
         Args:
+          run: the run as it goes on after that step.
           saved: the states by name; None = it goes back to the beginning, where they had those of
             the begin of this call.
         """
-        states = self._first_states if saved is None else saved
-        run_together(lambda: load_states(self._stateful, states, self._say))
+        self._load(run, self._first_states if saved is None else saved)
+
+    def _load(self, run: OpenRun, states: Mapping[str, Any]) -> None:
+        """Give hooks their states, and the arrays that they had kept."""
+        run_together(lambda: load_states(self._hooks, states, self._say))
+        for hook in self._hooks:
+            if keeps_params(hook):
+                found = None
+                if not run.is_new:
+                    found = restore_hook(run.source, run.after, run.experiment, hook.name)
+                hook.load_params(found)
+
+    def _params_of_hooks(self) -> dict[str, Params]:
+        """The arrays that hooks keep, by their names, in the form of the trained parameters."""
+        model = self._run.experiment.model
+        wanted = model.trained(self._run.experiment.state.params)
+        found = {}
+        for hook in self._hooks:
+            params = hook.params()
+            if params is not None:
+                require_same_form(params, wanted, f"what the hook {hook.name} keeps")
+                found[hook.name] = params
+        return found

@@ -19,7 +19,7 @@ from jaxpar.train.goodput import Account, Cause, DeviceClock
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.guard.watchdog import Watchdog
 from jaxpar.train.metrics import Meter
-from jaxpar.train.open_run import OpenRun
+from jaxpar.train.opening import OpenRun
 from jaxpar.train.runs.bucket import copy_of
 from jaxpar.train.runs.orbax_options import SLOWEST_BYTES, held_at_most
 

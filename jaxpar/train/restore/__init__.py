@@ -12,6 +12,7 @@ from jaxpar.train.restore.beside import (
     TEACHER,
     beside_state,
     fingerprint,
+    saved_hooks,
     saved_part,
     sum_of_bits,
 )
@@ -30,7 +31,13 @@ from jaxpar.train.restore.folder_model import (
     require_model,
     same_folder,
 )
-from jaxpar.train.restore.load import drop_stages, load_params, load_run, restore_state
+from jaxpar.train.restore.load import (
+    drop_stages,
+    load_params,
+    load_run,
+    restore_hook,
+    restore_state,
+)
 from jaxpar.train.restore.python_overrides import given_notes
 
 __all__ = [
@@ -52,8 +59,10 @@ __all__ = [
     "model_of",
     "require_model",
     "require_new_run",
+    "restore_hook",
     "restore_state",
     "same_folder",
+    "saved_hooks",
     "saved_part",
     "sum_of_bits",
 ]

@@ -6,7 +6,7 @@ are, and whose optimizer, parts, teacher and frozen weights it was trained with.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -120,6 +120,26 @@ def require_step(checkpoints: Checkpoints, step: int, found: int) -> None:
 def saved_part(state: TrainState, model: AnyModel) -> TrainState:
     """Return what a checkpoint has of a state: all but the parameters that are frozen."""
     return state._replace(params=model.trained(state.params))
+
+
+class SavedState(NamedTuple):
+    """What a checkpoint has of a state whose hooks keep arrays too: those in the form of the
+    parameters that are trained, by the names of the hooks.
+    """
+
+    step: Any
+    params: Params
+    opt_state: Any
+    hooks: dict[str, Params]
+
+
+OF_HOOKS = "hooks."
+"""What the names of the arrays of hooks begin with."""
+
+
+def saved_hooks(state: TrainState, hooks: dict[str, Params]) -> TrainState | SavedState:
+    """Return a state with the arrays of hooks, as it is saved."""
+    return SavedState(*state, hooks) if hooks else state
 
 
 def fingerprint(model: AnyModel, params: Params) -> int | None:

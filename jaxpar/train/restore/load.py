@@ -24,6 +24,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import with_projections
 from jaxpar.train.restore.beside import (
     FROZEN,
+    OF_HOOKS,
     OPTIMIZER,
     ORDER,
     PARTS,
@@ -206,6 +207,30 @@ def restore_state(
     if averages and not whole:
         state = TrainState((), evaluation_params(experiment, state), ())
     return state, data
+
+
+def restore_hook(
+    checkpoints: Checkpoints, step: int, experiment: Experiment, hook: str
+) -> Params | None:
+    """Restore the arrays that a hook keeps beside a state.
+
+    Args:
+      checkpoints: those of the run.
+      step: that of the checkpoint.
+      experiment: the run's model, on a plan of any mesh.
+      hook: the name of the hook.
+
+    Returns:
+      The arrays on the mesh, in the form of the parameters that are trained; None where the
+      checkpoint has none of this hook.
+
+    Raises:
+      UserError: they cannot be read, or are of another model.
+    """
+    if not any(name.startswith(f"{OF_HOOKS}{hook}.") for name in checkpoints.names(step)):
+        return None
+    order = read_beside(checkpoints, step, experiment.config.model.layers).get(ORDER)
+    return restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
 
 
 def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) -> Params:

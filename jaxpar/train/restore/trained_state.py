@@ -19,7 +19,7 @@ from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.optimizer.given_optimizer import GIVEN, saved_name
-from jaxpar.train.restore.beside import saved_part
+from jaxpar.train.restore.beside import OF_HOOKS, saved_part
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.state import TrainState, state_shapes
 from jaxpar.train.step import reorder_state
@@ -31,6 +31,7 @@ def restore_trained(
     experiment: Experiment,
     saved: Sequence[int] | None,
     whole: bool,
+    hook: str = "",
 ) -> TrainState[Any]:
     """Restore what a checkpoint has: all but the parameters that are frozen.
 
@@ -40,6 +41,8 @@ def restore_trained(
       experiment: the run's model, on a plan of any mesh.
       saved: the order of its layers; None = the model's.
       whole: whether all of it is read; if not, step and optimizer are empty.
+      hook: the name of a hook whose arrays are read in place of the parameters, which alone are
+        read then.
 
     Returns:
       The state on the mesh, with the plan's order of layers.
@@ -62,7 +65,11 @@ def restore_trained(
 
     def read_as_named(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
         if whole:
-            return checkpoints.restore(step, shapes)
+            return checkpoints.restore(step, shapes, besides=OF_HOOKS)
+        if hook:
+            wanted = {"hooks": {hook: shapes.params}}
+            found = checkpoints.restore(step, wanted, part=True)
+            return TrainState((), found["hooks"][hook], ())
         found = checkpoints.restore(step, {"params": shapes.params}, part=True)
         return TrainState((), found["params"], ())
 

@@ -132,23 +132,31 @@ class Checkpoints:
             leaves = jax.tree_util.tree_leaves_with_path(found.state)
         return [path_name(path) for path, _ in leaves]
 
-    def restore(self, step: int, shapes: PyTree, part: bool = False) -> PyTree:
-        """Return the state of a finished step, with the shardings of `shapes`.
+    def restore(
+        self, step: int, shapes: PyTree, part: bool = False, besides: str | None = None
+    ) -> PyTree:
+        """Return the state of a finished step.
 
-        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A
-        `part` is a dictionary of some fields of the state; nothing else is read. A UserError says
-        that files are missing or cut short, or that the state is of another model, precision or
-        optimizer.
+        Args:
+          step: the step.
+          shapes: ShapeDtypeStructs with shardings, whose names, shapes and dtypes must be those
+            that were saved.
+          part: whether they are a dictionary of some fields of the state; nothing else is read.
+          besides: how names begin of arrays that may have been saved besides, and are not read.
+
+        Raises:
+          UserError: files are missing or cut short, or the state is of another model, precision or
+            optimizer.
         """
-        self._require_form(step, shapes, part)
+        more = self._require_form(step, shapes, part, besides)
         arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
         return self._read(
-            step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part)
+            step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part or more)
         ).state
 
-    def _require_form(self, step: int, shapes: PyTree, part: bool) -> None:
+    def _require_form(self, step: int, shapes: PyTree, part: bool, besides: str | None) -> bool:
         """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts
-        silently.
+        silently. Return whether there are arrays besides.
         """
         with self._readable(step):
             found: Any = self._saved_form(step)
@@ -157,8 +165,10 @@ class Checkpoints:
             if not saved:
                 raise ValueError("it holds no state")
         names: Sequence[str] = list(wanted)
+        others = sorted(saved.keys() - wanted.keys())
+        more = [name for name in others if besides is not None and name.startswith(besides)]
         if not part:
-            names = [*names, *sorted(saved.keys() - wanted.keys())]
+            names = [*names, *(name for name in others if name not in more)]
         for name in names:
             there = saved.get(name, "absent")
             here = wanted.get(name, "absent")
@@ -168,6 +178,7 @@ class Checkpoints:
                     f"optimizer ({name} is {there} there and {here} here): take those of its run's "
                     "config.toml, or of the program that trained it"
                 )
+        return bool(more)
 
     def _saved_form(self, step: int) -> Any:
         """Return names, shapes and dtypes of what a step has, by item."""

@@ -60,12 +60,13 @@ from jaxpar.train.runs.locks.run_lock import SharedLock
 from jaxpar.train.runs.orbax_options import longest_save
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
-from jaxpar.train.stateful import STATEFUL
 from jaxpar.train.step import init_state
 
 Say = Callable[[str], None]
 GUARD = "guard"
 """The name of what `Guard.saved` returns, beside a state."""
+HOOKS = "stateful"
+"""The name of the states of hooks, beside a state: that of earlier versions."""
 
 
 class OpenRun(NamedTuple):
@@ -149,16 +150,16 @@ def _last_step(config: Config) -> int:
 
 class FirstStep(NamedTuple):
     """The state before the first step, the data at their place, what the guard had seen, and the
-    states of a program's own objects by name; None = of a new run, which has none.
+    states of hooks by name; None = of a new run, which has none.
     """
 
     state: TrainState[jax.Array]
     data: DatasetIterator[HostBatch]
     guard: dict[str, Any] | None = None
-    stateful: dict[str, Any] | None = None
+    hooks: dict[str, Any] | None = None
 
 
-def open_run(
+def open_folder(
     experiment: Config | Experiment, folder: Path, corpus: Corpus | None, say: Say
 ) -> OpenRun:
     """Open a run folder, which is made if it is absent.
@@ -393,7 +394,7 @@ def first_step(run: OpenRun, say: Say) -> FirstStep:
                 raise
             say(f"warning: these data have no such place, they are read from their start: {error}")
             data = _batches(run)
-    return FirstStep(state, data, beside.get(GUARD), beside.get(STATEFUL) or {})
+    return FirstStep(state, data, beside.get(GUARD), beside.get(HOOKS) or {})
 
 
 def _batches(run: OpenRun) -> DatasetIterator[HostBatch]:

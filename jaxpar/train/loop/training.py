@@ -1,0 +1,244 @@
+"""The training of an open run by one call: the step is compiled, the state made or read, the steps
+are run, and what is to be said at the end is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import NamedTuple
+
+import jax
+from jax.stages import Compiled
+
+from jaxpar.base.compiled_for import compiling_for
+from jaxpar.base.console import ProgressLine, bytes_text
+from jaxpar.base.errors import UserError, short
+from jaxpar.base.process.multihost import run_together
+from jaxpar.base.process.preemption import Stop
+from jaxpar.hlo.collective_order import require_order
+from jaxpar.train.evaluations import Evaluations
+from jaxpar.train.experiment import Experiment
+from jaxpar.train.goodput import Account, Cause
+from jaxpar.train.guard import Guard
+from jaxpar.train.guard.failures import Running, memory_errors
+from jaxpar.train.guard.judge import Judge
+from jaxpar.train.guard.replicas import StateCopies
+from jaxpar.train.guard.time_limit import TimeLimit
+from jaxpar.train.hooks import Hook
+from jaxpar.train.loop.batches import StepBatches
+from jaxpar.train.loop.messages import done_already, ended, stopped
+from jaxpar.train.loop.rows import StepRows
+from jaxpar.train.loop.run_step import StepRunner
+from jaxpar.train.loop.saves import Saves
+from jaxpar.train.loop.steps import Steps
+from jaxpar.train.loop.timing import Timing
+from jaxpar.train.metrics import MetricsLog, MetricsRow, Profile
+from jaxpar.train.opening import FirstStep, OpenRun, banner_lines, first_step, keep_run
+from jaxpar.train.sinks import Sink
+from jaxpar.train.step import evaluation_params, make_train_step
+
+
+class Result(NamedTuple):
+    """How a run ended: the step that it reached, its last losses (nats a token), and the text's
+    unigram entropy.
+    """
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    unigram_entropy: float
+    interrupted: bool
+
+
+def train_opened(
+    run: OpenRun, hooks: Sequence[Hook], stop: Stop, limit: TimeLimit, account: Account
+) -> Result:
+    """Run the steps that are left of an open run. All processes must call this.
+
+    Args:
+      run: the run.
+      hooks: what a program does besides.
+      stop: says when to stop; from the first step on it takes signals.
+      limit: the time that the call may take.
+      account: counts the time by what it goes on.
+
+    Returns:
+      How it ended.
+    """
+    experiment = run.experiment
+    show = ProgressLine(experiment.config.train.steps, run.after, jax.process_index() == 0)
+    running = Running()
+    evaluations = Evaluations(run, show.say, running, stop, clock=account.clock)
+    missed = evaluations.missed()
+    nothing_left = run.after >= run.last
+    if nothing_left and not missed:
+        show.say(done_already(run))
+        return Result(run.after, None, None, experiment.unigram_entropy, False)
+    run_together(lambda: _open_account(run, account, show.say))
+    profile = _profile(run, evaluations)
+    # One other thread compiles the step while this one makes or reads the state; while the first
+    # steps run, it compiles the evaluation and draws the memory.
+    with (
+        closing(profile),
+        _open_log(run, hooks, show.say) as log,
+        memory_errors(experiment, running),
+        _one_thread() as beside,
+    ):
+        compiling = None if nothing_left else beside.submit(_compile, experiment)
+        start = _first_step(run, account, show.say)
+        for line in banner_lines(run, start.state, experiment.unigram_entropy):
+            show.say(line)
+        if compiling is None:
+            account.clock.enter("other")
+            params = evaluation_params(experiment, start.state)
+            with show:
+                evaluations.make_up(missed, lambda: params, log, beside)
+            said = done_already(run)
+            if evaluations.cut_short:
+                said = stopped(run.after, True, stop.why)
+            result = _result(run, run.after, None, evaluations, evaluations.cut_short)
+        else:
+            with account.clock.during("compiling"):
+                program, compiled = compiling.result()
+            show.say(compiled)
+            timing = Timing(run, limit, account)
+            train = experiment.config.train
+            batches = StepBatches(run, start.data)
+            steps = Steps(
+                run=run,
+                hooks=hooks,
+                stop=stop,
+                timing=timing,
+                evaluations=evaluations,
+                log=log,
+                rows=StepRows(run, log, show, timing.meter, account),
+                batches=batches,
+                judge=Judge(Guard(train, start.guard), train, batches.require, show.say),
+                copies=StateCopies(experiment, show.say),
+                runner=StepRunner(run, program, start.state, batches, timing, profile, beside),
+                saves=Saves(run, hooks, limit, account, show.say),
+                beside=beside,
+                say=show.say,
+            )
+            steps.saves.begin(start)
+            keep_run(run)
+            account.clock.enter("other")
+            stop.listen()
+            with show:
+                steps.begin_hooks()
+                last = steps.take(missed)
+            interrupted = last < run.last or evaluations.cut_short
+            result = _result(run, last, steps.rows.loss, evaluations, interrupted)
+            if interrupted:
+                said = stopped(last, evaluations.cut_short, stop.why)
+            else:
+                said = ended(last, result.val_loss, timing.meter.trained, result.unigram_entropy)
+    show.say(said)
+    return result
+
+
+def _result(
+    run: OpenRun, step: int, loss: float | None, evaluations: Evaluations, interrupted: bool
+) -> Result:
+    entropy = run.experiment.unigram_entropy
+    return Result(step, loss, evaluations.last_loss, entropy, interrupted)
+
+
+def _open_account(run: OpenRun, account: Account, say: Callable[[str], None]) -> None:
+    """Have the first process keep the account of the run's time in its folder."""
+    if jax.process_index() == 0:
+        account.open(run.folder, run.after, run.lock.holds, say)
+
+
+def _first_step(run: OpenRun, account: Account, say: Callable[[str], None]) -> FirstStep:
+    """Make or read the state before the first step."""
+    cause: Cause = "startup" if run.is_new else "restoring"
+    with account.clock.during(cause):
+        return first_step(run, say)
+
+
+def _compile(experiment: Experiment) -> tuple[Compiled, str]:
+    """Compile the step ahead, so that the first is timed like the others; return it and a line to
+    say about it.
+    """
+    began = time.perf_counter()
+    step = make_train_step(experiment)
+    with compiling_for(experiment.devices[0]):
+        lowered = step.lower(experiment.state, experiment.batch)
+    compiled = lowered.compile()
+    require_order(compiled, experiment.devices)
+    used = ""
+    if memory := compiled.memory_analysis():
+        used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device"
+    return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
+
+
+def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Callable[[str], None]) -> MetricsLog:
+    """Open the log and the sinks, before anything is compiled: where one is refused, no process
+    waits for it.
+    """
+    main = jax.process_index() == 0
+    config = run.experiment.config
+    names = config.metrics.sinks if main else ()
+    place = (config, run.folder, run.after, say)
+
+    def report(step: int, row: MetricsRow) -> None:
+        for hook in hooks:
+            hook.on_row(step, row)
+            _require_numbers(hook, row)
+
+    def open_all() -> MetricsLog:
+        sinks = [Sink(name, *place) for name in names]
+        return MetricsLog(run.folder, run.after, main, sinks, report, say)
+
+    return run_together(open_all)
+
+
+def _require_numbers(hook: Hook, row: MetricsRow) -> None:
+    """Refuse what a hook has put into a row, where it is no number."""
+    for key, value in row.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            del row[key]
+            raise UserError(
+                f"the hook {hook.name} has put {key}={short(value)} into a row of metrics.jsonl, "
+                "which takes numbers: write float(...) of it"
+            )
+
+
+def _profile(run: OpenRun, evaluations: Evaluations) -> Profile:
+    """What traces the steps of `metrics.profile`. Only the first process does: its devices do what
+    all do.
+    """
+    steps = range(0)
+    if jax.process_index() == 0 and run.after < run.last:
+        steps = run.experiment.config.metrics.profiled
+    advice = _profile_advice(run, evaluations)
+    return run_together(lambda: Profile(steps, run.folder, run.after, advice))
+
+
+def _profile_advice(run: OpenRun, evaluations: Evaluations) -> str:
+    """Steps of `metrics.profile` that this call could trace, as they are written."""
+    # the first step after a start is slower than the others
+    first = min(run.after + 2, run.last)
+    last = min(first + 4, run.last)
+    due = [step for step in range(first, last) if evaluations.is_due(step)]
+    return f"{first}:{min([last, *due])}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[ThreadPoolExecutor]:
+    """Give a thread that is waited for, except after Ctrl-C: it may be in the compiler, which
+    nothing interrupts.
+    """
+    pool = ThreadPoolExecutor(1)
+    wait = True
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        wait = False
+        raise
+    finally:
+        pool.shutdown(wait, cancel_futures=not wait)
