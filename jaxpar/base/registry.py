@@ -156,6 +156,8 @@ SCHEDULES: Registry[Any] = Registry("pipeline.schedule", "jaxpar.parallel.pipeli
 """How microbatches go through stages: see `register_schedule` there."""
 FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.linear.ring_matmul")
 """How a linear gathers and scatters: see `register_form` there."""
+RATES: Registry[Any] = Registry("train.schedule", "jaxpar.train.optimizer.learning_rate")
+"""How the learning rate goes on after the warm-up: see `register_rate` there."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
 """Where tokens come from: see `register_source` there."""
 SINKS: Registry[Any] = Registry("metrics.sinks", "jaxpar.train.sinks")

@@ -24,7 +24,7 @@ from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR, RENAMED, same_thing
 from jaxpar.base.ranges import require_ranges
-from jaxpar.base.registry import require_names
+from jaxpar.base.registry import RATES, require_names
 from jaxpar.base.storage import as_url, local_path
 from jaxpar.base.toml import flatten, presets
 from jaxpar.cli.flags import Flag, flags_of, key_of, read_flags, replace_fields
@@ -165,7 +165,7 @@ def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
     train = config.train
     least = max(
         train.warmup_steps + 1,
-        train.warmup_steps + train.decay_steps if train.schedule != "constant" else 0,
+        train.warmup_steps + train.decay_steps if RATES[train.schedule].decays else 0,
     )
     if "train.steps" in keys and 0 < train.steps < least and not keys & kept.keys():
         raise UserError(

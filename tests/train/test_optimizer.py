@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, TrainConfig
+from jaxpar.base.config import Config, ModelConfig, TrainConfig, override
+from jaxpar.base.config.checks import check
+from jaxpar.base.errors import UserError
+from jaxpar.base.registry import RATES
 from jaxpar.models import Model
 from jaxpar.models.families import FAMILIES
 from jaxpar.train.optimizer import decay_mask
-from jaxpar.train.optimizer.learning_rate import learning_rate
+from jaxpar.train.optimizer.learning_rate import learning_rate, register_rate
 from jaxpar.train.optimizer.named_optimizers import config_optimizer
 
 TRAIN = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
@@ -125,3 +128,23 @@ def test_a_step_is_adamw_on_clipped_gradients() -> None:
         jax.tree.map(lambda g: 10 * g, grads), optimizer.init(params), params
     )
     np.testing.assert_allclose(second["w"], updates["w"], atol=1e-6)
+
+
+def test_a_schedule_of_ones_own_is_a_word_of_the_config() -> None:
+    @register_rate("root", decays=False)
+    def root(train: TrainConfig) -> Any:
+        return lambda step: train.learning_rate / (1 + step) ** 0.5
+
+    try:
+        config = override(Config(), {"train.schedule": "root", "train.warmup_steps": 3})
+        check(config)
+        found = np.array([learning_rate(config.train)(n) for n in range(6)])
+        np.testing.assert_allclose(
+            found / config.train.learning_rate, [0.25, 0.5, 0.75, 1, 2**-0.5, 3**-0.5], rtol=1e-6
+        )
+        with pytest.raises(UserError, match=r"train\.decay_steps.*train\.schedule has no decay"):
+            check(override(config, {"train.decay_steps": 5}))
+    finally:
+        RATES.remove("root")
+    with pytest.raises(UserError, match=r"train\.schedule is one of cosine, wsd, constant, found"):
+        check(override(Config(), {"train.schedule": "root"}))

@@ -24,7 +24,7 @@ from jaxpar.base.layout.mesh import MeshAxis, MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, MOST_WORDS, Range
-from jaxpar.base.registry import SINKS, SOURCES, OneOf
+from jaxpar.base.registry import RATES, SINKS, SOURCES, OneOf
 from jaxpar.base.toml import TABLE
 
 _FLOOR = (
@@ -263,7 +263,7 @@ class TrainConfig:
     min_learning_rate_ratio: Annotated[float, Range(0.0, 1.0, why=_FLOOR)] = 0.1
     """The rate that the decay ends at, as a share of `learning_rate`; 0 = it decays to zero."""
     warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 100
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Annotated[str, OneOf(RATES)] = "cosine"
     decay_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps of the decay. wsd decays over the last of them, a single one at the floor; 0 = a fifth
     of `steps`, or what the warm-up leaves. cosine decays over the first after the warm-up and stays

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxpar.base.config.schema import Config
 from jaxpar.base.errors import is_url
 from jaxpar.base.ranges import Range
+from jaxpar.base.registry import RATES
 
 _TABLES = ("train.", "distill.", "optimizer.", "checkpoint.", "metrics.")
 _KEYS = frozenset(
@@ -89,7 +90,7 @@ def _of_schedule(config: Config) -> list[Rule]:
         ),
         Rule(
             ("train.decay_steps",),
-            train.schedule != "constant" and train.decay_steps > left,
+            RATES[train.schedule].decays and train.decay_steps > left,
             f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} "
             f"leave after train.warmup_steps={train.warmup_steps}, so the rate would not come "
             f"down to its floor: try train.decay_steps={left}",
@@ -131,7 +132,7 @@ def _of_optimizer(config: Config) -> list[Rule]:
         ),
         Rule(
             ("train.schedule", "optimizer.name"),
-            averages and train.schedule != "constant",
+            averages and RATES[train.schedule].decays,
             f"train.schedule={train.schedule} with optimizer.name=schedule_free, which averages "
             "parameters in place of a decay: try train.schedule=constant",
         ),

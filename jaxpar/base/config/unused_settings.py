@@ -18,7 +18,7 @@ from jaxpar.base.config.schema import Config, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import total_sizes
 from jaxpar.base.layout.sharding import LogicalAxis, named_axes
-from jaxpar.base.registry import SOURCES
+from jaxpar.base.registry import RATES, SOURCES
 from jaxpar.base.toml import find_toml, flatten, presets
 
 
@@ -177,8 +177,8 @@ _OF_TRAINING = (
     ),
     Effect(
         ("train.min_learning_rate_ratio", "train.decay_steps"),
-        lambda c: c.train.schedule != "constant",
-        "train.schedule is constant: add --train.schedule cosine, or wsd",
+        lambda c: RATES[c.train.schedule].decays,
+        "train.schedule has no decay: add --train.schedule cosine, or wsd",
     ),
     Effect(
         ("train.seed",),

@@ -1,45 +1,102 @@
-"""The learning rate by step that a config asks for."""
+"""The learning rate by step that a config asks for: a warm-up, and a schedule after it, to which a
+program adds its own by a decorator.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import optax
 
 from jaxpar.base.config import TrainConfig
+from jaxpar.base.registry import RATES, registering
+
+Made = TypeVar("Made", bound=Callable[[TrainConfig], optax.Schedule])
+
+
+@dataclass(frozen=True)
+class RegisteredRate:
+    """What `train.schedule` names.
+
+    Attributes:
+      make: makes the schedule from the settings of `[train]`: the rate by step, of which 0 is the
+        first after the warm-up, where the rate is `learning_rate`.
+      decays: whether `decay_steps` and `min_learning_rate_ratio` have an effect on it.
+    """
+
+    make: Callable[[TrainConfig], optax.Schedule]
+    decays: bool
+
+
+def register_rate(name: str, decays: bool = True) -> Callable[[Made], Made]:
+    """Register a function as a word of `train.schedule`.
+
+        @register_rate("root", decays=False)
+        def root(train):
+            return lambda step: train.learning_rate / (1 + step) ** 0.5
+
+    Args:
+      name: the word.
+      decays: whether `train.decay_steps` and `train.min_learning_rate_ratio` have an effect on it;
+        without, they are refused beside it.
+
+    Returns:
+      The decorator, for a function of the settings of `[train]` that returns the rate by step after
+      the warm-up, as jitted code computes it.
+
+    Raises:
+      UserError: the name is no word; and the decorator, where the function cannot be called so, or
+        the name is taken.
+    """
+    return registering(RATES, name, lambda make: RegisteredRate(make, decays), ("train",))
+
+
+@register_rate("cosine")
+def cosine(train: TrainConfig) -> optax.Schedule:
+    """Half a cosine down to the floor over the remaining steps, or over `decay_steps`
+    (arXiv:1608.03983).
+    """
+    decay = max(train.decay_steps or train.steps - train.warmup_steps, 1)
+    return optax.cosine_decay_schedule(train.learning_rate, decay, train.min_learning_rate_ratio)
+
+
+@register_rate("wsd")
+def warmup_stable_decay(train: TrainConfig) -> optax.Schedule:
+    """Constant (stable), then linear down to the floor over the last `decay_steps`
+    (arXiv:2404.06395). A decay begins at the peak and would be at the floor with the step after its
+    last; one of a single step is at the floor with that step.
+    """
+    peak = train.learning_rate
+    left = max(train.steps - train.warmup_steps, 1)
+    decay = train.decay_steps or max(min(train.steps // 5, left), 1)
+    hold = max(left - decay, 0)
+    floor = train.min_learning_rate_ratio * peak
+    if decay > 1:
+        fall = optax.linear_schedule(peak, floor, decay)
+    else:  # the line's first step alone would be none
+        fall = optax.constant_schedule(floor)
+    return optax.join_schedules([optax.constant_schedule(peak), fall], [hold])
+
+
+@register_rate("constant", decays=False)
+def constant(train: TrainConfig) -> optax.Schedule:
+    """The peak, for all steps."""
+    return optax.constant_schedule(train.learning_rate)
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
-    """Return the learning rate by step (0-based): a linear warm-up, then cosine,
-    warm-up-stable-decay, or constant.
+    """Return the learning rate by step (0-based): a linear warm-up, then `train.schedule`.
 
-    cosine: half a cosine down to the floor over the remaining steps, or over `decay_steps`
-    (arXiv:1608.03983). wsd: constant (stable), then linear down to the floor over the last
-    `decay_steps` (arXiv:2404.06395). The floor is `min_learning_rate_ratio` of `learning_rate`. A
-    decay begins at the peak and would be at the floor with the step after its last; one of a single
-    step is at the floor with that step.
+    The floor of a decay is `min_learning_rate_ratio` of `learning_rate`.
     """
     peak = train.learning_rate
-    ratio = train.min_learning_rate_ratio
     warmup = train.warmup_steps
-    steps = train.steps
     # Step 0 is the first of warmup + 1 equal rises, so no step is spent at rate zero.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    if train.schedule == "constant":
-        after: optax.Schedule = optax.constant_schedule(peak)
-    elif train.schedule == "cosine":
-        decay = max(train.decay_steps or steps - warmup, 1)
-        after = optax.cosine_decay_schedule(peak, decay, ratio)
-    else:
-        left = max(steps - warmup, 1)
-        decay = train.decay_steps or max(min(steps // 5, left), 1)
-        hold = max(left - decay, 0)
-        floor = ratio * peak
-        if decay > 1:
-            fall = optax.linear_schedule(peak, floor, decay)
-        else:  # the line's first step alone would be none
-            fall = optax.constant_schedule(floor)
-        after = optax.join_schedules([optax.constant_schedule(peak), fall], [hold])
-    return optax.join_schedules([ramp, after], [warmup])
+    return optax.join_schedules([ramp, RATES[train.schedule].make(train)], [warmup])
 
 
 def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
