@@ -13,11 +13,13 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+Say = Callable[[str], None]
+"""Prints a line for the user."""
 UTF8 = "utf-8-sig"
 """The encoding of every text that is read: UTF-8, with or without the byte order mark that Windows
 puts in front.

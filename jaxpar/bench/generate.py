@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.bench.measure import BenchRow, torch_process
 from jaxpar.models import in_parts
 from jaxpar.models.hf import hf_config
@@ -32,7 +32,7 @@ def bench_generate(
     prompt_tokens: int,
     new_tokens: int,
     rounds: int,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> list[BenchRow]:
     """Time prefill and decoding of random prompts by a model of random weights.
 
@@ -141,7 +141,7 @@ def _parts_of(row: BenchRow) -> Parts:
 def _say_ratios(
     seconds: np.ndarray,
     rounds: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
     """Say how much faster ours is than the other, in each part."""
     for index, part in enumerate(Parts._fields):

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.config import Config
+from jaxpar.base.errors import Say
 from jaxpar.base.layout.plan import Plan
 from jaxpar.bench.torch_step import OPTIMIZERS
 from jaxpar.models.hf import hf_config
@@ -120,7 +121,7 @@ def bench_step(
     rounds: int = 15,
     steps: int = 10,
     beside_torch: bool = True,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> list[BenchRow]:
     """Time training steps of a config, and of `transformers` in PyTorch at the same shape and
     precision.

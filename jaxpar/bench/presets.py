@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from jaxpar.base.config import load_config
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import Say, UserError, suggest
 from jaxpar.base.machine import versions
 from jaxpar.bench.measure import BenchRow
 from jaxpar.rehearse.of_config import rehearse
@@ -69,9 +69,7 @@ class PresetTable(TypedDict):
     rows: list[PresetRow]
 
 
-def rehearse_presets(
-    names: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
-) -> PresetTable:
+def rehearse_presets(names: Sequence[str] = (), say: Say = lambda line: None) -> PresetTable:
     """Rehearse presets, each on its target.
 
     Args:

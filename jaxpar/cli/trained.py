@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import tyro
 from jaxpar.base.config import Config
 from jaxpar.base.config.training_rules import only_training
 from jaxpar.base.console import console, count_text
-from jaxpar.base.errors import UserError, json_line, visible
+from jaxpar.base.errors import Say, UserError, json_line, visible
 from jaxpar.base.layout.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse_words, positional
@@ -189,7 +189,7 @@ def _print_notes(trained: Trained, prompts: Sequence[Prompt]) -> None:
         print(visible(note), file=sys.stderr)
 
 
-def _stream(trained: Trained, request: _Request, chat: bool, say: Callable[[str], None]) -> None:
+def _stream(trained: Trained, request: _Request, chat: bool, say: Say) -> None:
     """Print the text of one prompt while it is made, four tokens at a time."""
     tokenizer = require_tokenizer(trained)
     prompt = request.prompts[0]
@@ -209,9 +209,7 @@ def _stream(trained: Trained, request: _Request, chat: bool, say: Callable[[str]
     say(visible(continuation(tokenizer, prompt.ids, new))[len(printed) :] + "\n")
 
 
-def _generate_all(
-    trained: Trained, request: _Request, args: GenerateArgs, say: Callable[[str], None]
-) -> None:
+def _generate_all(trained: Trained, request: _Request, args: GenerateArgs, say: Say) -> None:
     """Print the texts of all prompts once they are made, or a JSON object for each."""
     tokenizer = require_tokenizer(trained)
     found = trained.generator.generate(

@@ -10,14 +10,14 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import Say, UserError, require_local
 from jaxpar.base.machine import versions
 from jaxpar.launch.small_loss import loss_after
 from jaxpar.plan.compositions import Gain, Study, compose, point_line
@@ -28,7 +28,6 @@ from jaxpar.rehearse.targets import Target
 POINTS = "points"
 """The folder, inside that of a study or a sweep, in which rehearsals are remembered."""
 LOSSES = "losses"
-Say = Callable[[str], None]
 
 
 def compose_config(

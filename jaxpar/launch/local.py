@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +16,7 @@ from jax.stages import Compiled
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.console import console, count_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.machine import memory_of
 from jaxpar.base.process.multihost import run_together
 from jaxpar.plan import resolve
@@ -130,7 +130,7 @@ class _MemoryFile(Hook):
 class _LossPicture(Hook):
     """Draws loss.png every minute, in a thread beside the steps of the first process."""
 
-    def __init__(self, run: Run, beside: Executor, say: Callable[[str], None]):
+    def __init__(self, run: Run, beside: Executor, say: Say):
         self._run = run
         self._beside = beside
         self._say = say

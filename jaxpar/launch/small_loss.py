@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from jaxpar.base.config import (
     TrainConfig,
 )
 from jaxpar.base.config.checks import check
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules
@@ -50,7 +50,7 @@ def loss_after(
     config: Config,
     steps: int,
     folder: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> float:
     """Train the small form of a config, or read what that came to before.
 

@@ -15,9 +15,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.mlir import ir
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
+from jaxpar.base.layout.sharding import PyTree
 
-PyTree = Any
 HOST = "pinned_host"
 # The two programs do the same in the same order; a compiler that fuses them differently may round
 # by a few ulps.
@@ -176,7 +176,7 @@ def memory_kinds(device: jax.Device) -> list[str]:
         return []
 
 
-def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> None:
+def require_right_gradients(device: jax.Device, say: Say) -> None:
     """Compare the gradient of a small offloaded scan with the plain one on this device.
 
     Args:

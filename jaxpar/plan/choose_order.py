@@ -16,9 +16,8 @@ from rich.console import RenderableType
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.compiler import option_words, order_options, profile_option
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.jax_compat import Options
-from jaxpar.plan.choose_overlap import Say
 from jaxpar.rehearse.of_config import compile_step, fits
 from jaxpar.rehearse.report.report_tables import seconds_text, titled_table
 from jaxpar.rehearse.scheduler_profile import scheduler_profile

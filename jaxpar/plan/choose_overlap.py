@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.compiler import step_options
+from jaxpar.base.errors import Say
 from jaxpar.base.layout.plan import Overlap
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.collectives import further_split
@@ -38,7 +38,6 @@ neighbours.
 SITES = ("mlp_scatter", "heads_scatter", "mlp_gather", "heads_gather")
 _CALLS = 10  # the number of timed calls where devices are at hand
 
-Say = Callable[[str], None]
 BlockArguments = tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.plan.rehearsal_cache import Figures, Point
 from jaxpar.plan.settings import NoEffect, Setting, apply_settings
 
@@ -31,7 +31,6 @@ ADD_UP = "add up"
 
 Measure = Callable[[Config], Figures]
 Loss = Callable[[Config], float]
-Say = Callable[[str], None]
 
 
 class Gain(NamedTuple):

@@ -7,7 +7,6 @@ loss) is guessed, and corrected by what the compiler says of an assignment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import jax
 
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.layout.activation_names import Action, Keep
@@ -42,8 +41,6 @@ from jaxpar.train.step import make_train_step
 
 # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
 _AWAY = 1.1
-
-Say = Callable[[str], None]
 
 
 class Outer(NamedTuple):

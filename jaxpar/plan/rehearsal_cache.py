@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import Say, UserError, read_json
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.plan.budget import resolve_and_compile
@@ -115,7 +115,7 @@ def rehearse_point(
     config: Config,
     target: Target,
     folder: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Figures:
     """Rehearse a config, or read what was remembered of it.
 

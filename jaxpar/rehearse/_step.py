@@ -8,14 +8,14 @@ in the report of another function; `jaxpar.rehearse.of_config` adds it for a con
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
 from jaxpar.base.compiler import step_options
-from jaxpar.base.errors import UserError, short
+from jaxpar.base.errors import Say, UserError, short
 from jaxpar.base.jax_compat import Option
+from jaxpar.base.layout.sharding import PyTree
 from jaxpar.base.number_checks import require_number, require_whole
 from jaxpar.hlo.origin import OWN, default_dirs
 from jaxpar.rehearse.argument_places import argument_bytes, place_arguments
@@ -25,8 +25,6 @@ from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target, load_target
 
-PyTree = Any
-
 
 def step(
     jitted: jax.stages.Wrapped,
@@ -35,7 +33,7 @@ def step(
     name: str = "",
     tokens: int = 0,
     model_flops: float = 0.0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     compiler_options: Mapping[str, Option] | None = None,
     keywords: Mapping[str, PyTree] | None = None,
     graph: bool = False,

@@ -12,11 +12,10 @@ from jax.sharding import Mesh
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
+from jaxpar.base.layout.sharding import PyTree
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.report import memory
 from jaxpar.rehearse.targets import Target
-
-PyTree = Any
 
 
 class Compiled(NamedTuple):

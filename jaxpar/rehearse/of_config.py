@@ -4,7 +4,6 @@ its report.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import jax
 from jaxpar.base.config import Config
 from jaxpar.base.config.checks import check, require_settled
 from jaxpar.base.console import bytes_text
+from jaxpar.base.errors import Say
 from jaxpar.base.jax_compat import without_fusion
 from jaxpar.base.layout.mesh import MESH_AXES, describe
 from jaxpar.base.layout.placements import placements
@@ -51,7 +51,7 @@ def rehearse(
     target: Target | str,
     name: str = "",
     command: str = "",
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     program: jax.stages.Compiled | None = None,
     graph: bool = False,
 ) -> Rehearsal:
@@ -117,9 +117,7 @@ def rehearse(
     return report
 
 
-def unfused(
-    experiment: Experiment, target: Target, say: Callable[[str], None] = lambda line: None
-) -> Fused:
+def unfused(experiment: Experiment, target: Target, say: Say = lambda line: None) -> Fused:
     """Compile the training step of an experiment without XLA's fusion passes, and count it.
 
     Args:
@@ -180,7 +178,7 @@ def on_target(experiment: Config | Experiment, target: Target) -> Experiment:
 def compile_step(
     experiment: Config | Experiment,
     target: Target,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     program: jax.stages.Compiled | None = None,
 ) -> CompiledStep:
     """Compile the training step of an experiment with the target's own compiler.

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+from jaxpar.base.errors import Say
 from jaxpar.base.hardware import PeakFlops
 from jaxpar.base.layout.placements import Placement
 from jaxpar.base.layout.plan import Plan
@@ -36,7 +37,7 @@ _MOST_EVENTS = 60_000
 def report_of(
     compiled: Compiled,
     taken: Memory,
-    say: Callable[[str], None],
+    say: Say,
     package_dirs: PackageDirs | None = None,
     *,
     name: str,

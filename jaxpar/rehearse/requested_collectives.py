@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend import core
 from jax.sharding import Mesh
 
+from jaxpar.base.errors import Say
 from jaxpar.base.jax_compat import COLLECTIVES, COND, NAME, SCAN, STILL, WHILE, ClosedJaxpr
 from jaxpar.hlo.program.tasks import CollectiveKind
 
@@ -57,7 +58,7 @@ class _Value:
 def requested_collectives(
     jaxpr: ClosedJaxpr,
     mesh: Mesh,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     given: Collection[str] = (),
 ) -> list[Requested]:
     """List the collectives of a traced function:
@@ -95,7 +96,7 @@ class _Reader:
     is one value.
     """
 
-    def __init__(self, mesh: Mesh, say: Callable[[str], None]):
+    def __init__(self, mesh: Mesh, say: Say):
         self._sizes = dict(mesh.shape)
         self._print, self._said = say, set[str]()
         self._known: dict[Hashable, list[_Value]] = {}  # those of the body that is being read

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax.profiler import ProfileData
 from rich.console import RenderableType
 
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import Say, UserError, read_json
 from jaxpar.base.hardware import load_chip
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.of_config import rehearse
@@ -36,9 +36,7 @@ _KINDS = {
 _NOWHERE = ("instructions that are not in the program's text", "", "")
 
 
-def profile_parts(
-    folder: Path, target: str, say: Callable[[str], None], most: int = 25
-) -> list[RenderableType]:
+def profile_parts(folder: Path, target: str, say: Say, most: int = 25) -> list[RenderableType]:
     """Make the table of a run's latest trace.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxpar.base.config import Config, TrainConfig
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.multihost import Batches, run_together
 from jaxpar.data.corpus import Corpus, val_batches
@@ -110,7 +110,7 @@ def evaluate_folder(
     config: Config,
     folder: Path,
     step: int = 0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     model: AnyModel | None = None,
 ) -> Evaluation:
     """Evaluate a run's checkpoint or a Hugging Face folder.
@@ -161,7 +161,7 @@ def bits_per_byte(
     stream: Part,
     tokenizer: Tokenizer,
     config: Config,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> float | None:
     """Return the bits of the scored tokens over the bytes of their text, to which special tokens
     add none.

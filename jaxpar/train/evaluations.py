@@ -14,6 +14,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxpar.base.console import duration_text
+from jaxpar.base.errors import Say
 from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.base.process.preemption import Stop
 from jaxpar.data.corpus import val_batch_count
@@ -53,7 +54,7 @@ class Evaluations:
     def __init__(
         self,
         run: OpenRun,
-        say: Callable[[str], None],
+        say: Say,
         running: Running,
         stop: Stop,
         patience: float = 20.0,
@@ -259,7 +260,7 @@ class _Progress:
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        say: Say,
         limit: int,
         final: bool,
         patience: float,

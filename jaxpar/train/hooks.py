@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from jaxpar.base.errors import UserError, short
+from jaxpar.base.errors import Say, UserError, short
 from jaxpar.base.process.multihost import number_from_first, run_together
 from jaxpar.models import Params
 from jaxpar.train.experiment import Experiment
@@ -38,7 +38,7 @@ class HookedRun:
     experiment: Experiment
     folder: Path
     after: int
-    say: Callable[[str], None]
+    say: Say
     stop: Callable[[str], None]
 
 
@@ -208,9 +208,7 @@ def states_of(hooks: Sequence[Hook]) -> dict[str, Any]:
     return found
 
 
-def load_states(
-    hooks: Sequence[Hook], saved: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
+def load_states(hooks: Sequence[Hook], saved: Mapping[str, Any], say: Say) -> None:
     """Give each hook the state that a checkpoint has of it.
 
     Args:

@@ -15,7 +15,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxpar.base.atomic_write import sync, write_whole, writing
-from jaxpar.base.errors import UserError, reading
+from jaxpar.base.errors import Say, UserError, reading
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.ranges import MOST_STEPS
 from jaxpar.hlo.program.tasks import Loop, Node, Origin, Task
@@ -138,7 +138,7 @@ class MetricsLog:
         active: bool = True,
         sinks: Sequence[Sink] = (),
         report: Report | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        say: Say = lambda line: None,
     ):
         self._file: IO[str] | None = None
         self._sinks = sinks

@@ -4,7 +4,6 @@ state and the data of its first step are made or read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bi
 from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
 from jaxpar.base.console import banner, bytes_text, count_text
-from jaxpar.base.errors import UserError, is_url
+from jaxpar.base.errors import Say, UserError, is_url
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.multihost import run_together, told_by_first
@@ -62,7 +61,6 @@ from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
 from jaxpar.train.step import init_state
 
-Say = Callable[[str], None]
 GUARD = "guard"
 """The name of what `Guard.saved` returns, beside a state."""
 HOOKS = "stateful"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.config.sparsity import MATRICES
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.data.corpus import train_batches
 from jaxpar.kernels.weight_forms import NOfM
 from jaxpar.models import Params, in_parts
@@ -37,7 +37,7 @@ def prune_run(
     sparsity: float,
     criterion: Criterion,
     batches: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> float:
     """Write a run folder whose checkpoint at step 0 holds a model that was pruned at once.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import jax
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, DataConfig
-from jaxpar.base.errors import UserError, is_kind, read_json
+from jaxpar.base.errors import Say, UserError, is_kind, read_json
 from jaxpar.base.process.multihost import (
     number_from_first,
     numbers_from_first,
@@ -54,9 +54,7 @@ NOT_COMPARED = Compared((), False, False, "")
 """On processes other than the first, which compares and writes."""
 
 
-def with_run_data(
-    experiment: Experiment, folder: Path, say: Callable[[str], None]
-) -> tuple[Experiment, Corpus]:
+def with_run_data(experiment: Experiment, folder: Path, say: Say) -> tuple[Experiment, Corpus]:
     """Load the data that a run is trained on, unless the experiment has them.
 
     Of a run that has trained, its own copy of the tokenizer is taken, and the date that its chat
@@ -84,9 +82,7 @@ def with_run_data(
     return replace(experiment, config=config, corpus=corpus), corpus
 
 
-def load_run_corpus(
-    data: DataConfig, vocab_size: int, folder: Path, say: Callable[[str], None]
-) -> Corpus:
+def load_run_corpus(data: DataConfig, vocab_size: int, folder: Path, say: Say) -> Corpus:
     """Load data by the tokenizer of a run: its own copy, where the run has weights.
 
     All processes must call this.

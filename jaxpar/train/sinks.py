@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError, read_json, short
+from jaxpar.base.errors import Say, UserError, read_json, short
 from jaxpar.base.registry import SINKS, registering
 from jaxpar.base.toml import flatten
 
@@ -76,9 +76,7 @@ class Sink:
     installed, or cannot begin its run.
     """
 
-    def __init__(
-        self, name: str, config: Config, folder: Path, first_step: int, say: Callable[[str], None]
-    ):
+    def __init__(self, name: str, config: Config, folder: Path, first_step: int, say: Say):
         self._name = name
         self._say = say
         self._rows = deque[tuple[int, MetricsRow]]()

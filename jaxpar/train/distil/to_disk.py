@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.machine import machine_memory
 from jaxpar.data.top_k_files import (
     Header,
@@ -32,7 +31,7 @@ def write_top_k(
     out: Path,
     k: int,
     step: int = 0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Header:
     """Write the k most likely entries for every token of a config's training data.
 

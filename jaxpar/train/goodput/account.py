@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.atomic_write import sync, writing
 from jaxpar.base.console import duration_text
-from jaxpar.base.errors import UserError, parse_json, reading, require_kinds
+from jaxpar.base.errors import Say, UserError, parse_json, reading, require_kinds
 from jaxpar.train.goodput.clock import CAUSES, Cause, Clock
 
 GOODPUT = "goodput.jsonl"
@@ -299,7 +299,7 @@ class Account:
         folder: Path,
         first: int,
         owns: Callable[[], bool] = lambda: True,
-        say: Callable[[str], None] = lambda line: None,
+        say: Say = lambda line: None,
     ) -> None:
         """Write to a run's folder, from now on and every few seconds.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from jaxpar.base.config import TrainConfig
+from jaxpar.base.errors import Say
 from jaxpar.train.guard.failures import StepNumbers
 from jaxpar.train.guard.policy import Guard, Judgement
 
@@ -41,7 +42,7 @@ class Judge:
         guard: Guard,
         train: TrainConfig,
         require_rows: Callable[[], None],
-        say: Callable[[str], None],
+        say: Say,
     ):
         """Take what judges.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpar.base.layout.activation_names import NAMES
 from jaxpar.base.layout.plan import Plan
-from jaxpar.models import Model, Params
+from jaxpar.models import Batch, Model, Params
 from jaxpar.parallel.cross_entropy import LossSums, teacher_targets
 from jaxpar.parallel.domino import Places, halves, places_of_halves, whole_batch
 from jaxpar.parallel.host_memory import on_device
@@ -31,7 +31,6 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.named_counts import Counts, count_nonfinite, with_counts
 from jaxpar.train.step import loss_weights
 
-Batch = Mapping[str, jax.Array]
 _OUTPUT = "the output"
 
 

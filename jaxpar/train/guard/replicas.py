@@ -8,7 +8,6 @@ number an array and device travels, and sums of copies are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.compiler import once_options
+from jaxpar.base.errors import Say
 from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.train.experiment import Experiment
@@ -115,7 +115,7 @@ class StateCopies:
     asked; with 0 there, never.
     """
 
-    def __init__(self, experiment: Experiment, say: Callable[[str], None]):
+    def __init__(self, experiment: Experiment, say: Say):
         """Take what is trained, and what prints how much of its state can be compared."""
         self._every = experiment.config.train.check_replicas
         self._check: ReplicaCheck | None = None

@@ -13,7 +13,7 @@ import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import console
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.process.machine_notice import MachineNotice
 from jaxpar.base.process.multihost import raised_together
 from jaxpar.base.process.preemption import Stop
@@ -103,7 +103,7 @@ class Run:
         open_again: Callable[[], OpenRun],
         account: Account,
         began: float,
-        say: Callable[[str], None],
+        say: Say,
     ):
         """Open a run folder.
 

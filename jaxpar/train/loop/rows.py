@@ -4,9 +4,10 @@ and how many records and steps were bad until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jaxpar.base.console import ProgressLine
+from jaxpar.base.errors import Say
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.mixture import skipped_records
 from jaxpar.train.goodput import Account
@@ -76,7 +77,7 @@ class StepRows:
 class _Skipped:
     """The records that were left out, and how many of each kind were told."""
 
-    def __init__(self, corpus: Corpus, say: Callable[[str], None]):
+    def __init__(self, corpus: Corpus, say: Say):
         self._corpus = corpus
         self._say = say
         self._training = skipped_records(corpus.train)

@@ -4,11 +4,12 @@ them the place in the data, what the guard has seen, and the states of hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxpar.base.errors import Say
 from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.models import Params
 from jaxpar.train.evaluations import is_due
@@ -32,7 +33,7 @@ class Saves:
         hooks: Sequence[Hook],
         limit: TimeLimit,
         account: Account,
-        say: Callable[[str], None],
+        say: Say,
     ):
         """Take a run before its first step.
 

@@ -7,7 +7,7 @@ What is good is saved before an error leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.process.multihost import raised_together
 from jaxpar.base.process.preemption import Stop
@@ -71,7 +71,7 @@ class Steps:
     runner: StepRunner
     saves: Saves
     beside: Executor
-    say: Callable[[str], None]
+    say: Say
 
     def take(self, missed: set[str]) -> int:
         """Run the steps that are left. What is good is saved before an error leaves, where all

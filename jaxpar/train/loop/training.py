@@ -5,7 +5,7 @@ are run, and what is to be said at the end is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.compiled_for import compiling_for
 from jaxpar.base.console import ProgressLine, bytes_text
-from jaxpar.base.errors import UserError, short
+from jaxpar.base.errors import Say, UserError, short
 from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.preemption import Stop
 from jaxpar.hlo.collective_order import require_order
@@ -147,13 +147,13 @@ def _result(
     return Result(step, loss, evaluations.last_loss, entropy, interrupted)
 
 
-def _open_account(run: OpenRun, account: Account, say: Callable[[str], None]) -> None:
+def _open_account(run: OpenRun, account: Account, say: Say) -> None:
     """Have the first process keep the account of the run's time in its folder."""
     if jax.process_index() == 0:
         account.open(run.folder, run.after, run.lock.holds, say)
 
 
-def _first_step(run: OpenRun, account: Account, say: Callable[[str], None]) -> FirstStep:
+def _first_step(run: OpenRun, account: Account, say: Say) -> FirstStep:
     """Make or read the state before the first step."""
     cause: Cause = "startup" if run.is_new else "restoring"
     with account.clock.during(cause):
@@ -176,7 +176,7 @@ def _compile(experiment: Experiment) -> tuple[Compiled, str]:
     return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
 
-def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Callable[[str], None]) -> MetricsLog:
+def _open_log(run: OpenRun, hooks: Sequence[Hook], say: Say) -> MetricsLog:
     """Open the log and the sinks, before anything is compiled: where one is refused, no process
     waits for it.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxpar.base.console import PlainConsole
-from jaxpar.base.errors import UserError, require_local
-from jaxpar.base.layout.sharding import path_name
+from jaxpar.base.errors import Say, UserError, require_local
+from jaxpar.base.layout.sharding import PyTree, path_name
 from jaxpar.train.runs.bucket import copy_of
 from jaxpar.train.runs.bucket.copy import NotAsSent
 from jaxpar.train.runs.folder.manifest import (
@@ -32,8 +32,6 @@ from jaxpar.train.runs.folder.steps import steps_in
 from jaxpar.train.runs.folder.val_losses import Losses, lowest
 from jaxpar.train.runs.orbax_options import Disk, LiteralPath, item_handlers, writing_processes
 
-PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
-
 
 def warn(line: str) -> None:
     """Say a line on standard error, where the program has no other way to say it."""
@@ -47,7 +45,7 @@ class Checkpoints:
       folder: the folder that has them, each in a folder of its step.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = warn, own_disk: bool = False):
+    def __init__(self, folder: Path, say: Say = warn, own_disk: bool = False):
         """Open the checkpoints of a run.
 
         Args:

@@ -4,10 +4,9 @@ damaged are moved aside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint, Manifest, UnreadCheckpoint
 from jaxpar.train.runs.folder.steps import DAMAGED, set_aside, steps_in
@@ -25,9 +24,7 @@ class Whole(NamedTuple):
     manifest: Manifest | None = None
 
 
-def find_newest_whole(
-    checkpoints: Checkpoints, say: Callable[[str], None], may_lack: bool = False
-) -> Whole:
+def find_newest_whole(checkpoints: Checkpoints, say: Say, may_lack: bool = False) -> Whole:
     """Find the newest step that is whole, and move those aside that are newer. For one process
     alone.
 

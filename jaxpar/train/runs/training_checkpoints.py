@@ -45,7 +45,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.atomic_write import make_folder, sync_below, writing
 from jaxpar.base.config import CheckpointConfig
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.machine import cache_folder
 from jaxpar.base.process.multihost import number_from_first, run_together, told_by_first
 from jaxpar.train.runs.bucket.sender import Sender
@@ -79,7 +79,7 @@ class TrainingCheckpoints(Checkpoints):
         folder: Path,
         config: CheckpointConfig,
         identity: Mapping[str, Any] | None = None,
-        say: Callable[[str], None] = warn,
+        say: Say = warn,
         require_lock: Callable[[], None] = lambda: None,
         own_disk: bool = False,
         seconds: float = ORBAX_SECONDS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import Say, UserError
 from jaxpar.base.layout.mesh import describe, total_sizes
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
@@ -56,8 +56,6 @@ OPS_FACTOR = 2.0
 OPS_MOST = 2.0**-4
 SCHEMA = 1
 """Of `Verification.as_json`; it goes up when a key is renamed, removed or changes its meaning."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ not change.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Bos, DataConfig
-from jaxpar.base.errors import UserError, read_json, reading
+from jaxpar.base.errors import Say, UserError, read_json, reading
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.end_of_turn import ends_of_turn
@@ -204,9 +204,7 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     write_whole(own, tokenizer.to_json())
 
 
-def with_own_tokenizer(
-    data: DataConfig, folder: Path, say: Callable[[str], None] = lambda line: None
-) -> DataConfig:
+def with_own_tokenizer(data: DataConfig, folder: Path, say: Say = lambda line: None) -> DataConfig:
     """Return the data of a run with its own copy of the tokenizer, once the run has weights that
     know its ids.
 

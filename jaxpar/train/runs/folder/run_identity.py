@@ -6,13 +6,13 @@ whoever looks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from jaxpar.base.errors import UserError, is_kind, reading
+from jaxpar.base.errors import Say, UserError, is_kind, reading
 from jaxpar.data.identity import Piece
 from jaxpar.data.vocabulary.special_tokens import TOKEN_IDS, TOKENIZER, declaring_files
 from jaxpar.train.runs.folder.manifest import Manifest
@@ -48,9 +48,7 @@ def _tokenizer_hashes(folder: Path) -> dict[str, str]:
     return found
 
 
-def require_tokenizer_files(
-    folder: Path, manifest: Manifest | None, say: Callable[[str], None]
-) -> None:
+def require_tokenizer_files(folder: Path, manifest: Manifest | None, say: Say) -> None:
     """Compare the files of a run's tokenizer with those that a step was saved with.
 
     An import may be given another tokenizer, or other files beside it, until it is trained.

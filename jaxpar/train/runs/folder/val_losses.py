@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import jax
 import xxhash
 
 from jaxpar.base.atomic_write import write_whole
-from jaxpar.base.errors import UserError, is_kind, read_json
+from jaxpar.base.errors import Say, UserError, is_kind, read_json
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.folder.manifest import LOSS
 from jaxpar.train.runs.folder.steps import steps_in
@@ -44,7 +44,7 @@ class Losses:
       known: by step.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]):
+    def __init__(self, folder: Path, say: Say):
         self.known: dict[int, float] = {}
         self._folder = folder
         self._say = say

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TextIO
 import jax
 
 from jaxpar.base.atomic_write import writing
-from jaxpar.base.errors import UserError, parse_json, read_json, reading, require_kinds
+from jaxpar.base.errors import Say, UserError, parse_json, read_json, reading, require_kinds
 from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.processes import machine, process_start
 from jaxpar.base.storage import Bucket
@@ -46,8 +46,6 @@ _SETTLE = 0.5
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 """What the system says of a lock that is not there."""
 _KINDS = {"token": str, "machine": str, "pid": int, "began": str, "since": str}
-
-Say = Callable[[str], None]
 
 
 class _Owner(NamedTuple):
