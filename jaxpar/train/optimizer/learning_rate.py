@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -96,7 +98,13 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
     warmup = train.warmup_steps
     # Step 0 is the first of warmup + 1 equal rises, so no step is spent at rate zero.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    return optax.join_schedules([ramp, RATES[train.schedule].make(train)], [warmup])
+    schedule = RATES[train.schedule].make(train)
+
+    def after(step: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+        # both are computed at every step, and a program's own is asked for none before its first
+        return schedule(jnp.maximum(step, 0))
+
+    return optax.join_schedules([ramp, after], [warmup])
 
 
 def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
