@@ -275,3 +275,71 @@ def test_what_one_process_cannot_read_ends_both(tmp_path: Path, bad: str) -> Non
     ) == [2, 2]
     assert time.monotonic() - began < 120
     assert not any((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
+HOOKED = """
+import json
+import sys
+import jax
+import jaxpar
+from jaxpar import train
+from jaxpar.base.errors import UserError
+from jaxpar.base.process.runtime import start
+
+class Average(train.Hook):
+    def __init__(self):
+        self.average = None
+    def on_begin(self, run, state):
+        self.run = run
+        self.average = jax.tree.map(jax.numpy.copy, state.params)
+    def on_step(self, step, state):
+        mean = lambda old, new: jax.tree.map(lambda a, b: (a + b) / 2, old, new)
+        self.average = jax.jit(mean)(self.average, state.params)
+        if step == 2 and jax.process_index() == 1:
+            self.run.stop("the second process")
+    def params(self):
+        return self.average
+    def load_params(self, params):
+        self.average = params
+
+folder, both, changes = sys.argv[1:]
+config = jaxpar.override(jaxpar.load_config("tiny"), json.loads(changes))
+start(config.mesh)
+hooks = [Average()] if both == "both" or jax.process_index() == 0 else []
+try:
+    print(train.run(config, folder, hooks).step)
+except UserError as error:
+    print(error)
+    raise SystemExit(2)
+"""
+
+
+@pytest.mark.parametrize("both", ["both", "one"])
+def test_hooks_of_two_processes_are_called_alike_or_refused(tmp_path: Path, both: str) -> None:
+    changes = {
+        "model.layers": 1,
+        "model.embed": 32,
+        "model.mlp": 64,
+        "data.seq_len": 32,
+        "data.max_bytes": 200_000,
+        "train.batch": 8,
+        "train.steps": 500,
+        "train.warmup_steps": 1,
+        "mesh.distributed": True,
+    }
+    command = [sys.executable, "-c", HOOKED, str(tmp_path / "run"), both, json.dumps(changes)]
+    logs = [tmp_path / f"log{index}" for index in range(2)]
+    pair = []
+    for environment, log in zip(environments(), logs, strict=True):
+        with log.open("w") as out:
+            own = os.environ | environment
+            pair.append(subprocess.Popen(command, env=own, stdout=out, stderr=out, text=True))
+    codes = wait(pair)
+    said = [" ".join(log.read_text().split()) for log in logs]
+    if both == "both":
+        assert codes == [0, 0], said
+        steps = {text.split()[-1] for text in said}
+        assert len(steps) == 1 and 2 <= int(steps.pop()) < 500, said
+    else:
+        assert codes == [2, 2], said
+        assert all("were given different hooks" in text for text in said)
