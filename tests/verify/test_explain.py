@@ -42,7 +42,7 @@ def test_partitions_have_every_row_once() -> None:
         part.what + part.of: [
             [rows[row.tobytes()] for row in batch["tokens"]] for batch in part.batches
         ]
-        for part in partitions_of(case, case.plan("float32"))
+        for part in partitions_of(case, case.experiment("float32").plan)
     }
     shards = ["shard of data", "shard of fsdp", "shard of data x fsdp"]
     assert [*found] == [*shards, "microbatch", "microbatch (of consecutive rows)"]
@@ -57,7 +57,7 @@ def test_contributions_add_up_to_the_gradient() -> None:
     case = case_of(MeshSpec(data=4, tensor=2))
     one = partial(one_device(case, "float32", exact=True), case.params)
     want = one(case.batch)
-    parts, means = _contributions(one, partitions_of(case, case.plan("float32")), want)
+    parts, means = _contributions(one, partitions_of(case, case.experiment("float32").plan), want)
     assert not means
     assert [name for _, name, _ in parts] == [f"shard {at} of data" for at in range(4)]
     for name, grad in want.grads.items():

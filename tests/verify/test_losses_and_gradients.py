@@ -17,9 +17,10 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import path_name
 from jaxpar.models import FAMILIES, Model
-from jaxpar.parallel.cross_entropy import LossSums, LossWeights
+from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.padding import TokenCounts
 from jaxpar.train import step
+from jaxpar.train.experiment import Experiment
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.checks import FLOAT32_LOSS, compare_answers
 from jaxpar.verify.of_config.losses_and_gradients import (
@@ -79,7 +80,7 @@ def test_the_reference_weighs_the_losses_of_routers_by_itself(
     }
     small, _ = shrink(override(Config(), changes), MeshSpec())
     case = case_on(small, jax.devices()[:1])
-    plan = case.plan("float32")
+    plan = case.experiment("float32").plan
     weights = step.loss_weights(small)
 
     def loss() -> float:
@@ -108,9 +109,10 @@ def test_the_plan_is_run_as_in_training() -> None:
     )
     seen = []
 
-    def gradients(*args: object) -> object:
-        seen.append((*args[3:], jax.config.jax_default_matmul_precision))  # pyright: ignore[reportAttributeAccessIssue]
-        return LossSums(*jnp.ones(3)), args[1]
+    def gradients(experiment: Experiment, params: object, _: object, key: object) -> object:
+        matmuls = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        seen.append((experiment, key, matmuls))
+        return LossSums(*jnp.ones(3)), params
 
     case = case_on(
         small,
@@ -119,15 +121,11 @@ def test_the_plan_is_run_as_in_training() -> None:
     )
     for precision, exact in (("float32", True), ("bfloat16", False)):
         answer = under_plan(case, precision, exact)
-        plan, key, accumulation, weights, matmuls = seen.pop()
-        assert (plan.compute, plan.mesh.shape["tensor"], key, accumulation) == (
-            precision,
-            2,
-            None,
-            3,
-        )
-        hidden = small.distill.hidden_weight
-        assert weights == LossWeights(z_loss=0.1, balance_loss=0.2, hidden=hidden)
+        experiment, key, matmuls = seen.pop()
+        plan = experiment.plan
+        assert (plan.compute, plan.mesh.shape["tensor"], key) == (precision, 2, None)
+        train = experiment.config.train
+        assert (train.accumulation, train.z_loss, train.balance_loss) == (3, 0.1, 0.2)
         assert matmuls == ("highest" if exact else None)
     assert answer.shardings["blocks.up"].spec == P(None, None, "tensor")
     np.testing.assert_array_equal(
