@@ -17,6 +17,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.errors import Say, UserError, short
 from jaxpar.base.process.multihost import number_from_first, run_together
+from jaxpar.base.registry import require_callable
 from jaxpar.models import Params
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.state import TrainState
@@ -122,7 +123,12 @@ class OnRow(Hook):
     """Calls a function with each row of metrics.jsonl: the step, and what was measured at it."""
 
     def __init__(self, function: Callable[[int, dict[str, float]], object]):
-        """Take the function."""
+        """Take the function.
+
+        Raises:
+          UserError: it cannot be called with a step and a row.
+        """
+        require_callable("a function of each row", function, ("step", "row"))
         self._function = function
 
     def on_row(self, step: int, row: dict[str, float]) -> None:

@@ -208,6 +208,13 @@ def test_hooks_that_could_not_be_called_are_refused(hooks: Any, message: str) ->
         require_hooks(hooks)
 
 
+def test_what_is_no_function_of_a_row_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"each row is called with \(step, row\), and was given None"
+    ):
+        OnRow(None)  # pyright: ignore[reportArgumentType]
+
+
 def test_other_hooks_on_another_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpar.train.hooks.number_from_first", lambda own: own + 1)
     with pytest.raises(UserError, match="the processes of this run were given different hooks"):

@@ -125,16 +125,16 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
     saved: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report = None
+    hooks: list[OnRow] = []
     real = opening.train_batches
     if what == "data":
         monkeypatch.setattr(opening, "train_batches", lambda *args: Breaking(real(*args)))
     elif what == "evaluation":
         monkeypatch.setattr(evaluations, "evaluate", evaluate_nothing)
     else:
-        report = stop_at_row_two
+        hooks.append(OnRow(stop_at_row_two))
     with pytest.raises((UserError, ValueError, KeyError), match=r"gone|today|reads"):
-        loop.run(config, tmp_path / "run", hooks=[OnRow(report)])
+        loop.run(config, tmp_path / "run", hooks=hooks)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [saved]
     assert f"after step {saved}, which is saved" in capsys.readouterr().out
     monkeypatch.undo()
