@@ -23,6 +23,8 @@ _CRITICAL = "#d40000"
 _EDGE = "#b0b0b0"
 _MOST_ROWS = 18
 """Scopes of a loop's body that have a row of their own; the others share the last."""
+_LONG_SCOPE = 32
+"""Characters of a scope that leave most of the width to the tasks."""
 
 
 def task_graph_figure(report: Rehearsal) -> Figure:
@@ -88,7 +90,7 @@ def _list_title(order: OrderRow) -> str:
     if order["list_schedule"] is None or order["critical_path"] is None:
         return "its loops are too long for a list schedule of all trips"
     return (
-        f"a list schedule with collectives beside compute: {1e3 * order['list_schedule']:.4g} ms; "
+        f"a list schedule with collectives beside compute: {1e3 * order['list_schedule']:.4g} ms\n"
         f"no schedule is below {1e3 * (order['bound'] or 0):.4g} ms, the critical path is "
         f"{1e3 * order['critical_path']:.4g} ms"
     )
@@ -170,7 +172,11 @@ def _scopes(tasks: list[TaskRow]) -> list[str]:
 
 
 def _row_name(task: TaskRow) -> str:
-    return f"{task['scope'] or 'no scope'} ({task['phase']})"
+    """The scope and the phase; of a long scope, as a kernel has, the innermost name alone."""
+    scope = task["scope"] or "no scope"
+    if len(scope) > _LONG_SCOPE:
+        scope = f"…/{scope.rpartition('/')[2]}"
+    return f"{scope} ({task['phase']})"
 
 
 def _draw_body(axes: Axes, body: _Body, scopes: list[str]) -> None:

@@ -355,8 +355,13 @@ def test_help_on_tables(capsys, refused):
             "--train.learning-rate is a number, found 'fast'",
         ),
         (
+            "train tiny --train.on-nonfinite skyp",
+            "--train.on-nonfinite is one of stop, skip, rollback, found 'skyp' "
+            "(did you mean 'skip'?)",
+        ),
+        (
             "train tiny --train.schedule cosin",
-            "--train.schedule is one of cosine, wsd, constant, found 'cosin' "
+            "train.schedule is one of cosine, wsd, constant, found 'cosin' "
             "(did you mean 'cosine'?)",
         ),
         ("train tiny --data.pack maybe", "--data.pack is true or false, found 'maybe'"),
