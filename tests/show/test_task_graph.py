@@ -21,7 +21,7 @@ def test_both_orders_and_a_trip_are_drawn_with_its_critical_path():
 
     body = (
         task(1e-3),
-        task(3e-3, 0, lane="ici:x", scope="block/attention"),
+        task(3e-3, 0, lane="ici:x", scope="block/attention/core/static_sparsity_splash"),
         task(1e-3, 0),
         task(1e-3, 1, 2),
     )
@@ -40,7 +40,7 @@ def test_both_orders_and_a_trip_are_drawn_with_its_critical_path():
     assert "no schedule is below 9 ms, the critical path is 5 ms" in listed.get_title("left")
     assert trip.get_title("left").startswith("a trip of layers, 3 trips: 4 tasks")
     rows = [tick.get_text() for tick in trip.get_yticklabels()]
-    assert rows == ["block/mlp (backward)", "block/attention (backward)"]
+    assert rows == ["block/mlp (backward)", "…/static_sparsity_splash (backward)"]
     cold, hot = (found for found in trip.collections if isinstance(found, LineCollection))
     assert (len(cold.get_segments()), len(hot.get_segments())) == (2, 2)
 
