@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 import jaxpar
 from jaxpar import data, parallel
 from jaxpar.base.config import DataConfig
+from jaxpar.base.layout.placements import local_rows
 from jaxpar.kernels import masks
 
 VOCAB, EMBED, HEADS, SIZE, MLP, LAYERS = 256, 64, 4, 16, 256, 2
@@ -117,9 +118,7 @@ def main(folder, steps):
     settings = DataConfig(source="stdlib", seq_len=SEQ)
     text = data.load_corpus(settings, VOCAB).train
     sharding = layout.sharding(("batch",))
-    rows = sorted({n for at in sharding.addressable_devices_indices_map((BATCH,)).values()
-                   for n in range(*at[0].indices(BATCH))})  # fmt: skip
-    batches = data.train_batches(text, settings, BATCH, rows, VOCAB)
+    batches = data.train_batches(text, settings, BATCH, local_rows(sharding, BATCH), VOCAB)
 
     with ocp.CheckpointManager(Path(folder).absolute()) as checkpoints:
         after = checkpoints.latest_step() or 0

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 import jax
 from grain import DatasetIterator
 
-from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bit, step_options
 from jaxpar.base.config import Config, incompatible_changes
 from jaxpar.base.config.checks import require_settled
-from jaxpar.base.console import banner, bytes_text, count_text
 from jaxpar.base.errors import Say, UserError, is_url
-from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.machine import machine_memory
 from jaxpar.base.process.multihost import run_together, told_by_first
 from jaxpar.data.corpus import Corpus, train_batches
 from jaxpar.data.masking import make_masking
-from jaxpar.data.streams.tokens import HostBatch, Tokens
+from jaxpar.data.streams.tokens import HostBatch
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.batch import batch_rows
@@ -43,7 +40,7 @@ from jaxpar.train.restore import (
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data, with_run_data
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.folder.manifest import Manifest
-from jaxpar.train.runs.folder.own_tokenizer import have_other_tokenizers, keep_tokenizer
+from jaxpar.train.runs.folder.own_tokenizer import keep_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
     compare_run,
     keep_config,
@@ -455,62 +452,3 @@ def _require_as_much(run: OpenRun, before: int | None) -> None:
             f"now has {text.amount}: bring the old text back (the stdlib corpus changes with "
             "Python), or start a new --run"
         )
-
-
-def banner_lines(
-    run: OpenRun,
-    state: TrainState[jax.Array],
-    entropy: float,
-) -> list[str]:
-    """Return the lines at the start of a run: versions, devices, model, data, folder.
-
-    Args:
-      run: the run.
-      state: its state, whose bytes are counted.
-      entropy: that of the text's unigrams, in nats a token.
-    """
-    config = run.experiment.config
-    text = run.corpus.train
-    held_out = "nothing, as there is no data.val_path,"
-    if run.corpus.val:
-        held_out = run.corpus.val.amount
-    parameters = count_text(run.experiment.model.parameter_count())
-    facts = {
-        "model": f"{config.model.family}, {parameters} parameters, "
-        f"{bytes_text(local_bytes(state))} of state per device",
-        "data": f"{text.origin}: {text.amount} to train on, {held_out} for validation, "
-        f"unigram entropy {entropy:.3f} nats a token",
-        "run": f"{run.folder}" + (f", resumed after step {run.after}" if run.after else ""),
-    }
-    if isinstance(text, Tokens):
-        facts["reading"] = how_often_read(config, text.size)
-    if config.train.init and run.is_new:
-        facts["weights"] = config.train.init
-        if have_other_tokenizers(folder_here(config.train.init), run.folder):
-            facts["weights"] += ", WHOSE TOKENIZER IS ANOTHER: its ids meant other tokens"
-    options = step_options(run.experiment.plan.mesh, config.compiler.options)
-    repeats = repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform)
-    if not (repeats or options.get(REPEATING_FLAG)):
-        facts["repeats"] = (
-            f"not in every bit; XLA_FLAGS=--{REPEATING_FLAG}=true makes it so, and slower "
-            "(docs/reliability.md)"
-        )
-    if options:
-        facts["compiler"] = options_text(options)
-    return list(banner(run.experiment.plan, facts))
-
-
-def how_often_read(config: Config, tokens: int) -> str:
-    """Say how often a run reads its text, and whether a single step already does so twice.
-
-    Args:
-      config: the config of the run.
-      tokens: how many tokens the text has.
-    """
-    train = config.train
-    of_a_step = train.batch * config.data.seq_len
-    times = train.steps * of_a_step / tokens
-    said = f"{train.steps:,} steps of {of_a_step:,} tokens read the text {times:.3g} times"
-    if of_a_step > tokens:
-        said += "; A STEP IS MORE THAN ALL OF IT, so that rows of one step repeat each other"
-    return said

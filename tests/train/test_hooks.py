@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.hooks import Hook, HookedRun, OnRow, load_states, require_hooks, states_of
 from jaxpar.train.loop import open_run, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.locks.run_lock import LOCK
+from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 pytestmark = pytest.mark.usefixtures("keeps_programs")
 
@@ -57,14 +60,16 @@ class Ema(Hook):
 
     def on_begin(self, run: HookedRun, state: Any) -> None:
         self.begun.append(run.after)
+        self.model = run.experiment.model
         if self.average is None:
-            self.average = jax.tree.map(jnp.copy, state.params)
+            self.average = jax.tree.map(jnp.copy, self.model.trained(state.params))
 
     def on_step(self, step: int, state: Any) -> None:
-        self.average = jax.tree.map(lambda a, b: 0.5 * (a + b), self.average, state.params)
+        trained = self.model.trained(state.params)
+        self.average = jax.tree.map(lambda a, b: 0.5 * (a + b), self.average, trained)
 
     def evaluated(self, params: Any) -> Any:
-        return self.average
+        return self.model.merge(params, self.average)
 
     def params(self) -> Any:
         return self.average
@@ -159,13 +164,16 @@ def test_an_average_is_saved_and_goes_on_with_other_stages(
     # without the hook what it kept is left where it is
     plain = run(override(config, {"train.steps": 9, "train.stop_at": 9}), tmp_path / "two")
     assert plain.step == 9
-    assert "has a state of Calls, and no such hook is given" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has a state of Calls, and no such hook is given" in said
+    assert "has arrays of Ema, and no such hook is given" in said
+    run(override(config, {"train.steps": 10, "train.stop_at": 10}), tmp_path / "two", [Ema()])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has no arrays of the hook Ema, which starts anew" in said
 
 
 def test_what_is_written_inside_is_written_while_the_folder_is_held(
-    config: Config, tmp_path: Path
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = override(config, {"train.stop_at": 1})
     with open_run(short, tmp_path / "run") as opened:
@@ -175,10 +183,50 @@ def test_what_is_written_inside_is_written_while_the_folder_is_held(
         with pytest.raises(UserError, match="was trained already"):
             opened.train()
     assert not (tmp_path / "run" / LOCK).exists()
+    ended = list[Path]()
+    monkeypatch.setattr(TrainingCheckpoints, "abandon", lambda one: ended.append(one.folder))
     with pytest.raises(ZeroDivisionError), open_run(config, tmp_path / "run") as opened:
         assert opened.after == 1
         _ = 1 / 0
+    with pytest.raises(UserError, match="hooks= takes objects"):
+        run(config, tmp_path / "run", [print])  # pyright: ignore[reportArgumentType]
+    assert ended == [tmp_path / "run" / "checkpoints"] * 2
     assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_a_limit_of_time_knows_how_long_a_step_with_hooks_takes(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures from step to step, and what a hook does is time of the step."""
+    found = list[float]()
+    asks = TimeLimit.asks
+
+    def note(limit: TimeLimit) -> str:
+        said = asks(limit)
+        found.append(limit.reserve)
+        return said
+
+    class Slow(Hook):
+        def on_step(self, step: int, state: Any) -> None:
+            time.sleep(0.5)
+
+    monkeypatch.setattr(TimeLimit, "asks", note)
+    short = override(config, {"train.stop_at": 3, "train.max_time": "1h"})
+    run(short, tmp_path / "run", [Slow()])
+    assert found[1] - found[0] >= 0.5
+
+
+def test_arrays_of_another_form_are_refused_by_the_hook_that_keeps_them(
+    config: Config, tmp_path: Path
+) -> None:
+    class Odd(Ema):
+        def params(self) -> Any:
+            return {"blocks": self.average["blocks"]}
+
+    with pytest.raises(
+        UserError, match=r"what the hook Odd keeps is not saved.*let its params\(\)"
+    ):
+        run(override(config, {"train.stop_at": 1}), tmp_path / "run", [Odd()])
 
 
 def test_a_hook_that_fails_is_the_error_and_the_steps_until_then_are_saved(

@@ -19,8 +19,8 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.experiments import make_experiment
+from jaxpar.train.loop.messages import how_often_read
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.opening import how_often_read
 from jaxpar.train.run_data import compare_data, keep_data, with_run_data
 from jaxpar.train.runs.folder.run_folder import compare_run, keep_config, read_run_config
 

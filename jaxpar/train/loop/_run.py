@@ -73,7 +73,7 @@ def open_run(
     its bucket too.
 
     Args:
-      experiment: as for `run`.
+      experiment: the experiment, or the config of one, with nothing left open.
       folder: the run folder, which is made if it is absent; or its URL in a bucket.
       corpus: the data, if they are already loaded and are not the experiment's.
       account: counts what the time of this process goes on, and is closed by the caller; None = its
@@ -146,12 +146,12 @@ class Run:
           hooks: what a program does besides at steps; the same ones on every process.
 
         Raises:
-          OutOfMemory, Diverged, PeerLost, CopiesDiffer, UserError: see `run`.
+          OutOfMemory, Diverged, PeerLost, CopiesDiffer, UserError: what `run` raises.
         """
         if self._has_trained:
             raise UserError("this run was trained already: open it again to go on with it")
-        self._has_trained = True
         require_hooks(hooks)
+        self._has_trained = True
         while True:
             result = self._train_and_end(hooks)
             if result is not None:
@@ -165,7 +165,8 @@ class Run:
         them, or sent, from now on.
         """
         if not self._has_trained:
-            self._opened.checkpoints.abandon()
+            for tier in self._opened.tiers:
+                tier.abandon()
         if self._is_open:
             self._give_back()
 

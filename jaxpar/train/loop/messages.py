@@ -1,9 +1,77 @@
-"""What a call of `run` says once it knows how it ended."""
+"""What a call of `run` says at its begin, and once it knows how it ended."""
 
 from __future__ import annotations
 
-from jaxpar.base.console import duration_text
+import jax
+
+from jaxpar.base.compiler import REPEATING_FLAG, options_text, repeats_to_the_bit, step_options
+from jaxpar.base.config import Config
+from jaxpar.base.console import banner, bytes_text, count_text, duration_text
+from jaxpar.base.layout.placements import local_bytes
+from jaxpar.data.streams.tokens import Tokens
 from jaxpar.train.opening import OpenRun
+from jaxpar.train.runs.bucket import folder_here
+from jaxpar.train.runs.folder.own_tokenizer import have_other_tokenizers
+from jaxpar.train.state import TrainState
+
+
+def banner_lines(
+    run: OpenRun,
+    state: TrainState[jax.Array],
+    entropy: float,
+) -> list[str]:
+    """Return the lines at the start of a run: versions, devices, model, data, folder.
+
+    Args:
+      run: the run.
+      state: its state, whose bytes are counted.
+      entropy: that of the text's unigrams, in nats a token.
+    """
+    config = run.experiment.config
+    text = run.corpus.train
+    held_out = "nothing, as there is no data.val_path,"
+    if run.corpus.val:
+        held_out = run.corpus.val.amount
+    parameters = count_text(run.experiment.model.parameter_count())
+    facts = {
+        "model": f"{config.model.family}, {parameters} parameters, "
+        f"{bytes_text(local_bytes(state))} of state per device",
+        "data": f"{text.origin}: {text.amount} to train on, {held_out} for validation, "
+        f"unigram entropy {entropy:.3f} nats a token",
+        "run": f"{run.folder}" + (f", resumed after step {run.after}" if run.after else ""),
+    }
+    if isinstance(text, Tokens):
+        facts["reading"] = how_often_read(config, text.size)
+    if config.train.init and run.is_new:
+        facts["weights"] = config.train.init
+        if have_other_tokenizers(folder_here(config.train.init), run.folder):
+            facts["weights"] += ", WHOSE TOKENIZER IS ANOTHER: its ids meant other tokens"
+    options = step_options(run.experiment.plan.mesh, config.compiler.options)
+    repeats = repeats_to_the_bit(run.experiment.plan.mesh.devices.flat[0].platform)
+    if not (repeats or options.get(REPEATING_FLAG)):
+        facts["repeats"] = (
+            f"not in every bit; XLA_FLAGS=--{REPEATING_FLAG}=true makes it so, and slower "
+            "(docs/reliability.md)"
+        )
+    if options:
+        facts["compiler"] = options_text(options)
+    return list(banner(run.experiment.plan, facts))
+
+
+def how_often_read(config: Config, tokens: int) -> str:
+    """Say how often a run reads its text, and whether a single step already does so twice.
+
+    Args:
+      config: the config of the run.
+      tokens: how many tokens the text has.
+    """
+    train = config.train
+    of_a_step = train.batch * config.data.seq_len
+    times = train.steps * of_a_step / tokens
+    said = f"{train.steps:,} steps of {of_a_step:,} tokens read the text {times:.3g} times"
+    if of_a_step > tokens:
+        said += "; A STEP IS MORE THAN ALL OF IT, so that rows of one step repeat each other"
+    return said
 
 
 def done_already(opened: OpenRun) -> str:

@@ -18,7 +18,14 @@ from jaxpar.train.guard import Guard
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.hooks import Hook, keeps_params, load_states, states_of
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
-from jaxpar.train.restore import beside_state, fingerprint, restore_hook, saved_hooks, saved_part
+from jaxpar.train.restore import (
+    beside_state,
+    fingerprint,
+    hooks_with_arrays,
+    restore_hook,
+    saved_hooks,
+    saved_part,
+)
 from jaxpar.train.runs.checkpoints import require_same_form
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
@@ -142,12 +149,24 @@ class Saves:
     def _load(self, run: OpenRun, states: Mapping[str, Any]) -> None:
         """Give hooks their states, and the arrays that they had kept."""
         run_together(lambda: load_states(self._hooks, states, self._say))
-        for hook in self._hooks:
-            if keeps_params(hook):
-                found = None
-                if not run.is_new:
-                    found = restore_hook(run.source, run.after, run.experiment, hook.name)
-                hook.load_params(found)
+        saved = set[str]()
+        if not run.is_new:
+            saved = hooks_with_arrays(run.source, run.after)
+        for hook in filter(keeps_params, self._hooks):
+            found = None
+            if hook.name in saved:
+                found = restore_hook(run.source, run.after, run.experiment, hook.name)
+            elif not run.is_new:
+                self._say(
+                    f"warning: the checkpoint has no arrays of the hook {hook.name}, which starts "
+                    "anew"
+                )
+            hook.load_params(found)
+        for name in sorted(saved - {hook.name for hook in self._hooks}):
+            self._say(
+                f"warning: the checkpoint has arrays of {name}, and no such hook is given: the "
+                "steps that are saved now will not have them"
+            )
 
     def _params_of_hooks(self) -> dict[str, Params]:
         """The arrays that hooks keep, by their names, in the form of the trained parameters."""
@@ -157,6 +176,11 @@ class Saves:
         for hook in self._hooks:
             params = hook.params()
             if params is not None:
-                require_same_form(params, wanted, f"what the hook {hook.name} keeps")
+                require_same_form(
+                    params,
+                    wanted,
+                    f"what the hook {hook.name} keeps",
+                    "let its params() return arrays in the form of model.trained(state.params)",
+                )
                 found[hook.name] = params
         return found

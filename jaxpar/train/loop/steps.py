@@ -161,12 +161,15 @@ class Steps:
             self.runner.show_program(self.hooks)
 
     def _call_hooks(self, step: int, metrics: Metrics) -> None:
-        """Call the hooks that are due after a step, which may still be running."""
+        """Call the hooks that are due after a step, which may still be running.
+
+        What they do is time of the step: its speed, its watchdog and `train.max_time` know of it.
+        """
         for hook in self.hooks:
             if is_due(step, hook.every):
-                after = metrics if hook.needs_end else None
-                with self.timing.apart("other", after=after):
-                    hook.on_step(step, self.runner.state)
+                if hook.needs_end:
+                    jax.block_until_ready(metrics)
+                hook.on_step(step, self.runner.state)
 
     def _complete(self, step: int, metrics: Metrics) -> None:
         """Wait for a step while the next one runs, and do what is due after each."""
@@ -281,10 +284,10 @@ class Steps:
             params = hook.evaluated(params)
         return params
 
-    def begin_hooks(self) -> None:
-        """Tell hooks with which state the run goes on."""
+    def begin_hooks(self, after: int) -> None:
+        """Tell hooks with which state the run goes on: the one after this step."""
         run = self.run
-        seen = HookedRun(run.experiment, run.folder, run.after, self.say, self.stop.ask)
+        seen = HookedRun(run.experiment, run.folder, after, self.say, self.stop.ask)
         for hook in self.hooks:
             hook.on_begin(seen, self.runner.state)
 
@@ -352,7 +355,7 @@ class Steps:
             start = first_step(back, say)
             self.runner.go_on_with(start.state)
             self.saves.give_back(back, start.hooks)
-            self.begin_hooks()
+            self.begin_hooks(step)
         self.batches.go_on_after(step)
         guard.roll_back(step)
         self.timing.account.roll_back(step)

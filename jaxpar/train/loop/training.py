@@ -29,14 +29,14 @@ from jaxpar.train.guard.replicas import StateCopies
 from jaxpar.train.guard.time_limit import TimeLimit
 from jaxpar.train.hooks import Hook
 from jaxpar.train.loop.batches import StepBatches
-from jaxpar.train.loop.messages import done_already, ended, stopped
+from jaxpar.train.loop.messages import banner_lines, done_already, ended, stopped
 from jaxpar.train.loop.rows import StepRows
 from jaxpar.train.loop.run_step import StepRunner
 from jaxpar.train.loop.saves import Saves
 from jaxpar.train.loop.steps import Steps
 from jaxpar.train.loop.timing import Timing
 from jaxpar.train.metrics import MetricsLog, MetricsRow, Profile
-from jaxpar.train.opening import FirstStep, OpenRun, banner_lines, first_step, keep_run
+from jaxpar.train.opening import FirstStep, OpenRun, first_step, keep_run
 from jaxpar.train.sinks import Sink
 from jaxpar.train.step import evaluation_params, make_train_step
 
@@ -96,17 +96,21 @@ def train_opened(
             params = evaluation_params(experiment, start.state)
             with show:
                 evaluations.make_up(missed, lambda: params, log, beside)
-            said = done_already(run)
-            if evaluations.cut_short:
-                said = stopped(run.after, True, stop.why)
             result = _result(run, run.after, None, evaluations, evaluations.cut_short)
+            said = done_already(run)
         else:
             with account.clock.during("compiling"):
                 program, compiled = compiling.result()
             show.say(compiled)
             timing = Timing(run, limit, account)
-            train = experiment.config.train
             batches = StepBatches(run, start.data)
+            runner = StepRunner(run, program, start.state, batches, timing, profile, beside)
+            rows = StepRows(run, log, show, timing.meter, account)
+            saves = Saves(run, hooks, limit, account, show.say)
+            saves.begin(start)
+            keep_run(run)
+            account.clock.enter("other")
+            stop.listen()
             steps = Steps(
                 run=run,
                 hooks=hooks,
@@ -114,30 +118,31 @@ def train_opened(
                 timing=timing,
                 evaluations=evaluations,
                 log=log,
-                rows=StepRows(run, log, show, timing.meter, account),
+                rows=rows,
                 batches=batches,
-                judge=Judge(Guard(train, start.guard), train, batches.require, show.say),
+                judge=_judge(run, start, batches, show.say),
                 copies=StateCopies(experiment, show.say),
-                runner=StepRunner(run, program, start.state, batches, timing, profile, beside),
-                saves=Saves(run, hooks, limit, account, show.say),
+                runner=runner,
+                saves=saves,
                 beside=beside,
                 say=show.say,
             )
-            steps.saves.begin(start)
-            keep_run(run)
-            account.clock.enter("other")
-            stop.listen()
             with show:
-                steps.begin_hooks()
+                steps.begin_hooks(run.after)
                 last = steps.take(missed)
             interrupted = last < run.last or evaluations.cut_short
-            result = _result(run, last, steps.rows.loss, evaluations, interrupted)
-            if interrupted:
-                said = stopped(last, evaluations.cut_short, stop.why)
-            else:
-                said = ended(last, result.val_loss, timing.meter.trained, result.unigram_entropy)
+            result = _result(run, last, rows.loss, evaluations, interrupted)
+            said = ended(last, result.val_loss, timing.meter.trained, result.unigram_entropy)
+        if result.interrupted:
+            said = stopped(result.step, evaluations.cut_short, stop.why)
     show.say(said)
     return result
+
+
+def _judge(run: OpenRun, start: FirstStep, batches: StepBatches, say: Say) -> Judge:
+    """What judges the steps, with what it had seen of the run before."""
+    train = run.experiment.config.train
+    return Judge(Guard(train, start.guard), train, batches.require, say)
 
 
 def _result(

@@ -33,6 +33,7 @@ from jaxpar.train.restore.folder_model import (
 )
 from jaxpar.train.restore.load import (
     drop_stages,
+    hooks_with_arrays,
     load_params,
     load_run,
     restore_hook,
@@ -52,6 +53,7 @@ __all__ = [
     "folder_config",
     "frozen_folder",
     "given_notes",
+    "hooks_with_arrays",
     "import_run",
     "keep_import",
     "load_params",

@@ -209,26 +209,27 @@ def restore_state(
     return state, data
 
 
-def restore_hook(
-    checkpoints: Checkpoints, step: int, experiment: Experiment, hook: str
-) -> Params | None:
+def hooks_with_arrays(checkpoints: Checkpoints, step: int) -> set[str]:
+    """Return the names of the hooks whose arrays a checkpoint has."""
+    names = checkpoints.names(step)
+    return {name.split(".")[1] for name in names if name.startswith(OF_HOOKS)}
+
+
+def restore_hook(checkpoints: Checkpoints, step: int, experiment: Experiment, hook: str) -> Params:
     """Restore the arrays that a hook keeps beside a state.
 
     Args:
       checkpoints: those of the run.
       step: that of the checkpoint.
       experiment: the run's model, on a plan of any mesh.
-      hook: the name of the hook.
+      hook: the name of the hook, which has arrays there.
 
     Returns:
-      The arrays on the mesh, in the form of the parameters that are trained; None where the
-      checkpoint has none of this hook.
+      The arrays on the mesh, in the form of the parameters that are trained.
 
     Raises:
       UserError: they cannot be read, or are of another model.
     """
-    if not any(name.startswith(f"{OF_HOOKS}{hook}.") for name in checkpoints.names(step)):
-        return None
     order = read_beside(checkpoints, step, experiment.config.model.layers).get(ORDER)
     return restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
 

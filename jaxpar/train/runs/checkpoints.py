@@ -259,13 +259,21 @@ def _forms(tree: PyTree) -> dict[str, str]:
     }
 
 
-def require_same_form(state: PyTree, wanted: PyTree, what: str) -> None:
+_CHANGES_DTYPES = (
+    "look for what changes dtypes, such as jax_enable_x64, or in an optimizer of your own"
+)
+
+
+def require_same_form(
+    state: PyTree, wanted: PyTree, what: str, advice: str = _CHANGES_DTYPES
+) -> None:
     """Refuse to save a state that could not be restored.
 
     Args:
       state: the arrays.
       wanted: the ShapeDtypeStructs that it is restored with.
       what: what the message calls it.
+      advice: what to try.
 
     Raises:
       UserError: a name, a shape or a dtype is another.
@@ -276,8 +284,7 @@ def require_same_form(state: PyTree, wanted: PyTree, what: str) -> None:
         if here.get(name) != there.get(name):
             raise UserError(
                 f"{what} is not saved, as this run could not go on from it: {name} is "
-                f"{here.get(name, 'absent')} and was {there.get(name, 'absent')}: look for what "
-                "changes dtypes, such as jax_enable_x64, or in an optimizer of your own"
+                f"{here.get(name, 'absent')} and was {there.get(name, 'absent')}: {advice}"
             )
 
 
