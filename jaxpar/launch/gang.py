@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from jaxpar.base.layout.mesh import devices_needed
 from jaxpar.base.process.multihost import run_together
 from jaxpar.base.process.runtime import start
 from jaxpar.base.toml import to_toml
-from jaxpar.launch.elastic import Sizes, elastic_sizes, elastic_trainer, read_range
+from jaxpar.launch.elastic import Sizes, count_places, elastic_sizes, fit_elastic, read_range
 from jaxpar.launch.local import train_config
 from jaxpar.launch.preemption import NOWHERE, Place, Stops, fit, say_where
 from jaxpar.rehearse.targets import Target, check_mesh
@@ -171,19 +171,22 @@ def launch(
         sizes = elastic_sizes(config, fewest, most, target, own)
         for size, why in sizes.refused.items():
             console().print(f"{size} processes cannot serve: {why}")
-        places = _places(target, most) | {"num_workers": (fewest, most)}
+        places = _places(target, most)
     else:
         _require_processes(config, workers, target)
         sizes = None
         most = workers
         places = _places(target, workers)
     with ray_started(address, most) as cluster:
+        # the mark is the name of a file that all processes must see
+        job = {**job_of(config, folder), "mark": uuid4().hex, "lines": cluster.lines}
         if sizes is None:
             _say_what_is_missing(cluster, places)
-        job = job_of(config, folder)
-        trainer = _trainer(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
+            train = _trainer(cluster, job, places, {"max_failures": max_failures}).fit
+        else:
+            train = _elastic(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
         try:
-            found = fit(cluster.ray, trainer.fit, cluster.stops).return_value or {}
+            found = fit(cluster.ray, train, cluster.stops).return_value or {}
         except cluster.ray.train.TrainingFailedError as error:
             raise _failed(error, max_failures) from error
     if "error" in found:
@@ -256,7 +259,7 @@ def _require_processes(config: Config, workers: int, target: Target | None) -> N
 
 def _say_what_is_missing(cluster: Cluster, places: Mapping[str, Any]) -> None:
     """Say what a cluster has too few of; it may be one that grows."""
-    for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
+    for kind, count in _needed(places).items():
         needed = count * places["num_workers"]
         here = int(cluster.ray.cluster_resources().get(kind, 0))
         if here < needed:
@@ -267,33 +270,66 @@ def _trainer(
     cluster: Cluster,
     job: Mapping[str, Any],
     places: Mapping[str, Any],
-    max_failures: int,
-    sizes: Sizes | None,
-    join_seconds: int,
+    failures: Mapping[str, int],
 ) -> Any:
-    """Ray's trainer of a job, with the processes of `_places`, or with as many of the sizes as
-    there is room for.
+    """Ray's trainer of a job, with the processes of `_places`.
+
+    Args:
+      cluster: where they are to be.
+      job: what each of them needs.
+      places: how many they are, and what each has.
+      failures: how often Ray may start them again, in the words of `ray.train.FailureConfig`.
     """
     from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 
     train = cluster.ray.train
-    # the mark is the name of a file that all processes must see
-    job = {**job, "mark": uuid4().hex, "lines": cluster.lines}
-    given = {
-        "train_loop_per_worker": _work,
-        "train_loop_config": job,
-        "run_config": train.RunConfig(
+    return JaxTrainer(
+        train_loop_per_worker=_work,
+        train_loop_config=job,
+        scaling_config=train.ScalingConfig(**places),
+        run_config=train.RunConfig(
             storage_path=cluster.records,
-            failure_config=train.FailureConfig(max_failures=max_failures),
+            failure_config=train.FailureConfig(**failures),
             callbacks=[_tell_of_failures(cluster.lines)],
         ),
-    }
-    if sizes is None:
-        return JaxTrainer(**given, scaling_config=train.ScalingConfig(**places))
-    job["sizes"] = {size: to_toml(config, RESOLVED) for size, config in sizes.configs.items()}
-    # processes that run are left alone
-    scaling = train.ScalingConfig(**places, elastic_resize_monitor_interval_s=math.inf)
-    return elastic_trainer(sizes, join_seconds, cluster.lines, **given, scaling_config=scaling)
+    )
+
+
+def _elastic(
+    cluster: Cluster,
+    job: Mapping[str, Any],
+    places: Mapping[str, Any],
+    max_failures: int,
+    sizes: Sizes,
+    join_seconds: int,
+) -> Callable[[], Any]:
+    """Return what trains a job with as many processes as there is room for."""
+    from ray.autoscaler.sdk import request_resources  # pyright: ignore[reportMissingImports]
+
+    # a node that has just gone is still counted, for seconds: then all are counted again
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    needed = _needed(places)
+    once = {"max_failures": 0, "controller_failure_limit": 0}
+
+    def make_trainer(size: int) -> Any:
+        own = {**job, "config": to_toml(sizes.configs[size], RESOLVED)}
+        return _trainer(cluster, own, {**places, "num_workers": size}, once)
+
+    def train() -> Any:
+        request_resources(bundles=[dict(needed)] * sizes.most)  # of a cluster that grows
+        try:
+            return fit_elastic(
+                make_trainer,
+                sizes,
+                lambda free_only: count_places(cluster.ray, needed, free_only),
+                max_failures,
+                join_seconds,
+                cluster.lines.put,
+            )
+        finally:
+            request_resources(bundles=[])
+
+    return train
 
 
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
@@ -399,14 +435,17 @@ def _places(target: Target | None, workers: int) -> dict[str, Any]:
     return places | {"use_tpu": True, "topology": target.topology, "accelerator_type": kind}
 
 
+def _needed(places: Mapping[str, Any]) -> Mapping[str, float]:
+    """What each process has of the cluster, by the resource's name."""
+    return places.get("resources_per_worker", {"CPU": 1})
+
+
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """What each process does; Ray hands the first one's dict back. A mistake of the user's is
     returned, not raised: Ray would start all processes again."""
     import ray.train  # pyright: ignore[reportMissingImports]
 
     context = ray.train.get_context()
-    if "sizes" in job:
-        job = {**job, "config": job["sizes"][context.get_world_size()]}
     try:
         config, folder = read_job(job)
     except UserError as error:

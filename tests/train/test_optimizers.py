@@ -36,6 +36,7 @@ from jaxpar.train.optimizer.per_matrix import (
     per_matrix,
 )
 from jaxpar.train.optimizer.update import update
+from jaxpar.train.optimizer.updated_part import Part
 from jaxpar.train.restore import beside_state, restore_state
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
@@ -627,7 +628,8 @@ def test_what_muons_step_works_with_is_what_the_compiler_says(mesh: dict[str, in
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:
         sums = LossSums(*jnp.ones(3))
-        done = update(params, opt_state, grads, sums, axes, experiment.optimizer, plan)
+        part = Part(params, opt_state, grads, axes)
+        done = update(part, sums, experiment.optimizer, plan)
         return done.params, done.opt_state
 
     places = jax.tree.map(lambda x: x.sharding, (params, state.opt_state))

@@ -25,6 +25,7 @@ from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer.update import update
+from jaxpar.train.optimizer.updated_part import Part
 from jaxpar.train.state import gradient_axes
 from jaxpar.train.step import init_state
 from jaxpar.verify.comparison import Answer, copies
@@ -125,7 +126,7 @@ def _moved(
         before = jax.tree.map(on_device, params)
         for share in (1.0, 0.5):
             given = jax.tree.map(lambda g, share=share: share * g, grads)
-            done = update(params, opt_state, given, sums, axes, experiment.optimizer, plan)
+            done = update(Part(params, opt_state, given, axes), sums, experiment.optimizer, plan)
             params = done.params
             opt_state = done.opt_state
         return jax.tree.map(lambda new, old: on_device(new) - old, params, before)
