@@ -1,4 +1,4 @@
-"""The result of this package: an array with its place in time, and a schedule with all its arrays."""
+"""The result of this package: an array's place in time, and a schedule with all its arrays."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
             users[maker].append(position)
 
     def known(neighbours: Iterable[int]) -> list[Origin]:
-        """Return the origins of neighbours that have one, except bookkeeping on scalars and loops."""
+        """Return the origins of neighbours that have one, except scalars' bookkeeping and loops."""
         found = []
         for at in neighbours:
             node = nodes[at]
@@ -87,7 +87,7 @@ def inherit(nodes: list[Node], around: Origin) -> list[Node]:
 
 
 def _follows_makers(task: Task) -> bool:
-    """Return whether a task that the compiler made belongs to what feeds it, not to what it feeds."""
+    """Return whether a task that the compiler made belongs to what feeds it."""
     collective = task.collective
     sums = collective is not None and collective.kind in ("reduce-scatter", "all-reduce")
     return sums or task.kind == "matmul"

@@ -69,7 +69,7 @@ def decode(op_name: str) -> tuple[str, Phase]:
 
 
 def _paths(op_name: str) -> list[list[str]]:
-    """Split a path into pieces; merged operations, `block/(mlp/mul:head/dot)`, give several paths."""
+    """Split a path into pieces; merged operations, `block/(mlp/mul:head/dot)`, give several."""
     # merged instructions have several paths, of which the first is taken
     pieces = _pieces(op_name.split(";")[0])
     if not pieces[-1].startswith("("):

@@ -97,7 +97,7 @@ def owns_collective(module: Module, instruction: Instruction) -> bool:
 
 
 def _fused_target(module: Module, instruction: Instruction) -> str:
-    """Return which of `ASYNC_START` and `ASYNC_DONE` a fusion has inside; empty if it has neither."""
+    """Return which of `ASYNC_START` and `ASYNC_DONE` is inside a fusion; empty if neither is."""
     if instruction.opcode == "fusion":
         inner = module.called(instruction)
     else:

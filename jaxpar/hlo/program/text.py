@@ -1,4 +1,4 @@
-"""A small scanner for the texts that HLO writes: lists and pairs, with brackets and quotes matched."""
+"""A small scanner for the lists and pairs that HLO writes, with brackets and quotes matched."""
 
 from __future__ import annotations
 

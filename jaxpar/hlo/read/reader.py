@@ -319,7 +319,7 @@ class _Reader:
 
 
 def _finish(instruction: Instruction, operands: list[Value], into: Nodes) -> Value:
-    """Add a wait if the operand is a started task; add nothing for a task that is not asynchronous."""
+    """Add a wait if the operand is a started task; a task that is not asynchronous needs none."""
     if len(operands) == 1:
         operand = operands[0]
     else:

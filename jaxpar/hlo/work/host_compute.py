@@ -55,7 +55,7 @@ def host_work(module: Module, computation: Computation, instruction: Instruction
 
 
 def _flops(module: Module, computation: Computation) -> float:
-    """Count the FLOPs of a computation and of the computations it calls; a loop's body counts once."""
+    """Count the FLOPs of a computation and of those it calls; a loop's body counts once."""
     flops = 0.0
     for instruction in computation.instructions.values():
         if instruction.base in (*CALLERS, "while"):
