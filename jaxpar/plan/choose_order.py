@@ -61,7 +61,7 @@ def choose_order(
 
     Returns:
       The orders, the fastest that fits first. Its config has the options that bring it about, for
-      `train` as for a rehearsal.
+      `train` and a rehearsal alike.
 
     Raises:
       UserError: the file has another ending, the target's compiler has no settings for this, or it
