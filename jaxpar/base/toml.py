@@ -25,7 +25,9 @@ TABLE = {"table": True}
 names and values.
 """
 TABLE_OF_LISTS = {"table": True, "lists": True}
-"""The same, where a value of the table may be a list of words, which stand with commas."""
+"""The metadata of a field as `TABLE`, where a value of the table may be a list of words, which
+stand with commas.
+"""
 
 
 def presets(package: str) -> dict[str, Traversable]:
@@ -79,9 +81,6 @@ def read_tables(text: str, origin: str) -> dict[str, Any]:
       text: the TOML.
       origin: what a message calls it.
 
-    Returns:
-      The tables.
-
     Raises:
       UserError: it is no TOML.
     """
@@ -101,9 +100,6 @@ def from_toml(schema: type[T], text: str, origin: str) -> T:
       schema: a frozen dataclass.
       text: the TOML.
       origin: what a message calls it.
-
-    Returns:
-      The instance.
 
     Raises:
       UserError: the text is no TOML, a key is not known, or a value has the wrong type.
@@ -247,9 +243,6 @@ def to_toml(config: object, header: str = "") -> str:
     Args:
       config: the dataclass.
       header: a comment above it; empty = none.
-
-    Returns:
-      The text.
     """
     tables = {"": [f"# {line}" for line in header.splitlines()]}
     for key, value in flatten(config).items():

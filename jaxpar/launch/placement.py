@@ -10,7 +10,9 @@ from jaxpar.base.hardware import Cloud
 from jaxpar.rehearse.targets import Target
 
 _UNUSED = {"gke": ("package",), "slurm": ("spot", "claim", "ray", "package")}
-"""What a kind of script has no use for; TPU VMs and SkyPilot have none for what pods need."""
+"""The flags that a kind of script has no use for; TPU VMs and SkyPilot have none for what pods
+need.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Placement:
 
 
 def require_place(kind: str, where: Placement, target: Target, cloud: Cloud) -> None:
-    """Require that a kind of script can start a run there, and uses all that was given.
+    """Require that a kind of script can start a run on a target, and uses all that was given.
 
     Args:
       kind: what starts it: slurm, gke, tpu-vm or skypilot.

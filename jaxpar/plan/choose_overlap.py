@@ -1,4 +1,5 @@
-"""`overlap auto` tries each form of a block's collective matmuls and keeps the fastest.
+"""The choice of `overlap auto`: each form of a block's collective matmuls is tried, and the fastest
+kept.
 
 A few blocks, forward and backward, are compiled in one form after another. For a target that is not
 here their timeline counts, on the devices at hand their time. One site after another takes the form
@@ -58,8 +59,7 @@ def choose_overlap(
       The experiment with that overlap; the one given where nothing was open.
 
     Raises:
-      UserError: the compiler refuses an option, or the mesh does not divide what a form
-        splits.
+      UserError: the compiler refuses an option, or the mesh does not divide what a form splits.
     """
     config = experiment.config
     if not config.overlap.is_open:
@@ -75,19 +75,17 @@ def choose_overlap(
 def time_forms(
     experiment: Experiment, target: Target | None, say: Say = lambda line: None
 ) -> dict[Overlap, float]:
-    """Try forms on the way to the best and return the seconds of a block, forward and backward, in
-    each of them.
+    """Try forms on the way to the best, and return the seconds of a block, forward and backward, in
+    each.
 
-    What is open in the config's overlap is tried. They come in the order of the trials; the first
-    is `xla` wherever it may be chosen.
+    What is open in the config's overlap is tried. The forms come in the order of the trials; the
+    first is `xla` wherever it may be chosen.
 
     Args:
       experiment: its plan is on the devices of the target, if there is one.
-      target: see `choose_overlap`.
+      target: the target whose compiler says how long a form takes; None = the devices are at hand,
+        and timed.
       say: is called with a line for each form that is tried.
-
-    Returns:
-      The seconds by overlap.
     """
     config = experiment.config
     plan = experiment.plan
@@ -125,9 +123,6 @@ def words(overlap: Overlap) -> str:
 
     Args:
       overlap: forms, none of which is `auto`.
-
-    Returns:
-      The line.
     """
     gather = overlap.gather
     scatter = overlap.scatter
@@ -147,16 +142,13 @@ def words(overlap: Overlap) -> str:
 
 
 def trial(experiment: Experiment, target: Target | None) -> float:
-    """The seconds of a block, forward and backward, in the plan's form: played for a target, or
-    timed on devices.
+    """Measure the seconds of a block, forward and backward, in the plan's form: played for a
+    target, or timed on devices.
 
     Args:
       experiment: its plan has the form.
       target: the target whose compiler says how long it takes; None = it is timed, on all
-        processes.
-
-    Returns:
-      The seconds; of devices at hand those that the first process measured.
+        processes, and the first one's seconds are returned.
     """
     sizes = experiment.config.model
     layers = min(LAYERS, sizes.layers)
@@ -176,8 +168,8 @@ def trial(experiment: Experiment, target: Target | None) -> float:
 
 
 def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, BlockArguments]:
-    """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters,
-    x, positions, dx.
+    """Trace the gradient of a stack of blocks, and return it with its arguments' ShapeDtypeStructs:
+    parameters, x, positions, dx.
     """
     config = experiment.config
     plan = experiment.plan
@@ -232,7 +224,7 @@ def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, Bl
 
 
 def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
-    """The median of the seconds that a call takes."""
+    """Time a call: the median of some, in seconds."""
 
     def ones(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.jit(lambda: jnp.ones(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

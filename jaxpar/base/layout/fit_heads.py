@@ -20,10 +20,9 @@ def fit_rules(
     divide are copied: their weights are whole over the axes that are left out, and each device
     makes those of its query heads (`jaxpar.parallel.linear.column_linear`). Where `attention_seq`
     is set, or kv heads are split otherwise than by the first axes of heads, nothing is changed:
-    what does not divide is refused as for any other dim.
+    what does not divide is refused, like any other dim.
 
     Args:
-      rules: the rules.
       heads: the number of query heads.
       kv_heads: the number of kv heads.
       sizes: the numbers of devices along the mesh axes.

@@ -62,8 +62,8 @@ class Overlap:
         return "auto" in vars(self).values()
 
     def without_auto(self) -> Overlap:
-        """The same with `xla` and no Domino for what is left to choose, from which a search
-        starts.
+        """Return these forms with `xla` and no Domino for what is left to choose, from which a
+        search starts.
         """
         first = {"gather": "xla", "scatter": "xla", "domino": "off"}
         taken = {name: form for name, form in first.items() if getattr(self, name) == "auto"}
@@ -75,9 +75,6 @@ class Overlap:
         Args:
           move: `gather` or `scatter`.
           site: the logical axis of their hidden dim.
-
-        Returns:
-          The form, by its name.
 
         Raises:
           UserError: it is still `auto`.
@@ -96,13 +93,13 @@ class Overlap:
         """Look up the forms of both moves at some linears.
 
         Args:
-          site: as for `form`.
+          site: the logical axis of the linears, which `form` takes.
 
         Returns:
-          The form of the gather and that of the scatter.
+          The forms of the gather and of the scatter.
 
         Raises:
-          UserError: as for `form`.
+          UserError: `form` refuses the site.
         """
         return self.form("gather", site), self.form("scatter", site)
 
@@ -124,7 +121,8 @@ class Overlap:
         return self.domino == "sequence"
 
     def for_rows(self, rows: int) -> Overlap:
-        """The same, where `on` becomes `sequence` if a device's sequences have no halves.
+        """Return these forms, with `sequence` in place of `on` if a device's sequences have no
+        halves.
 
         Args:
           rows: how many sequences of a microbatch a device has.
@@ -274,7 +272,6 @@ def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshA
     would hold the whole gradient.
 
     Args:
-      plan: the plan.
       accumulation: the number of microbatches of a step.
       whole: whether a result depends on the whole microbatch, as with dropout and the balance of
         experts; there are none then.
@@ -295,7 +292,6 @@ def plan_without_batch_axes(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
     """Make the plan of the devices that share one place along some mesh axes.
 
     Args:
-      plan: the plan.
       mesh_axes: the axes, which split the batch alone.
 
     Returns:

@@ -294,7 +294,6 @@ def fit_to_mesh(rules: ShardingRules, mesh: Mesh | AbstractMesh) -> ShardingRule
 
     Args:
       rules: the rules as they were written.
-      mesh: the mesh.
 
     Returns:
       The rules as they are on the mesh.
@@ -372,14 +371,12 @@ def split_axes(
 
     Args:
       axis: the logical axis; None is split over nothing.
-      rules: the rules.
-      mesh: the mesh.
 
     Returns:
       The mesh axes of more than one device that the rules give it, outermost first.
 
     Raises:
-      UserError: as for `named_axes`.
+      UserError: `named_axes` refuses the axis.
     """
     if axis is None:
         named = ()
@@ -393,7 +390,6 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
 
     Args:
       axis: the logical axis.
-      rules: the rules.
 
     Returns:
       The mesh axes, outermost first.
