@@ -218,6 +218,9 @@ def outcome(folder: Path, *flags: str, number: int = 0) -> tuple[int, int, str]:
     return code, said.count("versions  "), said
 
 
+# the nodes are started from here, where JAX has threads
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*_at_fork")
+@pytest.mark.long
 def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_one_that_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
