@@ -285,7 +285,7 @@ def _trainer(
     train = cluster.ray.train
     return JaxTrainer(
         train_loop_per_worker=_work,
-        train_loop_config=job,
+        train_loop_config=dict(job),
         scaling_config=train.ScalingConfig(**places),
         run_config=train.RunConfig(
             storage_path=cluster.records,
