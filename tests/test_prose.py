@@ -71,7 +71,7 @@ def faults(text: str) -> list[str]:
         "Do it.\n\nArgs:\n  batch_size: the batch size.\n",
     ],
 )
-def test_a_riddle_is_found(text: str):
+def test_a_riddle_is_found(text: str) -> None:
     assert faults(text)
 
 
@@ -84,11 +84,11 @@ def test_a_riddle_is_found(text: str):
         "The config.\n\nAs\n  config: the config.\n",
     ],
 )
-def test_plain_words_pass(text: str):
+def test_plain_words_pass(text: str) -> None:
     assert not faults(text)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_docstrings_stand_by_themselves(file: Path):
+def test_docstrings_stand_by_themselves(file: Path) -> None:
     found = [fault for text in texts_of(file.read_text("utf-8")) for fault in faults(text)]
     assert not found

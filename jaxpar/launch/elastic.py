@@ -238,17 +238,20 @@ def fit_elastic(
 
     until = time.monotonic() + join_seconds
     failures = 0
-    size = 0
+    before = 0
     free_only = False
     while True:
         places = partial(count_places, free_only)
-        size = _wait_for_room(sizes, size, places, until, say)
+        size = _wait_for_room(sizes, before, places, until, say)
         try:
             return make_trainer(size).fit()
         except TrainingFailedError as error:
             free_only = _had_no_room(error)
-            failures += not free_only
-            could_not_begin = hasattr(error, "controller_failure") and not free_only
+            if free_only:  # as if it had not been tried
+                continue
+            failures += 1
+            before = size
+            could_not_begin = hasattr(error, "controller_failure")
             if could_not_begin or failures > max_failures:
                 raise
 
@@ -260,7 +263,7 @@ def _wait_for_room(
 
     Args:
       sizes: the numbers that can serve.
-      before: the number of the last start; 0 = this is the first.
+      before: the number of the last start that had room; 0 = there was none.
       count_places: counts the places.
       until: until when the first start waits for the most, by `time.monotonic`.
       say: gets a line.

@@ -5,17 +5,14 @@ died.
 from __future__ import annotations
 
 import io
-import logging
 import math
 import os
 import socket
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import jax
@@ -31,7 +28,8 @@ from jaxpar.base.process.runtime import start
 from jaxpar.base.toml import to_toml
 from jaxpar.launch.elastic import Sizes, count_places, elastic_sizes, fit_elastic, read_range
 from jaxpar.launch.local import train_config
-from jaxpar.launch.preemption import NOWHERE, Place, Stops, fit, say_where
+from jaxpar.launch.preemption import NOWHERE, fit, say_where
+from jaxpar.launch.ray_cluster import Cluster, ray_started, room_requested
 from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.guard.failures import CopiesDiffer, PeerLost
 from jaxpar.train.hooks import OnRow
@@ -39,92 +37,9 @@ from jaxpar.train.hooks import OnRow
 if TYPE_CHECKING:
     from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
 
-_SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    # a process that reports a row waits until Ray has read the one before
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour that Ray's warning says will come
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
-    # of a cluster that is started here: at Ray's 15 a training waits for whatever else runs
-    "RAY_worker_niceness": "0",
-}
-
-
-class Cluster(NamedTuple):
-    """A cluster of Ray that this process is connected to."""
-
-    ray: Any
-    """The module, with `ray.train` and `ray.tune`."""
-    records: str
-    """A folder for what Ray writes, which is removed at the end."""
-    lines: Queue
-    """What is put there, anywhere in the cluster, is a line on this screen."""
-    stops: Stops
-    """What this process is told, and where the processes are that are to be told of it."""
-
 
 class ProcessesFailed(UserError):
     """The processes failed more often than they may start again."""
-
-
-@contextmanager
-def ray_started(address: str, cpus: int = 0) -> Iterator[Cluster]:
-    """Connect to a cluster of Ray, or start one on this machine, and leave it at the end.
-
-    Ray's own log is kept from the screen.
-
-    Args:
-      address: the cluster's, as `ray.init` takes it; empty = $RAY_ADDRESS, or this machine if that
-        is not set.
-      cpus: how many processes shall have a place on this machine.
-
-    Yields:
-      The cluster.
-
-    Raises:
-      UserError: Ray is not installed, or the cluster cannot be reached.
-    """
-    for key, value in _SETTINGS.items():
-        os.environ.setdefault(key, value)
-    try:
-        import ray.train  # pyright: ignore[reportMissingImports]
-        import ray.tune  # pyright: ignore[reportMissingImports]
-        from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
-        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
-            NodeAffinitySchedulingStrategy,
-        )
-    except ImportError as error:
-        raise UserError(f"this needs Ray, and {error}: pip install 'jaxpar[ray]'") from error
-    address = address or os.environ.get("RAY_ADDRESS", "local")
-    with tempfile.TemporaryDirectory() as folder:
-        if address == "local":
-            here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
-        else:
-            here = {}
-        # or Ray reads all that libtpu has ever logged on this machine
-        os.environ.setdefault("TPU_LOG_DIR", folder)
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **here)
-        except ConnectionError as error:
-            raise UserError(f"no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
-        try:
-            # it lives where this process does, also where the head has no CPU for it: another node
-            # may go away
-            here_only = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), False
-            )
-            lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here_only})
-            stops = Stops()
-            printing = Thread(target=_print_lines, args=(lines, stops), daemon=True)
-            printing.start()
-            yield Cluster(ray, folder, lines, stops)
-            lines.put(None)
-            printing.join()
-        finally:
-            ray.shutdown()
 
 
 def launch(
@@ -177,7 +92,8 @@ def launch(
         sizes = None
         most = workers
         places = _places(target, workers)
-    with ray_started(address, most) as cluster:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_started(address, most))
         # the mark is the name of a file that all processes must see
         job = {**job_of(config, folder), "mark": uuid4().hex, "lines": cluster.lines}
         if sizes is None:
@@ -185,6 +101,7 @@ def launch(
             train = _trainer(cluster, job, places, {"max_failures": max_failures}).fit
         else:
             train = _elastic(cluster, job, places, max_failures, sizes, config.mesh.join_seconds)
+            stack.enter_context(room_requested(_needed(places), most))
         try:
             found = fit(cluster.ray, train, cluster.stops).return_value or {}
         except cluster.ray.train.TrainingFailedError as error:
@@ -304,8 +221,6 @@ def _elastic(
     join_seconds: int,
 ) -> Callable[[], Any]:
     """Return what trains a job with as many processes as there is room for."""
-    from ray.autoscaler.sdk import request_resources  # pyright: ignore[reportMissingImports]
-
     # a node that has just gone is still counted, for seconds: then all are counted again
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
     needed = _needed(places)
@@ -315,21 +230,14 @@ def _elastic(
         own = {**job, "config": to_toml(sizes.configs[size], RESOLVED)}
         return _trainer(cluster, own, {**places, "num_workers": size}, once)
 
-    def train() -> Any:
-        request_resources(bundles=[dict(needed)] * sizes.most)  # of a cluster that grows
-        try:
-            return fit_elastic(
-                make_trainer,
-                sizes,
-                lambda free_only: count_places(cluster.ray, needed, free_only),
-                max_failures,
-                join_seconds,
-                cluster.lines.put,
-            )
-        finally:
-            request_resources(bundles=[])
-
-    return train
+    return lambda: fit_elastic(
+        make_trainer,
+        sizes,
+        lambda free_only: count_places(cluster.ray, needed, free_only),
+        max_failures,
+        join_seconds,
+        cluster.lines.put,
+    )
 
 
 def job_of(config: Config, folder: Path) -> dict[str, Any]:
@@ -366,22 +274,6 @@ def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
     if Path(job["here"]).is_dir():
         os.chdir(job["here"])
     return parse(job["config"], "the config"), Path(job["folder"])
-
-
-def _print_lines(lines: Queue, stops: Stops) -> None:
-    """Print what processes say until one says None, or Ray ends, and note where they are."""
-    out = console()
-    while True:
-        try:
-            line = lines.get()
-        except Exception:
-            return
-        if line is None:
-            return
-        if isinstance(line, Place):
-            stops.place = line if line.pid else None
-        else:
-            out.print(line)
 
 
 def _tell_of_failures(lines: Queue) -> Any:

@@ -19,8 +19,9 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, require_local
-from jaxpar.launch.gang import job_of, ray_started, read_job
+from jaxpar.launch.gang import job_of, read_job
 from jaxpar.launch.local import train_config
+from jaxpar.launch.ray_cluster import ray_started
 from jaxpar.train.metrics import read_metrics
 
 
@@ -86,7 +87,7 @@ def sweep(
       trials: for each combination of settings its config, or why there is none.
       folder: storage that all machines of the cluster share. Runs that are in it go on.
       per_trial: CPUs, GPUs or TPU chips of a run; 0 = all that one machine has.
-      address: the cluster, as `jaxpar.launch.gang.ray_started` takes it.
+      address: the cluster, as `jaxpar.launch.ray_cluster.ray_started` takes it.
 
     Returns:
       How each ended, in the order of `trials`.
