@@ -112,6 +112,7 @@ def from_dict(
     value: Mapping[str, Any],
     origin: str,
     prefix: str = "",
+    root: type | None = None,
 ) -> T:
     """An instance of the dataclass `schema` from nested dicts, as a TOML file gives them.
 
@@ -120,6 +121,7 @@ def from_dict(
       value: tables of tables, by key.
       origin: what a message calls their source.
       prefix: what a message has before a key: `mesh.`.
+      root: the schema whose table it is; None = it is the whole.
 
     Returns:
       The instance; what is not given has its default.
@@ -129,9 +131,11 @@ def from_dict(
         type.
     """
     hints = _type_hints(schema)
+    root = root or schema
     for key in value:
         if key not in hints:
-            raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
+            near = _hint(prefix, key, hints, root)
+            raise UserError(f"{origin}: unknown key {prefix}{key}{near}")
     tables = {
         one.name: bool(one.metadata.get("lists"))
         for one in dataclasses.fields(schema)  # pyright: ignore[reportArgumentType]
@@ -144,7 +148,10 @@ def from_dict(
         for key, item in value.items()
     }
     return schema(
-        **{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()}
+        **{
+            key: _coerce(hints[key], item, origin, prefix + key, root)
+            for key, item in given.items()
+        }
     )
 
 
@@ -154,11 +161,11 @@ def _type_hints(schema: type) -> dict[str, Any]:
     return typing.get_type_hints(schema)
 
 
-def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
+def _hint(prefix: str, key: str, hints: Mapping[str, Any], root: type) -> str:
     """The key that was meant: one of this table, by its letters or its meaning, or of another table
     of a config.
     """
-    meant = meaning(key)
+    meant = meaning(key, root)
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"
     # where its meaning is known, a key of this table must be a misspelling of it
@@ -171,11 +178,11 @@ def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
 
 
 # a hint may be any type, and so may the value
-def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
+def _coerce(hint: Any, value: Any, origin: str, key: str, root: type) -> Any:
     """The value as the annotated type, or a UserError that names the key."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, dict):
-            return from_dict(hint, value, origin, key + ".")
+            return from_dict(hint, value, origin, key + ".", root)
         raise UserError(
             f"{origin}: {key} is a table of settings, found {short(value)}: write [{key}] or "
             f"{key}.name = value"
@@ -193,7 +200,7 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
     if typing.get_origin(hint) is tuple:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):
-            return tuple(_coerce(item_hint, item, origin, key) for item in items)
+            return tuple(_coerce(item_hint, item, origin, key, root) for item in items)
         if item_hint is int:
             what = "whole numbers"
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from jaxpar.base.errors import UserError, is_url
+from jaxpar.base.field_marks import Trait
 from jaxpar.base.hardware import Cloud
 from jaxpar.rehearse.targets import Target
 
@@ -21,7 +23,7 @@ class Placement:
 
     target: str = ""
     """The hardware, v5p-64 or h100x64: docs/targets.md lists the names."""
-    run: str = ""
+    run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Run folder, a URL (gs://, s3://) or on storage that all hosts share; empty = runs/NAME under
     Slurm, and /mnt/jaxpar/NAME elsewhere, where the storage is mounted at the folder that it is
     in."""
@@ -29,7 +31,7 @@ class Placement:
     """How often all processes start again after a crash."""
     spot: bool = False
     """Take machines that may be taken back (not under Slurm)."""
-    image: str = ""
+    image: Annotated[str, Trait.MAY_BE_URL] = ""
     """GKE and Slurm: the container image, with jaxpar in it and its tag; the repository's
     Dockerfile makes one. Under Slurm it needs Pyxis; empty = none there."""
     package: str = ""

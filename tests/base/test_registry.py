@@ -26,11 +26,15 @@ from jaxpar.models.masks import WORDS, MaskWord, layer_masks, register_mask
 from jaxpar.parallel.linear.ring_matmul import Lane, register_form
 from jaxpar.parallel.pipeline import register_schedule
 from jaxpar.rehearse.report.lint import LINTS, Finding, LintedStep, find_all, register_lint
+from jaxpar.train.optimizer.learning_rate import register_rate
+from jaxpar.train.optimizer.named_optimizers import register_optimizer
 from jaxpar.train.sinks import Sink, register_sink
 
 NAME = "of-a-test"
 TABLES = (
     registry.FORMS,
+    registry.OPTIMIZERS,
+    registry.RATES,
     registry.SCHEDULES,
     registry.SINKS,
     registry.SOURCES,
@@ -50,6 +54,8 @@ def _take_out() -> Iterator[None]:
 
 DECORATORS: list[Any] = [
     register_form,
+    register_optimizer,
+    register_rate,
     register_schedule,
     register_sink,
     register_source,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from traced_steps import config_of
 
 from jaxpar.base.config import CheckpointConfig, Config, load_config, override, parse
 from jaxpar.base.config.checks import check
-from jaxpar.base.config.optimizer import OptimizerName, _Settings
+from jaxpar.base.config.optimizer import OptimizerConfig, OptimizerSettings
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.placements import local_bytes
 from jaxpar.base.layout.sharding import path_name
+from jaxpar.base.registry import OPTIMIZERS
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.rehearse.targets import load_target
@@ -364,14 +366,19 @@ def test_first_moments_in_bfloat16_and_in_host_memory(name: str) -> None:
         assert np.linalg.norm(np.asarray(x) - np.asarray(y)) < limit * moved
 
 
-def test_settings_say_whether_there_are_first_moments_as_the_optimizer_does() -> None:
-    """And settings that say nothing have none."""
-    assert not _Settings().rounds_first_moments
+def test_each_optimizer_of_ours_has_its_settings_in_the_table_of_its_name() -> None:
+    """And first moments where it registers them, but for a momentum of 0."""
+    tables = {one.name: type(one.default) for one in fields(OptimizerConfig)}
+    assert {name: one.settings for name, one in OPTIMIZERS.items()} == {
+        name: kind for name, kind in tables.items() if issubclass(kind, OptimizerSettings)
+    }
     momentum = {"optimizer.sgd.momentum": 0.9, "optimizer.adafactor.momentum": 0.9}
-    for name in get_args(OptimizerName):
-        chosen = override(Config(), {"optimizer.name": name} | momentum)
-        first = config_optimizer(chosen).first_moments
-        assert chosen.optimizer.settings.rounds_first_moments == bool(first), name
+    for name, one in OPTIMIZERS.items():
+        chosen = override(Config(), {"optimizer.name": name} | momentum).optimizer
+        assert chosen.rounds_first_moments == bool(one.first_moments), name
+    for name in ("sgd", "adafactor"):
+        none = {"optimizer.name": name, f"optimizer.{name}.momentum": 0.0}
+        assert not override(Config(), none).optimizer.rounds_first_moments
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxpar.base.layout.mesh import MeshAxis, describe
-from jaxpar.base.layout.rules import ShardingRules
+from jaxpar.base.field_marks import WholeConfig
+from jaxpar.base.layout.mesh import MeshAxis, describe, total_sizes
+from jaxpar.base.layout.rules import LogicalAxis, ShardingRules, named_axes
 
 
 def fit_rules(
@@ -85,3 +86,18 @@ def drop_axes(
 ) -> tuple[MeshAxis, ...]:
     """The mesh axes that are not dropped."""
     return tuple(axis for axis in axes if axis not in dropped)
+
+
+def may_split(config: WholeConfig, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
+    """Whether a logical axis is or may be (-1) split over mesh axes of a config that do not split
+    the axis `besides`.
+    """
+    model = config.model
+    sizes = total_sizes(config.mesh)
+    rules, _ = fit_rules(config.rules, model.heads, model.kv_head_count, sizes)
+    left = named_axes(besides, rules) if besides else ()
+    return any(
+        sizes[a] > 1 or getattr(config.mesh, a) == -1
+        for a in named_axes(axis, rules)
+        if a not in left
+    )

@@ -11,8 +11,9 @@ from typing import Annotated, Literal, TypeAlias
 import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.field_marks import Idle, Rule, WholeConfig
 from jaxpar.base.layout.activation_names import Action, Keep, Policy, actions
-from jaxpar.base.layout.fit_heads import drop_axes, first_axes
+from jaxpar.base.layout.fit_heads import drop_axes, first_axes, may_split
 from jaxpar.base.layout.mesh import MeshAxis
 from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis
 from jaxpar.base.ranges import Range
@@ -22,6 +23,21 @@ Form: TypeAlias = str
 """The name of a form in which a linear gathers or scatters: one of `registry.FORMS`."""
 Move = Literal["gather", "scatter"]
 Strategy = Literal["ring", "ulysses"]
+_NO_SEQUENCE_GATHERED = Idle(
+    lambda c: not may_split(c, "residual_seq", besides="seq"),
+    "no linear gathers a sequence on this mesh",
+    "add --mesh.tensor 4",
+)
+
+
+def _domino_without_dropout(config: WholeConfig) -> str:
+    dropout = config.model.dropout
+    if config.overlap.domino not in ("on", "sequence") or dropout <= 0:
+        return ""
+    return (
+        f"overlap.domino with model.dropout={dropout}: halves of a batch would drop other "
+        "entries than the whole, leave one of them out"
+    )
 
 
 @dataclass(frozen=True)
@@ -34,21 +50,23 @@ class Overlap:
     at each site: see `jaxpar.plan.choose_overlap`.
     """
 
-    gather: Annotated[Form, OneOf(FORMS, ("auto",))] = "xla"
+    gather: Annotated[Form, OneOf(FORMS, ("auto",)), _NO_SEQUENCE_GATHERED] = "xla"
     """How the input is gathered before the matmul, and the output's gradient in the backward."""
-    scatter: Annotated[Form, OneOf(FORMS, ("auto",))] = "xla"
+    scatter: Annotated[Form, OneOf(FORMS, ("auto",)), _NO_SEQUENCE_GATHERED] = "xla"
     """How the output is summed and scattered after the matmul, and the input's gradient in the
     backward.
     """
-    heads_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
+    heads_gather: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
     """The form of `gather` for q, k, v and the attention's output alone; `same` is that of
     `gather`.
     """
-    heads_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
-    mlp_gather: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
+    heads_scatter: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
+    mlp_gather: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
     """The form of `gather` for the linears of the MLP alone."""
-    mlp_scatter: Annotated[Form, OneOf(FORMS, ("same",))] = "same"
-    domino: Literal["off", "on", "sequence", "auto"] = "off"
+    mlp_scatter: Annotated[Form, OneOf(FORMS, ("same",)), _NO_SEQUENCE_GATHERED] = "same"
+    domino: Annotated[Literal["off", "on", "sequence", "auto"], Rule(_domino_without_dropout)] = (
+        "off"
+    )
     """Whether each block runs on two halves of a device's tokens, so that one half's collectives
     may hide behind the other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241).
 
