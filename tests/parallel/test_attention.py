@@ -31,8 +31,10 @@ from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bi
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.context import kernel_for
-from jaxpar.parallel.ops import Ops, split_of
-from jaxpar.parallel.sequence_halves import ops_of_parts
+from jaxpar.parallel.domino import Places
+from jaxpar.parallel.mesh_ops import MeshOps, split_of
+from jaxpar.parallel.ops import AttentionCall, Ops
+from jaxpar.parallel.sequence_halves import attend_in_first_half, run_parts
 from jaxpar.verify.reference_ops import ReferenceOps
 
 Tensors = tuple[jax.Array, ...]
@@ -607,7 +609,8 @@ def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixt
     want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
     assert_close(
         values_and_gradients(
-            lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments), args
+            lambda q, k, v: MeshOps(plan).attention(AttentionCall(q, k, v, Causal(), segments)),
+            args,
         ),
         want,
     )
@@ -639,10 +642,7 @@ def test_an_implementation_that_a_plan_cannot_have_is_refused(
 ) -> None:
     plan = dataclasses.replace(plan_on(MeshSpec(**mesh)), attention=name)
     with pytest.raises(UserError, match=says):
-        Ops(plan).attention(
-            *projections(2, 16, 4, 2, 8),
-            Causal(),
-        )
+        MeshOps(plan).attention(AttentionCall(*projections(2, 16, 4, 2, 8), Causal()))
 
 
 @pytest.mark.parametrize(
@@ -667,7 +667,9 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
         mask = Causal()
     else:
         mask = Causal() & Segments(segments, segments)
-    out = jax.jit(lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments))(*args)
+    out = jax.jit(
+        lambda q, k, v: MeshOps(plan).attention(AttentionCall(q, k, v, Causal(), segments))
+    )(*args)
     assert_close(
         (out,),
         (jax.jit(lambda q, k, v: reference(q, k, v, mask)[0])(*args),),
@@ -702,13 +704,7 @@ def test_tiles_on_a_mesh_are_the_reference_on_one_device(plan: str) -> None:
     assert choose_attention(split_of(on), Causal(), 20, 6)[0] == "chunked"
     assert_close(
         values_and_gradients(
-            lambda q, k, v: Ops(on).attention(
-                q,
-                k,
-                v,
-                Causal(),
-                segments,
-            ),
+            lambda q, k, v: MeshOps(on).attention(AttentionCall(q, k, v, Causal(), segments)),
             args,
         ),
         want,
@@ -720,9 +716,11 @@ def test_dropout_is_the_same_on_every_mesh() -> None:
     args = projections(4, 20, 4, 4, 6)
     key = jax.random.key(7)
     one, many = (
-        jax.jit(lambda q, k, v, plan=plan: Ops(plan).attention(q, k, v, Causal(), None, RATE, key))(
-            *args
-        )
+        jax.jit(
+            lambda q, k, v, plan=plan: MeshOps(plan).attention(
+                AttentionCall(q, k, v, Causal(), None, RATE, key)
+            )
+        )(*args)
         for plan in (plan_on(MeshSpec()), plan_on(MeshSpec(fsdp=2, tensor=4)))
     )
     assert_close((many,), (one,))
@@ -744,7 +742,7 @@ def test_splash_on_a_mesh_is_the_reference_on_one_device(
     segments = documents(2, 128) if packed else None
     plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
     ours = values_and_gradients(
-        lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments), args
+        lambda q, k, v: MeshOps(plan).attention(AttentionCall(q, k, v, Causal(), segments)), args
     )
     if segments is None:
         mask = Causal()
@@ -771,22 +769,26 @@ def test_halves_of_a_sequence_attend_as_the_whole(mask: Mask, packed: bool) -> N
     plan = dataclasses.replace(plan, overlap=Overlap(domino="sequence"))
 
     def halves(*args: jax.Array) -> jax.Array:
-        outs = []
-        for i, ops in enumerate(ops_of_parts(Ops(plan), plan)):
-            here = slice(12 * i, 12 * (i + 1))
-            ids = None if segments is None else segments[:, here]
-            outs.append(ops.attention(*(x[:, here] for x in args), mask, ids))
-        return jnp.concatenate(outs, axis=1)
+        def attend(half: jax.Array, place: Places, ops: Ops) -> jax.Array:
+            return ops.attention(AttentionCall(*half, mask, place.segments))
 
-    want = values_and_gradients(lambda *x: ReferenceOps(plan).attention(*x, mask, segments), args)
+        parts = list(zip(*(jnp.split(x, 2, axis=1) for x in args), strict=True))
+        ids = (None, None) if segments is None else jnp.split(segments, 2, axis=1)
+        places = [Places(jnp.arange(12), one) for one in ids]
+        return jnp.concatenate(run_parts(attend, parts, places, MeshOps(plan), plan), axis=1)
+
+    want = values_and_gradients(
+        lambda *x: ReferenceOps(plan).attention(AttentionCall(*x, mask, segments)), args
+    )
     assert_close(values_and_gradients(halves, args), want)
 
 
 def test_halves_of_a_sequence_take_no_mask_that_looks_ahead() -> None:
     plan = dataclasses.replace(plan_on(MeshSpec()), overlap=Overlap(domino="sequence"))
-    first, _ = ops_of_parts(Ops(plan), plan)
     with pytest.raises(UserError, match=r"the mask Full\(\) a query of the first half may see"):
-        first.attention(*projections(1, 4, 1, 1, 2), Full())
+        attend_in_first_half(
+            AttentionCall(*projections(1, 4, 1, 1, 2), Full()), None, MeshOps(plan)
+        )
 
 
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(70)], ids=str)
@@ -807,8 +809,8 @@ def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:
         UserError,
         match=r"the map of BlockSparse.* begins where that does: give .*per_document=True",
     ):
-        Ops(plan_on(MeshSpec())).attention(
-            *projections(2, 33, 4, 2, 6), bigbird(33), documents(2, 33)
+        MeshOps(plan_on(MeshSpec())).attention(
+            AttentionCall(*projections(2, 33, 4, 2, 6), bigbird(33), documents(2, 33))
         )
 
 
@@ -822,11 +824,11 @@ def test_a_mask_and_a_soft_cap_are_those_of_the_definition(word: str) -> None:
     segments = documents(2, 33)
     on = plan_on(MeshSpec())
     want = values_and_gradients(
-        lambda *x: ReferenceOps(on).attention(*x, mask, segments, softcap=2.0), args
+        lambda *x: ReferenceOps(on).attention(AttentionCall(*x, mask, segments, softcap=2.0)), args
     )
     assert_close(
         values_and_gradients(
-            lambda *x: Ops(on).attention(*x, mask, segments, softcap=2.0),
+            lambda *x: MeshOps(on).attention(AttentionCall(*x, mask, segments, softcap=2.0)),
             args,
         ),
         want,

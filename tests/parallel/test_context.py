@@ -33,7 +33,7 @@ from jaxpar.parallel.context import check_split, split_attention
 from jaxpar.parallel.context import ring as ring_attention
 from jaxpar.parallel.context import split as context
 from jaxpar.parallel.context.task import UNROLLED
-from jaxpar.parallel.ops import split_of
+from jaxpar.parallel.mesh_ops import split_of
 from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 from jaxpar.rehearse.requested_collectives import requested_collectives
 

@@ -107,7 +107,7 @@ def one_device(
     case: Case,
     precision: str,
     exact: bool,
-    ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
+    ops: Callable[[Plan], Ops] = ReferenceOps,
 ) -> OneDevice:
     """Return a function that computes loss and gradients on the first device; with `ReferenceOps`
     it is the reference.
