@@ -158,6 +158,8 @@ FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.lin
 """How a linear gathers and scatters: see `register_form` there."""
 RATES: Registry[Any] = Registry("train.schedule", "jaxpar.train.optimizer.learning_rate")
 """How the learning rate goes on after the warm-up: see `register_rate` there."""
+KERNELS: Registry[Any] = Registry("kernels.attention", "jaxpar.kernels.attention.implementations")
+"""What computes attention: see `register_kernel` in `jaxpar.kernels.attention.kernel`."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
 """Where tokens come from: see `register_source` there."""
 SINKS: Registry[Any] = Registry("metrics.sinks", "jaxpar.train.sinks")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inputs
 
-from jaxpar.base.config import KernelsConfig, ModelConfig
+from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.layout.plan import Context, Overlap, Plan
@@ -26,6 +26,7 @@ from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.hlo.origin import decode
 from jaxpar.kernels.attention import chunked, dispatch, libraries
 from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved, reference
+from jaxpar.kernels.attention.kernel import AttentionRequest
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
 from jaxpar.models.masks import layer_masks
@@ -167,9 +168,9 @@ def test_cudnn_is_asked_for_the_mask_that_was_given(
 
 def request(
     seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **options: Any
-) -> dispatch.AttentionRequest:
+) -> AttentionRequest:
     one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), jnp.dtype(dtype))
-    return dispatch.AttentionRequest(
+    return AttentionRequest(
         one,
         one,
         mask,
@@ -181,7 +182,7 @@ def request(
 IDS = Segments(*[jnp.zeros((1, 1024), jnp.int32)] * 2)
 SHAPES: Any = Segments(*[jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 2)  # pyright: ignore[reportArgumentType]
 DROPS = "dropout of attention weights"
-CHOICES: list[tuple[str, dispatch.AttentionRequest, str, str]] = [
+CHOICES: list[tuple[str, AttentionRequest, str, str]] = [
     ("tpu", request(8192, 128, Causal()), "splash", ""),
     (
         "tpu",
@@ -280,7 +281,7 @@ CHOICES: list[tuple[str, dispatch.AttentionRequest, str, str]] = [
 @pytest.mark.parametrize(("platform", "case", "name", "why"), CHOICES)
 def test_the_choice_and_its_reason(
     platform: str,
-    case: dispatch.AttentionRequest,
+    case: AttentionRequest,
     name: str,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -441,7 +442,8 @@ def test_splash_is_the_reference(
     mask: Mask,
 ) -> None:
     args = projections(B, S, H, K, 128, dtype)
-    assert libraries.refusal("splash", args[0], args[1], mask, INTERPRET, "cpu") == ""
+    asked = AttentionRequest(args[0], args[1], mask, INTERPRET, with_lse=False)
+    assert dispatch.refusal("splash", asked, "cpu") == ""
     ours = values_and_gradients(
         lambda q, k, v: libraries.splash(q, k, v, mask, INTERPRET),
         args,
@@ -597,10 +599,6 @@ def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> No
 
 
 def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    assert get_args(get_type_hints(KernelsConfig)["attention"]) == (
-        "auto",
-        *get_args(dispatch.Implementation),
-    )
     caplog.set_level(logging.INFO)
     dispatch.say_once.cache_clear()
     args = projections(4, 20, 8, 4, 6)
@@ -656,8 +654,8 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
     monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
     for room in ("_attention", "_choose_attention"):
         monkeypatch.setattr(f"jaxpar.parallel.{room}.platform_of", lambda plan: "gpu")
-    monkeypatch.setitem(
-        dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0]
+    monkeypatch.setattr(
+        libraries, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0]
     )
     args = projections(2, 32, 4, 2, 16, "bfloat16")
     segments = documents(2, 32) if packed else None
@@ -735,9 +733,8 @@ def test_splash_on_a_mesh_is_the_reference_on_one_device(
     packed: bool, rules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "choose", lambda *_: ("splash", ""))
-    monkeypatch.setitem(
-        dispatch.LIBRARIES, "splash", lambda *args: libraries.splash(*args[:-1], INTERPRET)
-    )
+    own = libraries.splash
+    monkeypatch.setattr(libraries, "splash", lambda *args: own(*args[:-1], INTERPRET))
     args = projections(2, 128, 4, 2, 128)
     segments = documents(2, 128) if packed else None
     plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
@@ -801,7 +798,8 @@ def test_splash_takes_queries_that_begin_later_than_the_keys(mask: Mask) -> None
     want = values_and_gradients(by_reference(mask, Call(q_start=128)), (q[:, 128:], k, v))
     assert_close(ours, want)
     gpu = q.astype(jnp.bfloat16)[:, 128:], k.astype(jnp.bfloat16)
-    assert "begin later" in libraries.refusal("cudnn", *gpu, mask, later, "gpu")
+    asked = AttentionRequest(*gpu, mask, later, with_lse=False)
+    assert "begin later" in dispatch.refusal("cudnn", asked, "gpu")
 
 
 def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:

@@ -425,9 +425,10 @@ def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatc
         v: jax.Array,
         mask: Mask,
         call: Call,
+        dropout: None,
     ) -> Any:
         seen.append(mask)
-        return forward(q, k, v, mask, call)
+        return forward(q, k, v, mask, call, dropout)
 
     monkeypatch.setattr(chunked, "forward", counted)
     jax.eval_shape(

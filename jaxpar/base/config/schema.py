@@ -24,7 +24,7 @@ from jaxpar.base.layout.mesh import MeshAxis, MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, MOST_WORDS, Range
-from jaxpar.base.registry import RATES, SINKS, SOURCES, OneOf
+from jaxpar.base.registry import KERNELS, RATES, SINKS, SOURCES, OneOf
 from jaxpar.base.toml import TABLE
 
 _FLOOR = (
@@ -382,10 +382,9 @@ class PrecisionConfig:
 class KernelsConfig:
     """Which kernels compute; `auto` takes the first that can serve on the devices."""
 
-    attention: Literal[
-        "auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
-    ] = "auto"
-    """See docs/attention.md."""
+    attention: Annotated[str, OneOf(KERNELS, ("auto",))] = "auto"
+    """One of auto, cudnn, pallas_gpu, splash, pallas_tpu, chunked and reference, or one that was
+    registered: see docs/attention.md."""
 
 
 @dataclass(frozen=True)

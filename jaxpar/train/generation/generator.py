@@ -149,7 +149,7 @@ class Generator:
         lengths_B = np.ones(B, np.int32)
         for row, prompt in enumerate(prompts):
             tokens_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
-        inputs = PromptRows(
+        given = (
             tokens_BS,
             lengths_B,
             np.arange(B) >= len(prompts),
@@ -157,7 +157,7 @@ class Generator:
             np.array(stop or [-1], np.int32),
             np.uint32(sampling.seed),
         )
-        inputs = jax.device_put(inputs, replicated_sharding(self.plan))
+        inputs = PromptRows(*jax.device_put(given, replicated_sharding(self.plan)))
         # the seed is an argument
         sizes = DecodeSizes(S, max_tokens, replace(sampling, seed=0))
         shape = (B, sizes, len(inputs.stop))
