@@ -159,6 +159,8 @@ RATES: Registry[Any] = Registry("train.schedule", "jaxpar.train.optimizer.learni
 """How the learning rate goes on after the warm-up: see `register_rate` there."""
 OPTIMIZERS: Registry[Any] = Registry("optimizer.name", "jaxpar.train.optimizer.named_optimizers")
 """What makes a step of gradients: see `register_optimizer` there."""
+KERNELS: Registry[Any] = Registry("kernels.attention", "jaxpar.kernels.attention.implementations")
+"""What computes attention: see `register_kernel` in `jaxpar.kernels.attention.kernel`."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
 """Where tokens come from: see `register_source` there."""
 SINKS: Registry[Any] = Registry("metrics.sinks", "jaxpar.train.sinks")

@@ -23,6 +23,7 @@ from jaxpar.base.errors import Say
 from jaxpar.base.layout.plan import Overlap
 from jaxpar.models import Model, Params, in_parts
 from jaxpar.parallel.collectives import further_split
+from jaxpar.parallel.domino import Places
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.linear.ring_matmul import ring_forms
 from jaxpar.parallel.zigzag import TOKENS
@@ -205,7 +206,7 @@ def _blocks(model: Model, experiment: Experiment) -> tuple[jax.stages.Traced, Bl
     ) -> tuple[Params, jax.Array]:
         trained = model.trained({"blocks": params})["blocks"]
         _, pull = jax.vjp(
-            lambda part, x: model.blocks(params | part, x, positions_BS, None, plan)[0],
+            lambda part, x: model.blocks(params | part, x, Places(positions_BS), plan)[0],
             trained,
             x_BSD,
         )

@@ -21,6 +21,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.sources import register_source
+from jaxpar.kernels import register_kernel
 from jaxpar.kernels.masks import Causal, Dilated
 from jaxpar.models.masks import WORDS, MaskWord, layer_masks, register_mask
 from jaxpar.parallel.linear.ring_matmul import Lane, register_form
@@ -33,6 +34,7 @@ from jaxpar.train.sinks import Sink, register_sink
 NAME = "of-a-test"
 TABLES = (
     registry.FORMS,
+    registry.KERNELS,
     registry.OPTIMIZERS,
     registry.RATES,
     registry.SCHEDULES,
@@ -56,6 +58,7 @@ DECORATORS: list[Any] = [
     register_form,
     register_optimizer,
     register_rate,
+    register_kernel,
     register_schedule,
     register_sink,
     register_source,

@@ -21,6 +21,7 @@ from jaxpar.base.layout.mesh import MeshSpec, make_mesh
 from jaxpar.base.layout.plan import Plan
 from jaxpar.kernels import masks
 from jaxpar.models import Block, Model
+from jaxpar.parallel.ops import AttentionCall
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import plan_notes
@@ -70,7 +71,7 @@ class ParallelBlock(nnx.Module):
         q, k, v, up = ops.column_linear(
             self.norm(x_BSD), weights, [HEADS, KV_HEADS, KV_HEADS, MLP], seq="attention_seq"
         )
-        seen = ops.attention(q, k, v, masks.Causal(), segments_BS)
+        seen = ops.attention(AttentionCall(q, k, v, masks.Causal(), segments_BS))
         attended = ops.row_linear(seen, self.mix[...], HEADS, seq="attention_seq")
         return x_BSD + attended + ops.row_linear(jax.nn.gelu(up), self.down[...], MLP)
 

@@ -26,7 +26,7 @@ from jaxpar.base.layout.mesh import MeshAxis, MeshSpec
 from jaxpar.base.layout.plan import Context, Overlap, Pipeline
 from jaxpar.base.layout.sharding import ShardingRules
 from jaxpar.base.ranges import MOST_STEPS, Range
-from jaxpar.base.registry import SINKS, OneOf
+from jaxpar.base.registry import KERNELS, SINKS, OneOf
 from jaxpar.base.toml import TABLE
 
 _FOUND_BY_BUDGET = Idle(
@@ -219,10 +219,12 @@ class KernelsConfig:
     """Which kernels compute; `auto` takes the first that can serve on the devices."""
 
     attention: Annotated[
-        Literal["auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"],
+        str,
+        OneOf(KERNELS, ("auto",)),
         Called("attn_implementation flash_attention flash_attn use_flash_attn attn attention"),
     ] = "auto"
-    """See docs/attention.md."""
+    """One of auto, cudnn, pallas_gpu, splash, pallas_tpu, chunked and reference, or one that was
+    registered: see docs/attention.md."""
 
 
 @dataclass(frozen=True)

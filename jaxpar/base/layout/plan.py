@@ -206,7 +206,7 @@ class Plan(Layout):
     and its gradient.
     """
     attention: str = "auto"
-    """One of `kernels.attention.dispatch.Implementation`, or `auto`: the first of them that
+    """The name of an implementation (`registry.KERNELS`), or `auto`: the first of them that
     serves.
     """
     pipeline: Pipeline = Pipeline()

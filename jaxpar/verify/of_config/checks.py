@@ -21,7 +21,7 @@ from jaxpar.base.layout.plan import Plan
 from jaxpar.base.machine import versions
 from jaxpar.base.toml import flatten
 from jaxpar.models.hidden import PROJECTIONS
-from jaxpar.parallel import Ops
+from jaxpar.parallel import MeshOps
 from jaxpar.parallel.zigzag import TOKENS
 from jaxpar.train import step
 from jaxpar.train.experiment import Experiment, pipelined_microbatches
@@ -218,7 +218,7 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
         check = compare_answers(name, case, got, want, near)
         if check.wrong:
             say(f"{name}: one device with the library's ops")
-            ops = one_device(case, precision, exact, ops=Ops)(case.params, case.batch)
+            ops = one_device(case, precision, exact, ops=MeshOps)(case.params, case.batch)
             check = compare_answers(name, case, got, want, near, ops)
             if check.wrong:
                 alike = all(

@@ -100,7 +100,7 @@ def one_device(
     case: Case,
     precision: str,
     exact: bool,
-    ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
+    ops: Callable[[Plan], Ops] = ReferenceOps,
 ) -> OneDevice:
     """Make a function that computes loss and gradients on the first device; with `ReferenceOps` it
     is the reference.

@@ -32,7 +32,7 @@ from jaxpar.kernels.attention.chunked import TILE, TileSize
 from jaxpar.models import AnyModel, Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
-from jaxpar.parallel.ops import attention_calls
+from jaxpar.parallel.mesh_ops import attention_calls
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import check_batch, check_parameters, with_projections
