@@ -24,7 +24,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import replicated_sharding
 from jaxpar.train.restore import load_run
-from jaxpar.train.restore.beside import read_beside
+from jaxpar.train.restore.metadata import read_metadata
 from jaxpar.train.runs import orbax_options, training_checkpoints
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
@@ -273,10 +273,10 @@ def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(
     saved = {"iterator": None, "training_tokens": None, "layer_order": order}
     checkpoints = SimpleNamespace(folder=Path("checkpoints"), data=lambda step: saved)
     if right:
-        assert read_beside(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
+        assert read_metadata(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
     else:
         with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
-            read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
+            read_metadata(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_save_that_failed_on_another_process_is_raised_on_this_one_too(

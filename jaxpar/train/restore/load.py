@@ -22,17 +22,17 @@ from jaxpar.models.hidden import PROJECTIONS
 from jaxpar.models.views import fold_views
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import with_projections
-from jaxpar.train.restore.beside import (
+from jaxpar.train.restore.folder_model import model_of, require_model
+from jaxpar.train.restore.metadata import (
     FROZEN,
     OF_HOOKS,
     OPTIMIZER,
     ORDER,
     PARTS,
     fingerprint,
-    read_beside,
+    read_metadata,
     require_step,
 )
-from jaxpar.train.restore.folder_model import model_of, require_model
 from jaxpar.train.restore.trained_state import (
     require_no_average,
     require_optimizer,
@@ -189,7 +189,7 @@ def restore_state(
     """
     config = experiment.config
     model = experiment.model
-    data = read_beside(checkpoints, step, config.model.layers)
+    data = read_metadata(checkpoints, step, config.model.layers)
     place = checkpoints.folder / str(step)
     require_parts(model, data.get(PARTS) or {}, place)
     if whole:
@@ -230,7 +230,7 @@ def restore_hook(checkpoints: Checkpoints, step: int, experiment: Experiment, ho
     Raises:
       UserError: they cannot be read, or are of another model.
     """
-    order = read_beside(checkpoints, step, experiment.config.model.layers).get(ORDER)
+    order = read_metadata(checkpoints, step, experiment.config.model.layers).get(ORDER)
     return restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
 
 

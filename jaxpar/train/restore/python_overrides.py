@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxpar.base.errors import read_json
 from jaxpar.train.optimizer.given_optimizer import GIVEN
-from jaxpar.train.restore.beside import OPTIMIZER, PARTS
+from jaxpar.train.restore.metadata import OPTIMIZER, PARTS
 from jaxpar.train.runs.folder.run_folder import finished_steps, read_run_config
 
 _KINDS = {OPTIMIZER: str | None, PARTS: dict[str, str] | None}
