@@ -28,6 +28,7 @@ from jaxpar.train.runs.folder.manifest import (
     UnreadCheckpoint,
     require_whole,
 )
+from jaxpar.train.runs.folder.orbax_names import STATE
 from jaxpar.train.runs.folder.steps import steps_in
 from jaxpar.train.runs.folder.val_losses import Losses, lowest
 from jaxpar.train.runs.orbax_options import Disk, LiteralPath, item_handlers, writing_processes
@@ -185,7 +186,7 @@ class Checkpoints:
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
         with self._readable(step):
-            if "state" in items:
+            if STATE in items:
                 self._complete(step)
             return self._reader.restore(self._place(step), ocp.args.Composite(**items))
 

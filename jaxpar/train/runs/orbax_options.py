@@ -19,7 +19,7 @@ from orbax.checkpoint.options import MultiprocessingOptions
 
 from jaxpar.base.atomic_write import sync
 from jaxpar.base.process.multihost import number_from_first
-from jaxpar.train.runs.folder.manifest import METADATA
+from jaxpar.train.runs.folder.orbax_names import DATA, STATE, STEP_METADATA
 from jaxpar.train.runs.folder.val_losses import lowest
 from jaxpar.train.runs.locks.in_use import steps_in_use
 
@@ -81,7 +81,7 @@ class Manager(ocp.CheckpointManager):
         if place.is_dir():
             # Its arrays and its manifest were synced under the temporary name. When it was finished
             # Orbax writes just before it renames the folder.
-            sync(place / METADATA)
+            sync(place / STEP_METADATA)
             sync(place)
             sync(place.parent)
 
@@ -192,7 +192,7 @@ def item_handlers(disk: Disk) -> dict[str, Any]:
         handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     elif disk == "shared":
         state = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
-        return {"state": state, "data": data}
+        return {STATE: state, DATA: data}
     else:
         # of a part that several hold, the first sends its copy; on a disk of its own each needs one
         handler = ocp.type_handlers.ArrayHandler(
@@ -206,4 +206,4 @@ def item_handlers(disk: Disk) -> dict[str, Any]:
         multiprocessing_options=processes,
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(*handlers),
     )
-    return {"state": state, "data": data}
+    return {STATE: state, DATA: data}

@@ -52,6 +52,7 @@ from jaxpar.train.runs.bucket.sender import Sender
 from jaxpar.train.runs.checkpoints import Checkpoints, PyTree, first_line, warn
 from jaxpar.train.runs.disk_space import require_space, require_writable
 from jaxpar.train.runs.folder.manifest import MANIFEST, write_manifest
+from jaxpar.train.runs.folder.orbax_names import UNFINISHED
 from jaxpar.train.runs.folder.steps import clear_up, set_aside, steps_in
 from jaxpar.train.runs.folder.val_losses import lowest
 from jaxpar.train.runs.locks.in_use import steps_in_use
@@ -66,9 +67,6 @@ from jaxpar.train.runs.orbax_options import (
     steps_from_first,
     writing_processes,
 )
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""What the name of a step ends in while it is written."""
 
 
 class TrainingCheckpoints(Checkpoints):
@@ -304,7 +302,7 @@ class TrainingCheckpoints(Checkpoints):
         step = self._saving
         if step is None:
             return
-        for folder in self.folder.glob(f"{step}{_UNFINISHED}*"):
+        for folder in self.folder.glob(f"{step}{UNFINISHED}*"):
             if self._hashes:
                 write_manifest(folder, step, self._identity)
             if self._writes:

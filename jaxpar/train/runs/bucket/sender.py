@@ -19,7 +19,6 @@ from jax.experimental import multihost_utils
 from jaxpar.base.errors import UserError, reading
 from jaxpar.base.storage import Bucket, Found, say
 from jaxpar.train.runs.bucket.layout import (
-    CHUNK,
     PARTS,
     UPLOADED,
     Sizes,
@@ -34,6 +33,7 @@ from jaxpar.train.runs.bucket.layout import (
     write_sizes,
 )
 from jaxpar.train.runs.folder.manifest import LOSS
+from jaxpar.train.runs.folder.orbax_names import CHUNK, METRICS
 from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _EVERY_SECONDS = 30.0
@@ -149,7 +149,7 @@ class Sender:
             time.sleep(_LOOK_SECONDS)
         prefix = f"{CHECKPOINTS}/{step}/"
         names = [name for name in names_below(folder) if self._main or CHUNK.fullmatch(name)]
-        names = [name for name in names if not name.startswith("metrics/")]
+        names = [name for name in names if not name.startswith(f"{METRICS}/")]
         rows = {name: size_and_hash(folder / name) for name in names}
         self._bucket.send_all((folder / name, prefix + name) for name in names)
         if not self._main:
@@ -196,7 +196,7 @@ class Sender:
         if not name.startswith(CHECKPOINTS + "/"):
             return True
         _, step, *rest = name.split("/")
-        later = rest[:1] in (["metrics"], [LOSS])
+        later = rest[:1] in ([METRICS], [LOSS])
         return step.isdecimal() and int(step) in self._steps and later
 
     def _remove_retired(self) -> None:

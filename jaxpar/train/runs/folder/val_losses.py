@@ -17,12 +17,11 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.errors import Say, UserError, is_kind, read_json
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.runs.folder.manifest import LOSS
+from jaxpar.train.runs.folder.orbax_names import METRICS_FILE
 from jaxpar.train.runs.folder.steps import steps_in
 
 METRIC = "val_loss"
 _CHECK = "check"
-_OLDER = ("metrics", "metrics")
-"""Where earlier versions have it, unchecked."""
 
 
 def lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
@@ -109,8 +108,9 @@ class Losses:
 
 
 def _read_older(place: Path) -> float | None:
+    """The loss where earlier versions have it, unchecked."""
     with suppress(UserError):
-        loss = read_json(place.joinpath(*_OLDER)).get(METRIC)
+        loss = read_json(place / METRICS_FILE).get(METRIC)
         if is_kind(loss, float):
             return loss
     return None
