@@ -23,7 +23,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.checkpoints import checkpoints_command
 from jaxpar.train.runs import list_checkpoints
-from jaxpar.train.runs.checkpoints import Checkpoints
+from jaxpar.train.runs.checkpoints import Checkpoints, find_newest_whole
 from jaxpar.train.runs.folder.manifest import (
     MANIFEST,
     DamagedCheckpoint,
@@ -35,7 +35,6 @@ from jaxpar.train.runs.folder.orbax_names import STEP_METADATA
 from jaxpar.train.runs.folder.steps import clear_up, steps_in
 from jaxpar.train.runs.folder.val_losses import Losses
 from jaxpar.train.runs.locks.in_use import in_use, steps_in_use
-from jaxpar.train.runs.newest_whole import find_newest_whole
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 PIECE = mmap.ALLOCATIONGRANULARITY

@@ -122,7 +122,7 @@ class Saves:
         # which is written to its end by now
         if before is not None and checkpoints is run.checkpoints:
             written = save_seconds(checkpoints.folder / str(before))
-            self._limit.note_save(max(written, checkpoints.sending_seconds))
+            self._limit.note_save(written + checkpoints.store.seconds)
 
     def _tier(self, local: bool) -> TrainingCheckpoints:
         """Where a save goes. All processes must call this."""

@@ -43,6 +43,7 @@ from jaxpar.train.restore.which_step import read_whole_step
 from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
+from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.state import TrainState
 from jaxpar.train.step import evaluation_params, init_state
 
@@ -141,7 +142,9 @@ def drop_stages(plan: Plan) -> Plan:
     return replace(plan, rules=rules, parameters="device", optimizer="device")
 
 
-def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Params]:
+def load_run(
+    folder: Path, step: int, experiment: Experiment, store: StoreOf = store_of
+) -> tuple[int, Params]:
     """Load the parameters of a run's checkpoint. The optimizer's state is not read.
 
     A checkpoint that is damaged is left out, and said, and the one that is chosen without it is
@@ -151,6 +154,7 @@ def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Para
       folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
       experiment: its model, on a plan of any mesh.
+      store: makes the store that keeps the checkpoints, where the run has one of its own.
 
     Returns:
       The step, and the parameters on the mesh.
@@ -164,7 +168,7 @@ def load_run(folder: Path, step: int, experiment: Experiment) -> tuple[int, Para
         state, _ = restore_state(checkpoints, chosen, experiment, whole=False)
         return state.params
 
-    return read_whole_step(folder, step, read)
+    return read_whole_step(folder, step, read, store)
 
 
 def restore_state(

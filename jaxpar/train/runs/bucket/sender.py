@@ -39,7 +39,6 @@ from jaxpar.train.runs.folder.steps import CHECKPOINTS
 _EVERY_SECONDS = 30.0
 _PEERS_SECONDS = 1800.0
 """How long the first process waits for the files of another."""
-_LOOK_SECONDS = 0.2
 
 
 class Sender:
@@ -69,7 +68,7 @@ class Sender:
         """The last step, until it is sent once more."""
         self._stopped = threading.Event()
         self.seconds = 0.0
-        """How long the last step took from its save until it was sent."""
+        """How long the last step took to be sent, once it was written."""
         if self._main:
             self._remove_unfinished()
             threading.Thread(target=self._send_now_and_then, daemon=True).start()
@@ -77,7 +76,7 @@ class Sender:
             multihost_utils.sync_global_devices("jaxpar_bucket_run")
 
     def send_step(self, step: int) -> None:
-        """Send a step once it is on this machine as a whole; `wait` says how that ended."""
+        """Send a step that is on this machine as a whole; `wait` says how that ended."""
         self.wait()
         self._again = step
         self._step = self._thread.submit(self._send_step, step)
@@ -143,10 +142,6 @@ class Sender:
 
     def _send_files(self, step: int) -> None:
         folder = self._folder / CHECKPOINTS / str(step)
-        while not folder.is_dir():  # Orbax renames it, once all of it is there
-            if self._stopped.is_set():
-                return
-            time.sleep(_LOOK_SECONDS)
         prefix = f"{CHECKPOINTS}/{step}/"
         names = [name for name in names_below(folder) if self._main or CHUNK.fullmatch(name)]
         names = [name for name in names if not name.startswith(f"{METRICS}/")]

@@ -83,18 +83,20 @@ class Losses:
         return None
 
     def add(self, step: int, loss: float) -> None:
-        """Keep the loss of a step, and write it once the step is there."""
+        """Keep the loss of a step, for `write`."""
         self.known[step] = self._unwritten[step] = loss
-        self.write()
 
     def forget(self, step: int) -> None:
         """Drop the loss of a step that is about to be saved anew."""
         self.known.pop(step, None)
         self._unwritten.pop(step, None)
 
-    def write(self) -> None:
+    def write(self) -> list[int]:
         """Write the losses of those steps that have been written to their end; the others wait for
         it.
+
+        Returns:
+          The steps.
 
         Raises:
           UserError: one cannot be written.
@@ -105,6 +107,7 @@ class Losses:
             if jax.process_index() == 0:
                 content = {METRIC: loss, _CHECK: _check(step, loss)}
                 write_whole(self._folder / str(step) / LOSS, json.dumps(content) + "\n")
+        return there
 
 
 def _read_older(place: Path) -> float | None:
