@@ -489,6 +489,26 @@ def test_a_run_that_is_refused_sends_nothing_more(bucket):
     assert bucket.find("config.toml") is None
 
 
+def test_a_step_that_is_written_after_the_run_was_lost_is_not_sent(bucket, monkeypatch):
+    folder = run_here(bucket.url)
+    keep_config(folder, Config())
+    checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig(keep_best=False))
+    stopped = threading.Event()
+    write_manifest = training_checkpoints.write_manifest
+
+    def write_late(*arguments: Any) -> None:
+        assert stopped.wait(30)
+        write_manifest(*arguments)
+
+    monkeypatch.setattr(training_checkpoints, "write_manifest", write_late)
+    checkpoints.save(1, state(1), {})
+    checkpoints.stop_sending()
+    stopped.set()
+    checkpoints.wait()
+    assert (folder / "checkpoints/1").is_dir() and not bucket.files("checkpoints")
+    checkpoints.close()
+
+
 def test_the_disk_that_is_too_full_is_that_of_the_copy(bucket, tmp_path, monkeypatch):
     folder = run_here(bucket.url)
     checkpoints = TrainingCheckpoints(folder / "checkpoints", CheckpointConfig())

@@ -212,7 +212,9 @@ class CheckpointStore:
         """
 
     def stop(self) -> None:
-        """Keep nothing more, as the training fails, or is over."""
+        """Keep nothing more, not even a step that is still being written: the training fails, or is
+        over, and the run may be another's.
+        """
 
 
 class OwnDiskStore(CheckpointStore):

@@ -76,7 +76,11 @@ class Sender:
             multihost_utils.sync_global_devices("jaxpar_bucket_run")
 
     def send_step(self, step: int) -> None:
-        """Send a step that is on this machine as a whole; `wait` says how that ended."""
+        """Send a step that is on this machine as a whole; `wait` says how that ended. Where it was
+        stopped meanwhile, the run may be another training's, and nothing is sent.
+        """
+        if self.stopped:
+            return
         self.wait()
         self._again = step
         self._step = self._thread.submit(self._send_step, step)
@@ -98,9 +102,7 @@ class Sender:
             self._step.result()
 
     def stop(self) -> None:
-        """Send no more of itself, and wait no longer for a step that could not be written on this
-        machine. `send` still sends.
-        """
+        """Send no more of itself. `send` still sends."""
         self._stopped.set()
 
     @property
