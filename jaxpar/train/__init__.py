@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from jaxpar.train.optimizer.named_optimizers import OptimizerSettings, register_optimizer
     from jaxpar.train.optimizer.per_matrix import muon_dimensions
     from jaxpar.train.restore import config_of, export_run
+    from jaxpar.train.runs.stores import CheckpointStore
     from jaxpar.train.step import init_state, make_eval_step, make_train_step
 
 _MODULES = {
+    "CheckpointStore": "runs.stores",
     "Experiment": "experiment",
     "Hook": "hooks",
     "OnRow": "hooks",
@@ -70,6 +72,7 @@ _MODULES = {
     "run": "loop",
 }
 __all__ = [
+    "CheckpointStore",
     "Experiment",
     "Hook",
     "OnRow",

@@ -25,7 +25,7 @@ from jaxpar.parallel.ops import AttentionCall
 from jaxpar.train.activations import activations, unnamed_bytes
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import plan_notes
-from jaxpar.train.restore import beside_state, load_run
+from jaxpar.train.restore import load_run, state_metadata
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_not_read_as_a_model_of_other_parts(tmp_path: Path) -> N
     own = experiment_of(Backwards)
     state = init_state(own)
     checkpoints = TrainingCheckpoints(tmp_path / "checkpoints", own.config.checkpoint)
-    checkpoints.save(1, state, beside_state(own, None, None, None))
+    checkpoints.save(1, state, state_metadata(own, None, None, None))
     checkpoints.close()
     _, params = load_run(tmp_path, 1, own)
     jax.tree.map(np.testing.assert_array_equal, params, state.params)

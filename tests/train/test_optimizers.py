@@ -39,7 +39,7 @@ from jaxpar.train.optimizer.per_matrix import (
 )
 from jaxpar.train.optimizer.update import update
 from jaxpar.train.optimizer.updated_part import Part
-from jaxpar.train.restore import beside_state, restore_state
+from jaxpar.train.restore import restore_state, state_metadata
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.state import TrainState
 from jaxpar.train.state_memory import state_bytes
@@ -540,7 +540,7 @@ def test_a_state_is_not_read_as_that_of_another_optimizer(tmp_path: Path) -> Non
     ):
         state = init_state(Experiment(one, saved.model, saved.plan, saved.optimizer))
         checkpoints = TrainingCheckpoints(tmp_path / str(number), CheckpointConfig())
-        checkpoints.save(0, state, beside_state(saved, None, None, None))
+        checkpoints.save(0, state, state_metadata(saved, None, None, None))
         checkpoints.wait()
         with pytest.raises(UserError, match=message):
             restore_state(checkpoints, 0, other)

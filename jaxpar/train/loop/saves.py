@@ -19,12 +19,12 @@ from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
 from jaxpar.train.hooks import Hook, keeps_params, load_states, states_of
 from jaxpar.train.opening import GUARD, HOOKS, FirstStep, OpenRun
 from jaxpar.train.restore import (
-    beside_state,
     fingerprint,
     hooks_with_arrays,
     restore_hook,
     saved_hooks,
     saved_part,
+    state_metadata,
 )
 from jaxpar.train.runs.checkpoints import require_same_form
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
@@ -106,7 +106,7 @@ class Saves:
         require_same_form(state, run.experiment.state, f"the state after step {step}")
         teacher = None if run.teacher is None else run.teacher.identity
         size = run.corpus.train.size
-        beside = beside_state(run.experiment, place, size, self._frozen, teacher, step)
+        beside = state_metadata(run.experiment, place, size, self._frozen, teacher, step)
         if seen := guard.saved():
             beside[GUARD] = seen
         if states := run_together(lambda: states_of(self._hooks)):
@@ -122,7 +122,7 @@ class Saves:
         # which is written to its end by now
         if before is not None and checkpoints is run.checkpoints:
             written = save_seconds(checkpoints.folder / str(before))
-            self._limit.note_save(max(written, checkpoints.sending_seconds))
+            self._limit.note_save(written + checkpoints.store.seconds)
 
     def _tier(self, local: bool) -> TrainingCheckpoints:
         """Where a save goes. All processes must call this."""
