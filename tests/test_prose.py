@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxpar"
 DONE = ("hlo", "data", "rehearse", "plan", "verify", "show", "bench", "launch", "base")
 """The wings that are held to this."""
-OPEN = ("verify/reference_ops.py", "base/config", "base/registry.py", "base/storage")
+OPEN = ("verify/reference_ops.py",)
 """What is left out of them until it is done too: files and folders."""
 
 REFERENCES = ("as for ", "see there")

@@ -1,9 +1,10 @@
-"""What is said of a setting beside its type, once, at its field in a schema:
+"""Marks beside the type of a setting, at its field in a schema, which say once what is to be known
+of it:
 
     alpha: Annotated[float, Range(1e-3, 1e6), Idle(no_lora, "model.lora.rank is 0", "...")] = 16.0
 
 Checks, messages, help and the table of docs/config.md read the marks of fields through
-`schema_fields` and `marks_of`. A mark of a field that is a table of settings is one of each of
+`schema_fields` and `marks_of`. A mark of a field that is a table of settings counts for each of
 them. The range of a number (`jaxpar.base.ranges`) and the names that a text may have
 (`jaxpar.base.registry`) are marks too.
 """
@@ -21,19 +22,20 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 from jaxpar.base.errors import UserError
 
 WholeConfig: TypeAlias = Any
-"""A `Config`, in the modules that its schema is made of."""
+"""A `Config`, for the modules that its schema is made of, which cannot import it."""
 Mark = TypeVar("Mark")
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Where a setting has no effect.
+    """A mark of the configs in which a setting has no effect.
 
     Attributes:
-      when: whether it has none in a config.
-      reason: what is so there. Help and the table of settings say it behind "no effect where".
-      advice: what makes the setting matter, with which a message ends, or what writes that when it
-        is asked for, from what is registered by then.
+      when: returns whether the setting has no effect in a config.
+      reason: the fact of the config that makes it so. Help and the table of settings say it behind
+        "no effect where".
+      advice: the end of a message, which says what makes the setting matter; or a function that
+        writes it when it is asked for, from what is registered by then.
     """
 
     when: Callable[[WholeConfig], bool]
@@ -42,22 +44,22 @@ class Idle:
 
     @property
     def because(self) -> str:
-        """Why a setting has no effect, and what would make it matter."""
+        """The reason why a setting has no effect, and what would make it matter."""
         advice = self.advice() if callable(self.advice) else self.advice
         return f"{self.reason}: {advice}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a setting contradicts.
+    """A mark of what a setting contradicts.
 
     Attributes:
-      broken: says of a config what is wrong and what to try; empty where nothing is. It may raise
-        a UserError instead.
-      also: the dotted keys of other settings that the contradiction is between. One that is said at
-        several fields is between all of them.
-      training: whether it is one for a training alone. Of a setting that only training reads each
-        rule is.
+      broken: returns what is wrong with a config and what to try; empty where nothing is. It may
+        raise a UserError instead.
+      also: the dotted keys of other settings that the contradiction is between. A rule that stands
+        at several fields is between all of them.
+      training: whether the rule holds for trainings alone. A rule of a setting that only training
+        reads always does.
     """
 
     broken: Callable[[WholeConfig], str]
@@ -65,7 +67,7 @@ class Rule:
     training: bool = False
 
     def message(self, config: WholeConfig) -> str:
-        """What is wrong with a config; empty = nothing."""
+        """Say what a config has wrong by this rule; empty = nothing."""
         try:
             return self.broken(config)
         except UserError as error:
@@ -74,13 +76,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Called:
-    """What other trainers call a setting: words with spaces between."""
+    """A mark of the names that other trainers give a setting: words with spaces between."""
 
     words: str
 
 
 class Trait(Enum):
-    """What is true of some settings. Of a table and a field in it the field's own counts."""
+    """A property of some settings. A field's own mark wins over the mark of its table."""
 
     TRAINING_ONLY = "training alone reads it: an evaluation is the same whatever its value"
     EVALUATION_TOO = "an evaluation reads it too, unlike the rest of its table"
@@ -91,12 +93,12 @@ class Trait(Enum):
 
 
 class SchemaField(NamedTuple):
-    """A setting of a schema.
+    """A setting of a schema, with its marks.
 
     Attributes:
-      key: its dotted key.
+      key: the setting's dotted key.
       kind: its type without marks, which may be any.
-      marks: those of the tables that it is in, from the outside in, and then its own.
+      marks: the marks of the tables that it is in, from the outside in, and then its own.
     """
 
     key: str
@@ -106,13 +108,10 @@ class SchemaField(NamedTuple):
 
 @functools.cache
 def schema_fields(schema: type) -> Mapping[str, SchemaField]:
-    """List the settings of a dataclass by dotted key.
+    """List the settings of a dataclass by dotted key, in the order of the fields.
 
     Args:
       schema: a dataclass, whose tables are dataclasses too.
-
-    Returns:
-      The settings in the order of the fields.
     """
     return {field.key: field for field in _fields_in(schema, "", ())}
 
@@ -127,7 +126,9 @@ def _fields_in(schema: type, table: str, marks: tuple[object, ...]) -> Iterator[
 
 
 def _unmarked(hint: Any) -> tuple[Any, tuple[object, ...]]:
-    """An annotation without its marks, and the marks. Those of a tuple's items are its own."""
+    """Split an annotation into its type and its marks; marks of a tuple's items count as its
+    own.
+    """
     if typing.get_origin(hint) is Annotated:
         inner, *outer = typing.get_args(hint)
         kind, marks = _unmarked(inner)
@@ -143,11 +144,11 @@ def marks_of(schema: type, kind: type[Mark]) -> Mapping[str, tuple[Mark, ...]]:
     """Find the marks of one kind, by the dotted keys of the settings that have any.
 
     Args:
-      schema: a dataclass of settings, and of tables that are dataclasses.
+      schema: a dataclass, whose tables are dataclasses too.
       kind: the class of the marks.
 
     Returns:
-      The marks of each, those of its tables first.
+      The marks of each setting, beginning with the marks of its tables.
     """
     found = {
         key: tuple(mark for mark in field.marks if isinstance(mark, kind))
@@ -158,13 +159,9 @@ def marks_of(schema: type, kind: type[Mark]) -> Mapping[str, tuple[Mark, ...]]:
 
 @functools.cache
 def keys_with(schema: type, trait: Trait) -> frozenset[str]:
-    """Find the settings that have a trait.
+    """Find the dotted keys of the settings that have a trait.
 
     Args:
-      schema: a dataclass of settings, and of tables that are dataclasses.
-      trait: what is true of them.
-
-    Returns:
-      Their dotted keys.
+      schema: a dataclass, whose tables are dataclasses too.
     """
     return frozenset(key for key, traits in marks_of(schema, Trait).items() if trait in traits)

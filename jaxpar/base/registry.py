@@ -1,14 +1,14 @@
-"""Names that a setting may have, each with what it stands for; a program adds its own by a
-decorator.
+"""Registries of the names that a setting may have, each with what it stands for; a program adds its
+own by a decorator.
 
     @parallel.pipeline.register_schedule("mine")
     def mine(stages, microbatches, virtual): ...
 
     config = override(config, {"pipeline.schedule": "mine"})
 
-What is registered is at once in what a config may say and in the messages that list it. Ours stand
-in one module each, the registry's home, which is loaded when a name is first looked up: the schema
-of a config lies below the code that it chooses from.
+A registered name is at once among those that a config may use and that messages list. The library's
+own entries stand in one module each, the registry's home, which is loaded when a name is first
+looked up: the schema of a config lies below the code that it chooses from.
 """
 
 from __future__ import annotations
@@ -29,30 +29,27 @@ Kept = TypeVar("Kept")
 
 
 class Registry(Generic[T]):
-    """What may be named in one setting, or one argument, by its name."""
+    """The entries that one setting, or one argument, may name."""
 
     def __init__(self, what: str, home: str = ""):
         """Make a registry.
 
         Args:
-          what: what a message calls such a name: `pipeline.schedule`.
-          home: the module that registers ours, which is loaded at the first look-up; empty = it is
-            the one that makes the registry.
+          what: the name of the setting in messages, such as `pipeline.schedule`.
+          home: the module that registers the library's own entries, which is loaded at the first
+            look-up; empty = the module that makes the registry.
         """
         self.what = what
         self._home = home
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, entry: T) -> T:
-        """Register an entry and return it. One that was defined at the same place replaces the one
-        before it, so that a notebook's cell may be run again.
+        """Register an entry and return it. An entry that was defined at the same place replaces the
+        one before it, so that a notebook's cell may be run again.
 
         Args:
           name: a word.
-          entry: what it names.
-
-        Returns:
-          The entry.
+          entry: the value that the name stands for.
 
         Raises:
           UserError: the name is not a word, or another entry has it.
@@ -68,13 +65,10 @@ class Registry(Generic[T]):
         return entry
 
     def require_word(self, name: object) -> None:
-        """Require a word for a name. It is none where a decorator was written without its brackets.
-
-        Args:
-          name: what was given.
+        """Refuse a name that is not a word, as where a decorator was written without its brackets.
 
         Raises:
-          UserError: it is no word.
+          UserError: the name is not a word.
         """
         if isinstance(name, str) and re.fullmatch(r"\w[\w-]*", name):
             return
@@ -84,28 +78,16 @@ class Registry(Generic[T]):
         )
 
     def remove(self, name: str) -> None:
-        """Take a name out again, as a test does at its end.
-
-        Args:
-          name: a registered name.
-        """
+        """Take a name out again, as a test does at its end."""
         del self._entries[name]
 
     def names(self) -> tuple[str, ...]:
-        """Every name, ours first, in the order in which they were registered.
-
-        Returns:
-          The names.
-        """
+        """List every name, the library's own first, in the order in which they were registered."""
         self._load_home()
         return tuple(self._entries)
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Every name with its entry.
-
-        Returns:
-          Pairs of a name and its entry, as of now.
-        """
+        """Iterate over the names with their entries, as of now."""
         self._load_home()
         return iter(list(self._entries.items()))
 
@@ -113,7 +95,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def __getitem__(self, name: str) -> T:
-        """The entry of a name; a UserError, which lists all names, for one that is not
+        """Return the entry of a name; a UserError, which lists all names, for one that is not
         registered.
         """
         self._load_home()
@@ -127,7 +109,7 @@ class Registry(Generic[T]):
 
 
 def _place_of(entry: object) -> str:
-    """Where an entry, or the function that it holds, was defined."""
+    """Say where an entry, or the function that it holds, was defined."""
     if dataclasses.is_dataclass(entry):
         functions = [entry, *vars(entry).values()]
     else:
@@ -139,11 +121,7 @@ def _place_of(entry: object) -> str:
 
 
 def unknown(name: object, known: tuple[str, ...]) -> str:
-    """What a message says of a name that is none of those known: `is one of a, b, found 'c'`.
-
-    Args:
-      name: what was found.
-      known: the names that there are.
+    """Write what a message says of a name that is not known: `is one of a, b, found 'c'`.
 
     Returns:
       The end of a sentence, with the nearest name if one is near.
@@ -152,38 +130,42 @@ def unknown(name: object, known: tuple[str, ...]) -> str:
 
 
 SCHEDULES: Registry[Any] = Registry("pipeline.schedule", "jaxpar.parallel.pipeline.schedules")
-"""How microbatches go through stages: see `register_schedule` there."""
+"""The orders in which microbatches pass through pipeline stages
+(`jaxpar.parallel.pipeline.schedules.register_schedule`).
+"""
 FORMS: Registry[Any] = Registry("the form of a collective", "jaxpar.parallel.linear.ring_matmul")
-"""How a linear gathers and scatters: see `register_form` there."""
+"""The ways in which a linear layer gathers and scatters
+(`jaxpar.parallel.linear.ring_matmul.register_form`).
+"""
 RATES: Registry[Any] = Registry("train.schedule", "jaxpar.train.optimizer.learning_rate")
-"""How the learning rate goes on after the warm-up: see `register_rate` there."""
+"""The courses of the learning rate after the warm-up
+(`jaxpar.train.optimizer.learning_rate.register_rate`).
+"""
 OPTIMIZERS: Registry[Any] = Registry("optimizer.name", "jaxpar.train.optimizer.named_optimizers")
-"""What makes a step of gradients: see `register_optimizer` there."""
+"""The optimizers, which make an update of gradients
+(`jaxpar.train.optimizer.named_optimizers.register_optimizer`).
+"""
 KERNELS: Registry[Any] = Registry("kernels.attention", "jaxpar.kernels.attention.implementations")
-"""What computes attention: see `register_kernel` in `jaxpar.kernels.attention.kernel`."""
+"""The implementations of attention (`jaxpar.kernels.attention.kernel.register_kernel`)."""
 SOURCES: Registry[Any] = Registry("data.source", "jaxpar.data.sources")
-"""Where tokens come from: see `register_source` there."""
+"""The sources of tokens (`jaxpar.data.sources.register_source`)."""
 SINKS: Registry[Any] = Registry("metrics.sinks", "jaxpar.train.sinks")
-"""Where rows of metrics go: see `register_sink` there."""
+"""The places that rows of metrics are sent to (`jaxpar.train.sinks.register_sink`)."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """What a text in a schema may be, which stands beside its type: `Annotated[str,
+    """A mark beside the type of a setting, of the registry that has its values: `Annotated[str,
     OneOf(SCHEDULES)]`.
     """
 
     registry: Registry[Any]
     also: tuple[str, ...] = ()
-    """Words that have a meaning of their own, such as `auto`."""
+    """Further words with a meaning of their own, such as `auto`."""
 
     def require(self, key: str, value: object) -> None:
-        """Raise a UserError, which names the key, where a value, or one of a tuple of values, is
-        none of them.
-
-        Args:
-          key: the dotted key of the setting.
-          value: its value.
+        """Refuse a value, or one of a tuple of values, that is not registered, with a message that
+        names the key.
 
         Raises:
           UserError: a name is not registered, and is none of `also`.
@@ -199,12 +181,12 @@ def require_names(
     values: Mapping[str, Any],
     inside: str = "",
 ) -> None:
-    """Refuse a name that is not registered.
+    """Refuse a value of a schema that is not among the registered names of its setting.
 
     Args:
       schema: the dataclass that the values are of.
       values: values by dotted key.
-      inside: what a message leaves out at the front of a key, such as `config.`.
+      inside: the front of a key that a message leaves out, such as `config.`.
 
     Raises:
       UserError: the message names the key and the value, and lists what is registered.
@@ -223,17 +205,17 @@ def registering(
     """Make a decorator that registers the function that it is put on.
 
     Args:
-      registry: where it is registered.
-      name: by which word.
+      registry: the registry that takes the function.
+      name: the word for the function.
       entry_of: makes the entry of the function.
-      arguments: what the function will be called with, by place.
+      arguments: the names of the arguments that the function will be called with, by position.
 
     Returns:
       The decorator, which leaves the function as it is.
 
     Raises:
-      UserError: the name is no word; and the decorator, where what it is put on cannot be called
-        so, or the name is taken.
+      UserError: the name is no word. The decorator raises it where the function cannot be called
+        with those arguments, or the name is taken.
     """
     registry.require_word(name)
 
@@ -246,12 +228,10 @@ def registering(
 
 
 def require_callable(what: str, function: object, arguments: tuple[str, ...]) -> None:
-    """Require a function that can be called with so many arguments by place.
+    """Refuse a function that cannot be called with so many arguments by position.
 
     Args:
-      what: what it is, with which a message begins.
-      function: what was given.
-      arguments: the names of the arguments.
+      what: the name of the function, with which a message begins.
 
     Raises:
       UserError: it cannot be called so.

@@ -1,11 +1,11 @@
 """The config of an experiment: its schema, and what is asked of its values.
 
-Its rooms, in the order in which they are read: `schema` has the dataclasses, with `model`, `data`,
-`train`, `optimizer`, `pruning`, `sparsity`, `distill` and `hidden_pairs` for the tables that are
-long, and `fitting_batch` for the batch that one advises; what a setting may be, where it has no
-effect and what it contradicts stands at its field. `loading` makes a config from TOML and changes
-it; `resuming` says which changes a run may go on with. `checks` refuses values that are wrong, and
-`unused_settings` those that have no effect.
+Read the modules in this order: `schema` has the dataclasses, with `model`, `data`, `train`,
+`optimizer`, `pruning`, `sparsity`, `distill` and `hidden_pairs` for the tables that are long, and
+`fitting_batch` for the batch that an error message advises. The values that a setting may have,
+where it has no effect and what it contradicts stand at its field. `loading` makes a config from
+TOML and changes it; `resuming` lists which changes a run may be resumed with. `checks` refuses
+values that are wrong, and `unused_settings` refuses values that have no effect.
 """
 
 from jaxpar.base.config.data import Bos, DataConfig

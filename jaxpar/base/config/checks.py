@@ -1,8 +1,8 @@
-"""Refuses a config whose values are wrong: of another type, out of their range, of a name that
-nobody registered, too large for any machine, or in contradiction with each other.
+"""Checks that refuse a config whose values are wrong: of another type, out of their range, of a
+name that nobody registered, too large for any machine, or in contradiction with each other.
 
-No device or file is looked at, and nothing is built. What a setting may be and what it contradicts
-is said at its field, beside its type.
+No device or file is looked at, and nothing is built. The values that a setting may have and what it
+contradicts stand at its field, beside its type.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ from jaxpar.base.registry import require_names
 from jaxpar.base.toml import as_tables, flatten, from_dict
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""What Python makes of bytes of a file's name that are no UTF-8."""
+"""The characters by which Python stands for the bytes of a file's name that are not UTF-8."""
 _MOST_PARAMETERS = 10**14
 _MOST_TOKENS = 2**30  # of a global batch
 
 
 def check(config: Config, training: bool = True) -> Config:
-    """Return the config, or refuse it; no device or file is looked at, and nothing is built.
+    """Check the values of a config, and return it as it is; no device or file is looked at, and
+    nothing is built.
 
     Args:
-      config: the config.
-      training: whether it is to be trained. Otherwise what only training reads may have any value
-        of its type, as a run of an earlier version may: such values stop nobody from evaluating it,
-        from generating with it or from exporting it.
-
-    Returns:
-      The config as it is.
+      training: whether the config is to be trained. Otherwise a setting that only training reads
+        may have any value of its type, as in a run of an earlier version: such values stop nobody
+        from evaluating it, from generating with it or from exporting it.
 
     Raises:
       UserError: a value has the wrong type, a number is not in its range, a name is not registered,
@@ -60,7 +57,7 @@ def check(config: Config, training: bool = True) -> Config:
 
 
 def only_training(key: str) -> bool:
-    """Whether a dotted key is read by training alone: an evaluation is the same whatever its
+    """Return whether training alone reads a dotted key: an evaluation is the same whatever its
     value is.
     """
     of_training = keys_with(Config, Trait.TRAINING_ONLY)
@@ -68,14 +65,11 @@ def only_training(key: str) -> bool:
 
 
 def outdated(config: Config) -> set[str]:
-    """Return which values of an older run's config would be refused today where only training reads
-    them. A run that goes on may replace them.
-
-    Args:
-      config: the config of the run.
+    """Find the values of an older run's config that would be refused today, of settings that only
+    training reads. A resumed run may replace them.
 
     Returns:
-      Their dotted keys.
+      The dotted keys of those settings.
     """
     values = flatten(config)
     outside = {
@@ -97,10 +91,7 @@ def outdated(config: Config) -> set[str]:
 
 
 def require_settled(config: Config) -> None:
-    """Refuse a config in which something is open that `jaxpar.plan.resolve` settles.
-
-    Args:
-      config: the config.
+    """Refuse a config that leaves a choice open which `jaxpar.plan.resolve` makes.
 
     Raises:
       UserError: a part of `overlap` is `auto`, or `memory.budget` is set.
@@ -115,7 +106,9 @@ def require_settled(config: Config) -> None:
 
 
 def _require_types(values: Mapping[str, Any]) -> None:
-    """Refuse a value of another type than the schema's, as a program may give a dataclass."""
+    """Refuse a value of another type than the schema's, which a program may put into a
+    dataclass.
+    """
     typed = flatten(from_dict(Config, as_tables(values), "config"))
     for key, value in values.items():
         if isinstance(typed[key], tuple) and not isinstance(value, tuple):

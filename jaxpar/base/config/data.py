@@ -1,4 +1,4 @@
-"""Where tokens come from, and how they become sequences: the table `[data]`."""
+"""The table `[data]`: where tokens come from, and how they become sequences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from jaxpar.base.registry import SOURCES, OneOf
 
 
 def _reads(config: WholeConfig, setting: str) -> bool:
-    """Whether the source of the data reads a setting of [data] that not all sources read."""
+    """Return whether the data source of a config reads a setting of [data] that not all sources
+    read.
+    """
     return setting in SOURCES[config.data.source].reads
 
 
 def _read_by(setting: str) -> Idle:
-    """Say of a setting that some sources do not read it, with those that do as the advice."""
+    """Make the mark of a setting that only some sources read; its advice names those sources."""
 
     def advice() -> str:
         others = [name for name, source in SOURCES.items() if setting in source.reads]
@@ -38,7 +40,7 @@ def _is_json(config: WholeConfig) -> bool:
 
 
 def holds_out(config: WholeConfig) -> bool:
-    """Whether the last part of the training data may be kept for validation."""
+    """Return whether the last part of the training data may be kept for validation."""
     return SOURCES[config.data.source].holds_out and not config.data.mixture
 
 
@@ -63,7 +65,8 @@ def _longest_sequence(config: WholeConfig) -> str:
 
 
 Bos = Literal["auto", True, False]
-"""Whether texts begin with the tokenizer's begin of text; auto = where the tokenizer says so."""
+"""Whether texts begin with the tokenizer's begin-of-text token; auto = where the tokenizer says so.
+"""
 
 
 _MIXED = Idle(lambda c: bool(c.data.mixture), "data.mixture says what to read", "give one of them")
@@ -133,8 +136,8 @@ class DataConfig:
         _OTHER_VALIDATION,
         _NOTHING_HELD_OUT,
     ] = 0.1
-    """Of text, tokens and chat. Documents (hf, parquet, arrayrecord) and mixtures are validated on
-    `val_path` only.
+    """The share of the data of text, tokens and chat that is held out for validation. Documents
+    (hf, parquet, arrayrecord) and mixtures are validated on `val_path` only.
     """
     column: Annotated[str, _read_by("column")] = "text"
     """The column of hf and parquet that holds a document."""
@@ -156,7 +159,7 @@ class DataConfig:
     `["enable_thinking=false"]`.
     """
     template_date: Annotated[str, _read_by("loss_on")] = ""
-    """The date that a chat template writes as today's, such as 2026-01-31; empty = that of the
+    """The date that a chat template writes as today's, such as 2026-01-31; empty = the date of the
     run's first start.
     """
     objective: Literal["next", "masked"] = "next"
@@ -219,4 +222,4 @@ class DataConfig:
     prefetch: Annotated[int, Range(0, 1_000), Trait.TRAINING_ONLY, Trait.MAY_CHANGE] = 2
     """Batches read ahead of the step."""
     accept_changed: Annotated[bool, Trait.TRAINING_ONLY, Trait.MAY_CHANGE] = False
-    """Go on with a run although its data are others than it was trained on; of one call alone."""
+    """Resume a run although its data differ from the data it was trained on; for one call alone."""

@@ -1,4 +1,4 @@
-"""The teacher of a training: what a config says of it."""
+"""The table `[distill]`: the teacher of a training."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _within_vocabulary(config: WholeConfig) -> str:
 
 
 def _learned_states(config: WholeConfig) -> str:
-    """`distill.hidden` as messages write it; empty where no hidden states are learned."""
+    """Write `distill.hidden` for messages; empty where no hidden states are learned."""
     distill = config.distill
     learned = distill.teacher and distill.hidden
     return f"distill.hidden={', '.join(distill.hidden)}" if learned else ""
@@ -96,8 +96,9 @@ def _hidden_beside_stages(config: WholeConfig) -> str:
 
 @dataclass(frozen=True)
 class TeacherMesh:
-    """How the devices of a training lie where a teacher runs beside on them: as in `[mesh]`, with
-    no stages and no slices. One size may be -1, which takes what is left."""
+    """The mesh on which a teacher runs beside a training, over the training's devices: as `[mesh]`,
+    with no stages and no slices. One size may be -1, which takes what is left.
+    """
 
     data: Size = 1
     fsdp: Size = -1
@@ -107,7 +108,7 @@ class TeacherMesh:
 
     @property
     def spec(self) -> MeshSpec:
-        """The mesh."""
+        """The sizes as a mesh of their own, without stages and slices."""
         return MeshSpec(**vars(self))
 
 
@@ -120,8 +121,9 @@ _NO_ANSWERS = Idle(
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """A teacher, whose most likely entries of the vocabulary the model learns beside the labels
-    (Hinton et al. 2015, arXiv:1503.02531): see docs/distil.md."""
+    """A teacher, whose most likely vocabulary entries the model learns beside the labels (Hinton et
+    al. 2015, arXiv:1503.02531): see docs/distil.md.
+    """
 
     teacher: Annotated[
         str, Rule(_next_tokens, also=("data.objective",)), Trait.PATH, Trait.MAY_BE_URL
@@ -140,8 +142,9 @@ class DistillConfig:
         _NO_TEACHER,
         _NO_ANSWERS,
     ] = 1.0
-    """What scores are divided by, the teacher's and the model's, before they are compared. The
-    teacher's part of the loss is multiplied with its square."""
+    """The divisor of the scores, the teacher's and the model's, before they are compared. The
+    teacher's part of the loss is multiplied with its square.
+    """
     top_k: Annotated[
         int,
         Range(1, 65_536),
@@ -160,12 +163,13 @@ class DistillConfig:
         Rule(_hidden_beside_stages, also=("mesh.stage",)),
     ] = ()
     """Pairs of layers of which the first learns the hidden states of the second, through a linear
-    projection: 2:4 for those after the model's second layer and its teacher's fourth, or last for
-    those after the last of both. The teacher runs beside."""
+    projection: 2:4 for the states after the model's second layer and its teacher's fourth, or last
+    for the states after the last layer of both. The teacher runs beside.
+    """
     hidden_width: Annotated[int, Range(0, 2**20), _NO_HIDDEN_STATES] = 0
     """The teacher's model.embed, which the projections lead to."""
     hidden_weight: Annotated[float, Range(0.0, 1e6), _NO_HIDDEN_STATES] = 1.0
-    """What the distance of the hidden states is multiplied with in the loss."""
+    """The factor of the distance between hidden states in the loss."""
     mesh: Annotated[TeacherMesh, _NO_TEACHER, _NO_SHARE, Trait.MAY_CHANGE] = field(
         default_factory=TeacherMesh
     )

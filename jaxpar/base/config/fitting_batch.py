@@ -1,5 +1,5 @@
-"""Batches that microbatches and devices divide: what messages advise in place of one that they do
-not.
+"""Batch sizes that microbatches and devices divide: error messages advise one in place of a batch
+that they do not divide.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from jaxpar.base.layout.rules import named_axes
 def batch_shards(config: WholeConfig) -> int:
     """Count the devices that share a batch under the mesh of a config.
 
-    Args:
-      config: the config.
-
     Returns:
-      The number; 0 where one of their mesh axes is -1, so that the devices here decide.
+      The number; 0 where one of the batch's mesh axes is -1, so that the devices of this machine
+      decide.
     """
     axes = [axis for axis in named_axes("batch", config.rules) if hasattr(config.mesh, axis)]
     if any(getattr(config.mesh, axis) == -1 for axis in axes):
@@ -28,14 +26,14 @@ def batch_shards(config: WholeConfig) -> int:
 
 
 def fitting_batch(config: WholeConfig, shards: int) -> int:
-    """Find the next batch, from the config's own on, that splits as the config asks.
+    """Find the smallest batch, from the config's own on, that splits over microbatches and devices.
 
     Args:
       config: the config, of which `train.accumulation` and `pipeline.microbatches` are read.
       shards: the number of devices that share a batch.
 
     Returns:
-      A batch of which every microbatch has a sequence for each of them, or several.
+      A batch of which every microbatch has one sequence or several for each device.
     """
     train = config.train
     stages = total_sizes(config.mesh)["stage"] > 1 or config.mesh.stage == -1

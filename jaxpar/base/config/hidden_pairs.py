@@ -1,4 +1,4 @@
-"""Which layers of a model learn the hidden states of which layers of its teacher."""
+"""The layers of a model that learn hidden states of its teacher, each with the teacher's layer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError, short
 
 LAST = "last"
-"""The word for the last layers of both."""
+"""The word for the last layers of model and teacher."""
 _PAIR = re.compile(r"([1-9]\d{0,5}):([1-9]\d{0,5})")
 
 
 class HiddenPair(NamedTuple):
-    """Two layers, of which the first learns what the second hands on.
+    """A layer of a model that learns what a layer of its teacher hands on.
 
     Attributes:
-      name: the name of its projection among the parameters.
-      student: after how many layers of the model; 0 = after all of them.
-      teacher: after how many layers of its teacher; 0 = after all of them.
+      name: the name of the pair's projection among the parameters.
+      student: the number of layers of the model before the learned state; 0 = all of them.
+      teacher: the number of layers of the teacher before its state; 0 = all of them.
     """
 
     name: str
@@ -26,21 +26,20 @@ class HiddenPair(NamedTuple):
     teacher: int
 
     def after(self, layers: int) -> int:
-        """After how many layers of the model, which has `layers`, at most all of them."""
+        """Count the layers of the model before the state that learns, if the model has `layers`
+        layers.
+        """
         return min(self.student or layers, layers)
 
 
 def read_pairs(words: tuple[str, ...]) -> tuple[HiddenPair, ...]:
-    """Read `distill.hidden`.
+    """Read `distill.hidden` into pairs of layers, in their order.
 
     Args:
-      words: `last`, or two numbers as `2:4`, each.
-
-    Returns:
-      The pairs, in their order.
+      words: each is `last`, or two numbers such as `2:4`.
 
     Raises:
-      UserError: a word is none of these, or stands there twice.
+      UserError: a word is neither, or is given twice.
     """
     pairs = []
     for word in words:
@@ -63,14 +62,14 @@ def read_pairs(words: tuple[str, ...]) -> tuple[HiddenPair, ...]:
 
 
 def require_layers(words: tuple[str, ...], layers: int) -> None:
-    """Refuse pairs of `distill.hidden` that name a layer that a model has not.
+    """Refuse pairs of `distill.hidden` that name a layer that a model does not have.
 
     Args:
-      words: as for `read_pairs`.
-      layers: how many layers the model has.
+      words: the words of `distill.hidden`, such as `2:4` and `last`.
+      layers: the number of layers of the model.
 
     Raises:
-      UserError: one does, or a word is no pair.
+      UserError: a pair names such a layer, or a word is no pair.
     """
     for pair in read_pairs(words):
         if pair.student > layers:

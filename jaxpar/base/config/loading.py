@@ -1,4 +1,4 @@
-"""A config from a file or from text, and one with some of its settings changed."""
+"""Functions that read a config from a file or from text, and change some of its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ RESOLVED = "The resolved config of this run."
 
 
 def load_config(name: str) -> Config:
-    """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
+    """Load a preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run
+    folder.
 
     Args:
       name: the preset's name, or the path of a file or a run folder.
@@ -27,24 +28,20 @@ def load_config(name: str) -> Config:
       The config, whose values `jaxpar.base.config.checks.check` may still refuse.
 
     Raises:
-      UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of
-        the wrong type.
+      UserError: there is no such preset, file or run folder, the TOML is malformed, a key is
+        unknown, or a value has the wrong type.
     """
     return parse(*find_toml(name, "jaxpar.configs"))
 
 
 def parse(text: str, origin: str = "config") -> Config:
-    """A config from TOML text.
+    """Read a config from TOML text.
 
-    The config.toml of a run has every key. One that it lacks was not known when the run was made,
-    and is as it was.
+    The config.toml of a run has every key. A key that it lacks was not known when the run was made,
+    and keeps the behaviour of that time.
 
     Args:
-      text: the TOML.
-      origin: what a message calls it.
-
-    Returns:
-      The config.
+      origin: the name of the text in messages.
 
     Raises:
       UserError: the text is no TOML, a key is not known, or a value has the wrong type.
@@ -58,14 +55,10 @@ def parse(text: str, origin: str = "config") -> Config:
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A config with dotted keys changed: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
+    """Change dotted keys of a config: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
 
     Args:
-      config: the config.
       changes: the new values by dotted key.
-
-    Returns:
-      The changed config.
 
     Raises:
       UserError: a key is not known, or a value has the wrong type.
@@ -79,16 +72,15 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
-    """Return the config with the warm-up and the decay shortened where `train.steps` alone was made
-    smaller.
+    """Shorten the warm-up and the decay of a config where `train.steps` alone was made smaller.
 
     Args:
-      config: the config with the settings that were given.
-      given: their dotted keys. A warm-up or a decay among them stays as it is; `check` refuses one
-        that is too long.
+      config: the config with the settings that the user gave.
+      given: the dotted keys of those settings. A warm-up or a decay among them stays as it is;
+        `check` refuses one that is too long.
 
     Returns:
-      The config, and what was changed in a line; empty = nothing.
+      The config, and a line that says what was changed; empty = nothing was.
     """
     train = config.train
     changes = dict[str, int]()

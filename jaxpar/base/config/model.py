@@ -1,5 +1,5 @@
-"""The sizes of a model: the table `[model]` with `[model.lora]`. The table of sparse matrices has a
-room of its own.
+"""The table `[model]` with `[model.lora]`: the sizes of a model. The table of sparse matrices has a
+module of its own.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _low_before_high(config: WholeConfig) -> str:
 class Lora:
     """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv:2106.09685): all that is trained are two
     small matrices beside each matrix W that is named. The model computes x W + (alpha / rank) (x A)
-    B: see docs/finetune.md."""
+    B: see docs/finetune.md.
+    """
 
     rank: Annotated[
         int, Range(0, 65_536), Rule(_lora_beside_sparsity), Called("lora_rank lora_r lora")
@@ -119,7 +120,7 @@ _GIVEN_WEIGHTS = Idle(
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model. A family refuses a setting that it has no use for, such as RoPE in
+    """The sizes of a model. A family refuses a setting that it does not have, such as RoPE in
     GPT-2.
     """
 
@@ -196,8 +197,8 @@ class ModelConfig:
         Rule(_experts_of_a_token),
         Called("num_experts_per_tok moe_router_topk topk experts_per_tok"),
     ] = 2
-    """How many experts a token is sent to. Their weights add up to 1; that of a single one is its
-    probability.
+    """The number of experts that a token is sent to. Their weights add up to 1; a single expert has
+    its probability for a weight.
     """
     router: Annotated[Literal["token_choice", "expert_choice"], NO_EXPERTS] = "token_choice"
     """Who chooses: each token its experts, or each expert as many tokens of each sequence
@@ -247,7 +248,7 @@ class ModelConfig:
     rope_theta: Annotated[float, Range(1.0, 1e15)] = 10000.0
     rope_local_theta: Annotated[float, Range(1.0, 1e15, also=(0,)), _NO_WINDOW] = 0.0
     """The base of RoPE in layers with a window, which are not scaled (Gemma 3, arXiv:2503.19786); 0
-    = as in others.
+    = the base of the other layers.
     """
     rope_factor: Annotated[float, Range(1e-3, 1e6)] = 1.0
     """Context extension of RoPE; 1 = no scaling."""
@@ -269,7 +270,7 @@ class ModelConfig:
 
     @property
     def kv_head_count(self) -> int:
-        """The number of key and value heads, which is that of the heads where `kv_heads` is 0."""
+        """The number of key and value heads, which is the number of heads where `kv_heads` is 0."""
         return self.kv_heads or self.heads
 
     @property

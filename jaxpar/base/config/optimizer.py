@@ -1,8 +1,8 @@
-"""The optimizers that a config may name, each with the settings that it has: the table
-`[optimizer]`.
+"""The table `[optimizer]`: the optimizers that a config may name, each with the settings that it
+has.
 
 `[optimizer] name = "lion"` takes its numbers from `[optimizer.lion]`, and an optimizer that a
-program registered from `[optimizer.own]`. What they do to a step is in
+program registered from `[optimizer.own]`. The updates themselves are in
 `jaxpar.train.optimizer.named_optimizers`.
 """
 
@@ -71,7 +71,7 @@ _FIRST_MOMENT = Rule(_followed_by_bfloat16, also=("precision.moments",))
 Decay = Annotated[float, Range(0.0, 0.99999)]
 """The share of a moving average that stays at each step."""
 FirstDecay = Annotated[Decay, _FIRST_MOMENT]
-"""The same of a first moment, which a bfloat16 follows only so far."""
+"""The decay of a first moment, which may be so slow that a bfloat16 cannot follow it."""
 Epsilon = Annotated[float, Range(1e-30, 1.0)]
 WeightDecay = Annotated[
     float, Range(0.0, 100.0), Rule(_takes_away_all, also=("train.learning_rate",))
@@ -80,21 +80,21 @@ WeightDecay = Annotated[
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What is asked of every optimizer's settings: a frozen dataclass of them, with defaults."""
+    """The base of every optimizer's settings: a frozen dataclass of them, with defaults."""
 
     @property
     def moment_decays(self) -> dict[str, float]:
-        """The decays of the first moments, by their settings, that a bfloat16 limits.
+        """The decays of the first moments that bfloat16 limits, by the names of their settings.
 
-        Lion has none, since only the sign of its momentum counts, which rounding leaves as it is;
-        nor has Schedule-Free, which has no first moment.
+        Lion has none, since only the sign of its momentum counts, which rounding does not change;
+        Schedule-Free has none, since it has no first moment.
         """
         rules = marks_of(type(self), Rule)
         return {key: getattr(self, key) for key in rules if _FIRST_MOMENT in rules[key]}
 
     @property
     def has_moments(self) -> bool:
-        """Whether there are arrays as large as the parameters, as first moments are."""
+        """Whether the optimizer keeps arrays as large as the parameters, such as first moments."""
         return True
 
 
@@ -128,7 +128,7 @@ class Lion(OptimizerSettings):
     beta2: Decay = 0.99
     """The share of the momentum that stays at each step."""
     weight_decay: WeightDecay = 0.1
-    """As for AdamW."""
+    """Applies to matrices only: norms, biases and other per-feature vectors are left out."""
 
 
 _NO_MOMENTUM = Idle(
@@ -143,18 +143,20 @@ class Sgd(OptimizerSettings):
     """Stochastic gradient descent, with momentum."""
 
     momentum: FirstDecay = 0.9
-    """0 = none, and then there is no state."""
+    """The share of the momentum that stays at each step; 0 = no momentum, and then there is no
+    state.
+    """
     nesterov: Annotated[
         bool,
         _NO_MOMENTUM,
     ] = False
     """Look ahead along the momentum (Sutskever et al. 2013)."""
     weight_decay: WeightDecay = 0.0
-    """Times a matrix, it is added to its gradient, as PyTorch's SGD does."""
+    """Is multiplied with a matrix and added to its gradient, as PyTorch's SGD does."""
 
     @property
     def has_moments(self) -> bool:
-        """Whether it has a momentum."""
+        """Whether the optimizer has a momentum."""
         return self.momentum > 0
 
 
@@ -176,15 +178,15 @@ class Adafactor(OptimizerSettings):
     relative: bool = True
     """The rate is relative to the root mean square of each layer's matrix."""
     momentum: FirstDecay = 0.0
-    """0 = none."""
+    """The share of the momentum that stays at each step; 0 = no momentum."""
     eps: Epsilon = 1e-30
-    """Added to squared gradients."""
+    """The constant that is added to squared gradients."""
     weight_decay: WeightDecay = 0.0
-    """As for AdamW."""
+    """Applies to matrices only: norms, biases and other per-feature vectors are left out."""
 
     @property
     def has_moments(self) -> bool:
-        """Whether it has a momentum."""
+        """Whether the optimizer has a momentum."""
         return self.momentum > 0
 
 
@@ -198,23 +200,25 @@ class Muon(OptimizerSettings):
     momentum: FirstDecay = 0.95
     nesterov: bool = True
     iterations: Annotated[int, Range(1, 50)] = 5
-    """How many times Newton-Schulz is iterated."""
+    """The number of Newton-Schulz iterations."""
     rms: Annotated[float, Range(1e-3, 1e3, also=(0,))] = 0.2
     """The root mean square of an update of a matrix. 0.2 is about AdamW's, so that both take the
     same learning rate (Liu et al. 2025, arXiv:2502.16982); 0 = sqrt(max(1, outputs / inputs)), as
     Jordan has it."""
     beta1: FirstDecay = 0.9
-    """AdamW's, for what is not Muon's."""
+    """The decay of AdamW's first moment, for the parameters that Muon leaves to AdamW."""
     beta2: Decay = 0.95
     eps: Epsilon = 1e-8
     weight_decay: WeightDecay = 0.1
-    """As for AdamW, of all matrices."""
+    """Applies to all matrices, AdamW's too: norms, biases and other per-feature vectors are left
+    out.
+    """
 
 
 @dataclass(frozen=True)
 class ScheduleFree(OptimizerSettings):
-    """AdamW whose parameters are averaged in place of a decay (Defazio et al. 2024,
-    arXiv:2405.15682).
+    """AdamW whose parameters are averaged in place of a decay of the learning rate (Defazio et al.
+    2024, arXiv:2405.15682).
 
     Evaluation, generation and export take the average.
     """
@@ -224,13 +228,13 @@ class ScheduleFree(OptimizerSettings):
     beta2: Decay = 0.999
     eps: Epsilon = 1e-8
     weight_decay: WeightDecay = 0.1
-    """As for AdamW."""
+    """Applies to matrices only: norms, biases and other per-feature vectors are left out."""
     rate_power: Annotated[float, Range(0.0, 10.0)] = 2.0
-    """A step weighs as its learning rate to this power in the average."""
+    """A step has its learning rate to this power for a weight in the average."""
 
 
 def _only(name: str) -> Idle:
-    """Say of the table of an optimizer that it has no effect on another."""
+    """Make the mark that the table of an optimizer has no effect on any other."""
     return Idle(
         lambda c: c.optimizer.name != name,
         f"optimizer.name is not {name}",
@@ -252,7 +256,7 @@ _HAS_TABLE = Idle(
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, and the settings of each: those of the others have no effect."""
+    """The choice of an optimizer, and the settings of each: those of the others have no effect."""
 
     name: Annotated[
         str,
@@ -287,7 +291,7 @@ class OptimizerConfig:
     @property
     def settings(self) -> OptimizerSettings:
         """The settings of the optimizer that is named; a UserError where there is none of the name,
-        or it has no setting that `own` gives.
+        or where `own` gives a setting that it does not have.
         """
         if self.name in _TABLES:
             return getattr(self, self.name)
@@ -300,7 +304,7 @@ class OptimizerConfig:
 
     @property
     def rounds_first_moments(self) -> bool:
-        """Whether there are first moments, which may be stored in bfloat16."""
+        """Whether the optimizer has first moments, which may be stored in bfloat16."""
         return bool(OPTIMIZERS[self.name].first_moments) and self.settings.has_moments
 
 
@@ -310,7 +314,7 @@ _TABLES = frozenset(one.name for one in fields(OptimizerConfig)) - {"name", "own
 
 @functools.cache
 def _read_own(schema: type[OptimizerSettings], words: tuple[str, ...]) -> OptimizerSettings:
-    """The settings of an optimizer that was registered, from the words of `optimizer.own`."""
+    """Read the settings of an optimizer that was registered from the words of `optimizer.own`."""
     given = dict[str, Any]()
     for word in words:
         name, equals, text = word.partition("=")
@@ -323,7 +327,7 @@ def _read_own(schema: type[OptimizerSettings], words: tuple[str, ...]) -> Optimi
 
 
 def _value(text: str) -> Any:
-    """A number, true or false; anything else is a text."""
+    """Read a number, true or false; anything else is a text."""
     try:
         return json.loads(text.lower())
     except (ValueError, RecursionError):

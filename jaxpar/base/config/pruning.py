@@ -1,6 +1,6 @@
-"""When, how far and by what criterion a training sets weights to zero: the table `[pruning]`.
+"""The table `[pruning]`: when, how far and by what criterion a training sets weights to zero.
 
-What it does to a step is in `jaxpar.train.optimizer.pruning`.
+The pruning itself is in `jaxpar.train.optimizer.pruning`.
 """
 
 from __future__ import annotations
@@ -152,22 +152,24 @@ class Pruning:
     """
 
     def names(self, matrices: tuple[str, ...] = MATRICES) -> tuple[str, ...]:
-        """The pruned ones of some matrices, in the order of `MATRICES`."""
+        """List the pruned ones among some matrices, in the order of `MATRICES`."""
         if self.method == "none":
             return ()
         wanted = set(self.targets or MATRICES).intersection(matrices)
         return tuple(name for name in MATRICES if name in wanted)
 
     def last(self, steps: int) -> int:
-        """The step after which nothing is chosen any more, of a training of so many steps."""
+        """Return the step after which nothing is chosen any more, in a training of so many
+        steps.
+        """
         return self.end or 3 * steps // 4
 
     def sparsity_at(self, layer: int, layers: int) -> float:
-        """The share of a layer's entries that is zero in the end.
+        """Return the share of a layer's entries that is zero in the end.
 
         Args:
-          layer: its number, from 0.
-          layers: how many there are.
+          layer: the layer's number, from 0.
+          layers: the number of layers of the model.
         """
         given = self.sparsity_by_depth
         if not given:
@@ -178,15 +180,15 @@ class Pruning:
         return given[before] + (place - before) * (given[after] - given[before])
 
     def kept(self, sizes: dict[str, tuple[int, int]], sparsity: float) -> dict[str, float]:
-        """The share of each matrix of a layer that is not zero in the end.
+        """Compute the share of each matrix of a layer that is not zero in the end.
 
         Args:
           sizes: rows and columns of each pruned matrix of a layer, by its name.
           sparsity: the share of the layer's entries that is zero.
 
         Returns:
-          The shares by the same names. Where Erdos-Renyi would keep more than all of a matrix, that
-          is kept whole, and the others share what is left.
+          The shares by the same names. Where Erdos-Renyi would keep more than all of a matrix, the
+          matrix is kept whole, and the others share what is left.
         """
         density = 1 - sparsity
         if self.distribution == "uniform":

@@ -1,5 +1,5 @@
-"""Which settings may change in a run that goes on: those that never change its answer, which is
-said at their fields (`Trait.MAY_CHANGE`). Any other difference is another experiment.
+"""The settings that may change when a run is resumed: those that never change its answer, which are
+marked at their fields (`Trait.MAY_CHANGE`). Any other difference makes another experiment.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from jaxpar.base.toml import flatten
 
 
 def incompatible_changes(old: Config, new: Config) -> list[str]:
-    """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64",
-    ...]`.
+    """List the differences that make `new` another experiment than `old`: `["train.batch: 32 ->
+    64", ...]`.
 
     Args:
       old: the config that a run was made with.
-      new: the one that it is to go on with.
+      new: the config that the run is to be resumed with.
 
     Returns:
-      A line for each key that may not change in a run; empty = it can go on.
+      A line for each key that may not change in a run; empty = the run can be resumed.
     """
     before = flatten(old)
     after = flatten(new)
@@ -35,5 +35,5 @@ def incompatible_changes(old: Config, new: Config) -> list[str]:
 
 
 def _is_same_path(one: str, other: str) -> bool:
-    """Whether two words name one place: `model`, `./model/`."""
+    """Return whether two paths name one place: `model`, `./model/`."""
     return bool(one and other) and os.path.abspath(one) == os.path.abspath(other)

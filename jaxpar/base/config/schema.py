@@ -1,9 +1,9 @@
-"""The schema of an experiment: a frozen dataclass for each table of its TOML file. What stands
-under a field is its help on the command line, and what stands beside its type says what it may be,
+"""The schema of an experiment: a frozen dataclass for each table of its TOML file. The text under a
+field is its help on the command line, and the marks beside its type say which values it may have,
 where it has no effect and what it contradicts (`jaxpar.base.field_marks`).
 
-The tables that are long have rooms of their own, and those of the mesh, its rules and the pipeline
-lie in `jaxpar.base.layout`. `jaxpar.base.config.checks` refuses a config whose values are wrong.
+The long tables have modules of their own, and the tables of the mesh, its rules and the pipeline
+are in `jaxpar.base.layout`. `jaxpar.base.config.checks` refuses a config whose values are wrong.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _has_first_moments(config: WholeConfig) -> str:
 
 
 def _has_every_local_checkpoint(config: WholeConfig) -> bool:
-    """Whether the run folder has each checkpoint that the local tier would have."""
+    """Return whether the run folder has each checkpoint that the local tier would have."""
     every = config.checkpoint.every
     return every != 0 and config.checkpoint.local_every % every == 0
 
@@ -81,7 +81,7 @@ def _local_folder(config: WholeConfig) -> str:
 
 
 def _profiled_steps(config: WholeConfig) -> str:
-    """What is wrong with the steps of a profile: its end, or an evaluation between them."""
+    """Say what is wrong with the steps of a profile: its end, or an evaluation between them."""
     train = config.train
     profile = config.metrics.profile
     traced = config.metrics.profiled
@@ -150,7 +150,8 @@ class MemoryConfig:
     budget: str = ""
     """Bytes of a device, such as 14GiB, or auto (what it has, less 5 %). What to keep, offload and
     recompute is then found for the fastest step that fits, in place of `policy` and `keep`. Empty =
-    as these say."""
+    `policy` and `keep` decide.
+    """
     may: Annotated[
         tuple[Literal["optimizer", "parameters", "accumulation"], ...],
         _NO_BUDGET,
@@ -250,7 +251,7 @@ _NO_LOCAL_TIER = Idle(
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and what to keep."""
+    """When checkpoints are saved, and which are kept."""
 
     every: Annotated[
         int,
@@ -264,7 +265,7 @@ class CheckpointConfig:
     keep: Annotated[
         int, Range(1, 1_000_000), Called("save_total_limit keep_latest_k max_to_keep")
     ] = 2
-    """How many of the newest are kept, besides the best."""
+    """The number of the newest checkpoints that are kept, besides the best."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
     local: Annotated[
@@ -280,7 +281,7 @@ class CheckpointConfig:
         Range(1, MOST_STEPS),
         _NO_LOCAL_TIER,
     ] = 100
-    """Steps between two of them."""
+    """Steps between two checkpoints in that folder."""
 
 
 @dataclass(frozen=True)
@@ -375,15 +376,12 @@ class Config:
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
-    """The rules of a config's plan on a mesh of these sizes, changed where there are more devices
-    than heads.
+    """Make the sharding rules of a config's plan on a mesh of these sizes, as `fit_rules` changes
+    them where there are more devices than heads.
 
     Args:
       config: every setting.
       sizes: the devices along each mesh axis.
-
-    Returns:
-      The rules of its plan, as `fit_rules` changes them.
     """
     model = config.model
     return fit_rules(config.rules, model.heads, model.kv_head_count, sizes)[0]

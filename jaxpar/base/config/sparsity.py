@@ -1,6 +1,6 @@
-"""Which matrices of a model are sparse, and in what form: the table `[model.sparsity]`.
+"""The table `[model.sparsity]`: which matrices of a model are sparse, and in what form.
 
-What a form keeps is in `jaxpar.kernels.weight_forms`.
+The computation of a form is in `jaxpar.kernels.weight_forms`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpar.base.ranges import Range
 MATRICES = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of a block, by their names."""
 _MOST = 64
-"""The largest M of a form N:M, since all pairs of a group are compared."""
+"""The largest M of a form N:M; all pairs of a group of M are compared."""
 _FORM = re.compile(r"([1-9]\d?):([1-9]\d?)")
 _DENSE = Idle(
     lambda c: not c.model.sparsity.form,
@@ -61,7 +61,7 @@ def _sparse_matrices(config: WholeConfig) -> str:
 
 
 def unknown_matrix(key: str, names: tuple[str, ...]) -> str:
-    """Say which of some matrices that a setting names a block has not; empty = it has all.
+    """Say which of the matrices that a setting names a block does not have; empty = it has all.
 
     Args:
       key: the dotted key of the setting.
@@ -111,7 +111,7 @@ class Sparsity:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """N and M; 1 and 1 where the matrices are dense."""
+        """The numbers N and M of the form; 1 and 1 where the matrices are dense."""
         found = _FORM.fullmatch(self.form)
         if found is None:
             return 1, 1
@@ -132,7 +132,7 @@ class Sparsity:
 
     @property
     def multiple(self) -> int:
-        """What a device's part of every dim of a sparse matrix is a multiple of."""
+        """The number of which every dim of a device's part of a sparse matrix is a multiple."""
         _, of = self.counts
         rows, columns = self.block_size
         if self.pattern == "cyclic":
@@ -145,14 +145,14 @@ class Sparsity:
         return self.pattern == "largest"
 
     def names(self, matrices: tuple[str, ...] = MATRICES) -> tuple[str, ...]:
-        """The sparse ones of some matrices, in the order of `MATRICES`."""
+        """List the sparse ones among some matrices, in the order of `MATRICES`."""
         if not self.form:
             return ()
         wanted = set(self.targets or MATRICES).intersection(matrices)
         return tuple(name for name in MATRICES if name in wanted)
 
     def keeps_as(self, other: Sparsity) -> bool:
-        """Whether the same entries of the same matrices multiply as with other settings."""
+        """Return whether the same entries of the same matrices multiply as with other settings."""
         return replace(self, targets=self.names(), decay=0) == replace(
             other, targets=other.names(), decay=0
         )

@@ -1,4 +1,4 @@
-"""The batch, the steps, their learning rate, and what becomes of bad ones: the table `[train]`."""
+"""The table `[train]`: the batch, the steps, their learning rate, and what becomes of bad steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOOR = (
 
 
 def _has_several_devices(config: WholeConfig) -> bool:
-    """Whether the mesh has, or may have (-1), more than one device."""
+    """Return whether the mesh has, or may have (-1), more than one device."""
     sizes = total_sizes(config.mesh)
     open_axes = [axis for axis in sizes if getattr(config.mesh, axis) == -1]
     return bool(open_axes) or math.prod(sizes.values()) > 1
@@ -246,7 +246,8 @@ class TrainConfig:
         _NO_LABELS,
     ] = 0.0
     """The share of a label's mass that is spread evenly over the vocabulary, without its padding
-    (arXiv:1512.00567, section 7). `loss` and validation stay those of the labels themselves."""
+    (arXiv:1512.00567, section 7). `loss` and the validation loss are of the labels themselves.
+    """
     balance_loss: Annotated[
         float,
         Range(0.0, 1e3),
@@ -266,16 +267,21 @@ class TrainConfig:
     on_spike: Annotated[Literal["off", "stop", "rollback"], Trait.MAY_CHANGE] = "off"
     """What to do after a step whose loss or gradient norm is far above those before it."""
     spike_window: Annotated[int, Range(8, 65_536), Trait.MAY_CHANGE, _NO_SPIKES] = 128
-    """How many steps before it a spike is held against; as many begin a run without it."""
+    """The number of steps before it that a spike is compared with; the first steps of a run, as
+    many, have no check.
+    """
     spike_deviations: Annotated[float, Range(1.0, 1e6), Trait.MAY_CHANGE, _NO_SPIKES] = 10.0
-    """How many deviations above the median of those steps a spike is. A deviation is 1.4826 times
-    the median absolute deviation, and at least a hundredth of the median."""
+    """The deviations above the median of those steps from which a step is a spike. A deviation is
+    1.4826 times the median absolute deviation, and at least a hundredth of the median.
+    """
     max_bad_in_a_row: Annotated[
         int, Range(1, MOST_STEPS), Trait.MAY_CHANGE, _NO_SECOND_BAD_STEP
     ] = 3
-    """After how many bad steps without a good one beyond them a run stops all the same."""
+    """The number of bad steps, without a good one beyond them, after which a run stops all the
+    same.
+    """
     max_bad_steps: Annotated[int, Range(1, MOST_STEPS), Trait.MAY_CHANGE, _NO_SECOND_BAD_STEP] = 20
-    """After how many bad steps in all a run stops all the same."""
+    """The number of bad steps in all after which a run stops all the same."""
     hang_seconds: Annotated[float, Range(1.0, 1e7, also=(0,)), Trait.MAY_CHANGE] = 1800.0
     """Seconds after which a step that has not finished ends the process, with exit code 76 and the
     stack of every thread, where 20 times the median of the last steps is not more; or a batch of an

@@ -1,5 +1,5 @@
-"""Settings that a user gave and that can have no effect are refused, with what would make them
-matter. Where a setting has none is said at its field (`Idle`).
+"""Checks that refuse settings that a user gave and that can have no effect, and say what would make
+them matter. Where a setting has no effect is said at its field (`Idle`).
 
 Only the user's own flags and file are checked. Presets and the config.toml of a run hold keys for
 other layouts, `--on` brings another mesh, and a program that calls `override` knows what it does.
@@ -21,8 +21,8 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     effect.
 
     Args:
-      name: the config's preset, whose keys are not checked, or its file or run folder; empty = it
-        is from no file.
+      name: the config's preset, whose keys are not checked, or its file or run folder; empty = the
+        config is from no file.
       config: the config with the flags, on the mesh that is asked for.
       flags: the keys that were given on the command line.
 
@@ -47,11 +47,8 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
 def idle_keys(config: Config) -> Iterator[tuple[str, str]]:
     """Find the settings that differ from their defaults and have no effect.
 
-    Args:
-      config: the config.
-
     Yields:
-      The dotted key, and the reason.
+      The dotted key of a setting, and the reason why it has no effect.
     """
     values = flatten(config)
     defaults = flatten(Config())

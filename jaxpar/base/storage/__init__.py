@@ -1,7 +1,7 @@
-"""Opens paths that are URLs: `s3://`, `gs://` and whatever else fsspec reaches.
+"""Access to paths that are URLs: `s3://`, `gs://` and whatever else fsspec reaches.
 
-Everything else in the library reads and writes folders of this machine. What lies in a bucket is
-copied here first, and what is made here is sent there:
+Everything else in the library reads and writes folders of this machine. Files in a bucket are
+copied here first, and files that are made here are sent there:
 
 - `local_path(path)` turns a path that a user gave, local or a URL, into one of this machine. Of a
   URL it is a copy, in a cache that is bounded and shared, and is refreshed by each call: for data,

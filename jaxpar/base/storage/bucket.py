@@ -1,4 +1,4 @@
-"""Reads, lists, writes and removes the objects below a URL."""
+"""The objects below a URL, which are read, listed, written and removed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from jaxpar.base.storage.outages import keep_trying, outage_of, reason
 T = TypeVar("T")
 
 _THREADS = 8
-"""Objects that are sent or fetched at once."""
+"""The number of objects that are sent or fetched at once."""
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _LIBRARIES = ("aiobotocore", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
-"""What logs that which it raises, or that it tries again, in words of its own."""
+"""The libraries that log, in words of their own, errors that they raise or that they try again."""
 _IDENTITY = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "created")
-"""What a file system may say of an object that is another once the object is; the first counts."""
+"""The attributes by which file systems tell an object from its later versions; the first that is
+there counts.
+"""
 
 
 class Found(NamedTuple):
-    """What a bucket says of an object.
+    """The attributes of an object that a bucket reports.
 
     Attributes:
-      size: its bytes.
-      identity: a text that is another once the object is another.
-      modified: when it was written, in seconds since 1970; 0 = not known.
+      size: the number of its bytes.
+      identity: a text that changes when the object does.
+      modified: the time when it was written, in seconds since 1970; 0 = not known.
     """
 
     size: int
@@ -40,13 +42,8 @@ class Found(NamedTuple):
 
 
 def as_url(path: str | Path) -> str:
-    """Write a URL with its two slashes, of which `Path` leaves one, and none at its end.
-
-    Args:
-      path: the URL.
-
-    Returns:
-      `scheme://rest`.
+    """Write a URL with its two slashes, of which `Path` leaves one, and without slashes at its
+    end.
     """
     scheme, _, rest = str(path).partition(":/")
     if scheme.lower() == "file":
@@ -58,13 +55,13 @@ class Bucket:
     """The objects below one URL, by their names relative to it."""
 
     def __init__(self, url: str | Path):
-        """Open a URL. Nothing is asked of the bucket yet.
+        """Open a URL, without a request to the bucket yet.
 
         Args:
           url: `s3://bucket/folder`, or another that fsspec reaches.
 
         Raises:
-          UserError: no package that reads such URLs is installed, or there is none.
+          UserError: the package that reads such URLs is not installed, or there is none.
         """
         self.url = as_url(url)
         self._fs, self._root = _file_system(self.url)
@@ -72,13 +69,13 @@ class Bucket:
         self._outage = outage_of("/".join(self.url.split("/")[:3]))
 
     def files(self, below: str = "") -> dict[str, Found]:
-        """List the objects, at any depth.
+        """List the objects below the URL, at any depth.
 
         Args:
-          below: only those in this folder.
+          below: the folder to list; empty = everything.
 
         Returns:
-          What is known of each, by its name; empty where there is none.
+          The attributes of each object, by its name; empty where there is none.
 
         Raises:
           UserError: the bucket cannot be listed.
@@ -98,13 +95,13 @@ class Bucket:
         return found
 
     def find(self, name: str = "") -> Found | None:
-        """Ask for one object.
+        """Look up one object.
 
         Args:
-          name: its name; empty = the URL itself is that of the object.
+          name: the object's name; empty = the URL itself names the object.
 
         Returns:
-          What is known of it; None = there is no such object.
+          The attributes of the object; None = there is no such object.
 
         Raises:
           UserError: the bucket cannot be asked.
@@ -125,27 +122,26 @@ class Bucket:
         """Read an object, or its bytes from `start` up to `stop`.
 
         Raises:
-          UserError: it is not there, or cannot be read.
+          UserError: the object is not there, or cannot be read.
         """
         return self._try(
             "read", name, lambda: self._fs.cat_file(self._path(name), start=start, end=stop)
         )
 
     def write(self, name: str, content: bytes, seconds: float | None = None) -> None:
-        """Write an object: it is there whole, or as it was before.
+        """Write an object, which is then there whole, or as it was before.
 
         Args:
-          name: its name.
-          content: its bytes.
-          seconds: how long a write that fails for a while is tried again; None = `LIMIT_SECONDS`.
+          seconds: the time for which a write that fails for a while is tried again; None =
+            `LIMIT_SECONDS`.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the object cannot be written.
         """
         self._try("written", name, lambda: self._fs.pipe_file(self._path(name), content), seconds)
 
     def read_if_there(self, name: str) -> bytes | None:
-        """Read an object; None = there is none.
+        """Read an object, or return None where there is none.
 
         Raises:
           UserError: the bucket cannot be asked.
@@ -162,15 +158,11 @@ class Bucket:
     def create(self, name: str, content: bytes) -> bool:
         """Write an object if there is none of its name.
 
-        Args:
-          name: its name.
-          content: its bytes.
-
         Returns:
           Whether there was none.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the object cannot be written.
         """
 
         def create() -> bool:
@@ -199,20 +191,20 @@ class Bucket:
         """Copy a file of this machine into an object, which is there whole or as it was before.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the object cannot be written.
         """
         self._try("written", name, lambda: self._fs.put_file(str(file), self._path(name)))
 
     def fetch_all(self, files: Iterable[tuple[str, Path]]) -> None:
-        """`fetch` pairs of an object and a file, several at once."""
+        """Copy objects into files of this machine, several at once."""
         _at_once(lambda pair: self.fetch(*pair), files)
 
     def send_all(self, files: Iterable[tuple[Path, str]]) -> None:
-        """`send` pairs of a file and an object, several at once."""
+        """Copy files of this machine into objects, several at once."""
         _at_once(lambda pair: self.send(*pair), files)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects, one after another; those that are not there are none.
+        """Remove objects, one after another; names without an object are passed over.
 
         Raises:
           UserError: one cannot be removed.
@@ -231,7 +223,7 @@ class Bucket:
         return f"{self._root}/{name}".rstrip("/")
 
     def _try(self, what: str, name: str, do: Callable[[], T], seconds: float | None = None) -> T:
-        """Do something to an object, again and again while it fails as it may for a while."""
+        """Make a request about an object, again while it fails with an error that may pass."""
         if name:
             where = f"{self.url}/{name}"
         else:
@@ -240,7 +232,7 @@ class Bucket:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the path on it."""
+    """Return the file system that fsspec has for a URL, and the path on it."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]

@@ -1,4 +1,4 @@
-"""Copies of what lies in buckets, in a cache of this machine that is bounded and shared."""
+"""Copies of files in buckets, in a cache of this machine that is bounded and shared."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jaxpar.base.storage.bucket import Bucket, Found
 from jaxpar.base.storage.outages import say
 
 COPIES_BYTES = 64 * 2**30
-"""What the copies of this machine may take before old ones are removed."""
+"""The bytes that the copies of this machine may take before old ones are removed."""
 _IN_USE_SECONDS = 24 * 3600
-"""A copy that was asked for within this time may still be open, and stays."""
+"""The time after a request for a copy in which it may still be open, and stays."""
 
 
 def local_path(
@@ -31,17 +31,17 @@ def local_path(
     belongs: Callable[[str], bool] = lambda name: True,
     part: str = "",
 ) -> Path:
-    """Find a file or a folder on this machine; what a URL names is copied here first.
+    """Find a file or a folder on this machine; the objects that a URL names are copied here first.
 
     Objects that have not changed since an earlier copy are not fetched again.
 
     Args:
       path: a path of this machine, which is returned as it is, or a URL.
-      belongs: whether an object of a folder is copied, by its name below the folder.
-      part: what tells this choice of objects from others; empty = all of them.
+      belongs: returns whether an object of a folder is copied, by its name below the folder.
+      part: a word that tells this choice of objects from others; empty = all objects.
 
     Returns:
-      The file or the folder. A URL under which nothing is gives a path under which nothing is.
+      The file or the folder. A URL with nothing below it gives a path that does not exist.
 
     Raises:
       UserError: the bucket cannot be read.
@@ -67,7 +67,9 @@ def local_path(
 
 
 def _refresh(bucket: Bucket, target: Path, index: Path, wanted: dict[str, Found]) -> None:
-    """Make a copy equal to what the bucket has; `index` says what the copy has until now."""
+    """Make a copy equal to the objects in the bucket; `index` lists the copy's objects until
+    now.
+    """
     there = read_json(index) if index.exists() else {}
     new = [
         name
@@ -95,8 +97,8 @@ def _refresh(bucket: Bucket, target: Path, index: Path, wanted: dict[str, Found]
 
 
 def _remove_inside(target: Path, name: str) -> None:
-    """Remove a file of a copy. An index that is damaged may name a folder, or what lies elsewhere:
-    these stay.
+    """Remove a file of a copy. A damaged index may name a folder, or a file elsewhere: these
+    stay.
     """
     path = target / name
     if ".." in path.parts or not path.is_relative_to(target) or not path.is_file():
@@ -105,7 +107,7 @@ def _remove_inside(target: Path, name: str) -> None:
 
 
 def _copies() -> Path:
-    """The folder of the copies of this machine."""
+    """Return the folder of the copies of this machine."""
     return cache_folder() / "buckets" / "copies"
 
 
@@ -121,7 +123,7 @@ def _remove_old_copies(but: Path) -> None:
 
 
 def _states() -> Iterator[tuple[float, int, Path]]:
-    """When each copy was last asked for, its bytes and its folder."""
+    """Yield for each copy when it was last asked for, its bytes and its folder."""
     for folder in _copies().iterdir():
         with suppress(FileNotFoundError):  # another process may be removing it
             if (folder / "index.json").exists():

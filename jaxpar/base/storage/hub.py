@@ -19,20 +19,20 @@ _TOKENIZER = "tokenizer.json"
 
 
 def is_hub(path: str | Path) -> bool:
-    """Whether a path names a model of the Hub; `Path` may have made one slash of two."""
+    """Return whether a path names a model of the Hub; `Path` may have made one slash of two."""
     return str(path).startswith("hf:/")
 
 
 def hub_folder(path: str | Path) -> Path:
     """Fetch a model of the Hub, unless it is in the cache of `huggingface_hub` already.
 
-    Where the Hub cannot be reached, what the cache has is taken.
+    Where the Hub cannot be reached, the files in the cache are taken.
 
     Args:
       path: `hf://org/name`, or `hf://org/name@revision` with a branch, a tag or a commit.
 
     Returns:
-      Its folder in the cache, with the files of `READ`.
+      The model's folder in the cache, with the files of `READ`.
 
     Raises:
       UserError: there is no such model or revision, it is gated or private, or it can neither be
@@ -45,13 +45,14 @@ def hub_tokenizer(path: str | Path) -> Path:
     """Fetch the tokenizer of a model of the Hub, without its weights.
 
     Args:
-      path: as for `hub_folder`.
+      path: `hf://org/name`, or `hf://org/name@revision` with a branch, a tag or a commit.
 
     Returns:
-      The file in the cache, with what says how it is used beside it.
+      The tokenizer.json in the cache, with the files beside it that say how it is used.
 
     Raises:
-      UserError: as for `hub_folder`, or the model has no tokenizer.json.
+      UserError: there is no such model or revision, it is gated or private, it can neither be
+        reached nor is in the cache, or it has no tokenizer.json.
     """
     files = [name for name in READ if name != "*.safetensors"]
     return _fetched(path, files, _TOKENIZER, "tokenizer of a form that is read here") / _TOKENIZER
@@ -89,8 +90,8 @@ def _fetched(path: str | Path, files: Sequence[str], needed: str, what: str) -> 
 
 
 def _reason(error: Exception, errors: Any, url: str, cache: str) -> str:
-    """Why a model was not to be had, and what to try, in one line; `errors` are those of the
-    library.
+    """Say in one line why a model could not be fetched, and what to try; `errors` is the library's
+    module of errors.
     """
     page = f"https://huggingface.co/{url.removeprefix('hf://').partition('@')[0]}"
     if isinstance(error, errors.GatedRepoError):

@@ -18,9 +18,9 @@ from jaxpar.base.errors import UserError
 T = TypeVar("T")
 
 LIMIT_SECONDS = 300.0
-"""How long a request that fails for a while is tried again."""
+"""The time for which a request that fails for a while is tried again."""
 FIRST_SECONDS = 20.0
-"""How long a bucket has for its first answer."""
+"""The time that a bucket has for its first answer."""
 _LONGEST_PAUSE = 30.0
 _FINAL = (
     FileNotFoundError,
@@ -32,9 +32,9 @@ _FINAL = (
     TypeError,
     ValueError,
 )
-"""Errors that the same request would get again."""
+"""The errors that the same request would get again."""
 _FOR_A_WHILE = (408, 429)
-"""Codes of HTTP below 500 after which the same request may succeed: too slow, too many."""
+"""The HTTP codes below 500 after which the same request may succeed: too slow, too many."""
 _FINAL_NAMES = {
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -58,7 +58,7 @@ class Outage:
         """Whether the bucket has ever answered this process."""
 
     def enter(self, line: str) -> None:
-        """Wait for the bucket; the first that does says the line."""
+        """Begin to wait for the bucket; the first that does prints the line."""
         with self._lock:
             self._waiting += 1
             if self._began is not None:
@@ -67,7 +67,7 @@ class Outage:
         say(line)
 
     def leave(self, answered: bool) -> None:
-        """Wait no longer; the last that does, and got an answer, says so."""
+        """End the wait; the last that does, and got an answer, prints so."""
         with self._lock:
             self._waiting -= 1
             if self._waiting or self._began is None:
@@ -82,25 +82,25 @@ _OUTAGES: dict[str, Outage] = {}
 
 
 def outage_of(name: str) -> Outage:
-    """The outage of a bucket, which all of this process share."""
+    """Return the outage of a bucket, which all requests of this process share."""
     return _OUTAGES.setdefault(name, Outage(name))
 
 
 def keep_trying(
     do: Callable[[], T], what: str, where: str, outage: Outage, seconds: float | None = None
 ) -> T:
-    """Do something, again and again while it fails as it may for a while.
+    """Make a request, again while it fails with an error that may pass.
 
     Args:
-      do: the request.
-      what: what it does to an object, as a participle: `read`, `written`.
+      do: makes the request.
+      what: what the request does to an object, as a participle: `read`, `written`.
       where: the URL of the object.
-      outage: that of the bucket, which says that the request waits.
-      seconds: how long it is tried; None = `LIMIT_SECONDS`, or `FIRST_SECONDS` where the bucket has
-        not answered yet.
+      outage: the bucket's outage, which says that the request waits.
+      seconds: the time for which the request is tried; None = `LIMIT_SECONDS`, or `FIRST_SECONDS`
+        where the bucket has not answered yet.
 
     Returns:
-      What the request gives.
+      The result of `do`.
 
     Raises:
       UserError: the same request would fail again, or has failed for so long.
@@ -141,15 +141,15 @@ def keep_trying(
 
 
 def _limit(outage: Outage, seconds: float | None) -> float:
-    """How many seconds a request of a bucket is tried."""
+    """Return for how many seconds a request of a bucket is tried."""
     if seconds is not None:
         return seconds
     return LIMIT_SECONDS if outage.answered else min(FIRST_SECONDS, LIMIT_SECONDS)
 
 
 def _is_of_server(error: BaseException | None) -> bool:
-    """Whether a server said this, and so is there: gcsfs has the code of HTTP, botocore, in what
-    s3fs was given, the response.
+    """Return whether a server raised this error, and so is there: gcsfs has the code of HTTP, and
+    botocore, in the error that s3fs was given, the response.
     """
     while error is not None:
         if isinstance(getattr(error, "code", None), int) or (
@@ -162,12 +162,12 @@ def _is_of_server(error: BaseException | None) -> bool:
 
 
 def _within(do: Callable[[], T], until: float) -> T:
-    """Do something in a thread, which is left behind where it takes too long: what client libraries
-    try by themselves takes minutes.
+    """Call a function in a thread, which is left behind where it takes too long: client libraries
+    try by themselves for minutes.
 
     Raises:
-      TimeoutError: it is not done by then.
-      Exception: whatever it raises.
+      TimeoutError: the function has not returned by then.
+      Exception: whatever the function raises.
     """
     done: Future[T] = Future()
 
@@ -185,8 +185,8 @@ def _within(do: Callable[[], T], until: float) -> T:
 def _require_passing(
     error: Exception, what: str, where: str, until: float, limit: float, look: str
 ) -> str:
-    """Return what an error says that may pass; raise one that the same request would get again, or
-    that has not passed in time.
+    """Return the reason of an error that may pass; raise an error that the same request would get
+    again, or that has not passed in time.
     """
     if isinstance(error, UserError):
         raise error
@@ -213,7 +213,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an error says, after its name where that says more."""
+    """Return the first line of an error's text, or its meaning in plain words."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     if isinstance(error, FileNotFoundError):
         return "there is no such object"
