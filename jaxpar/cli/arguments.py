@@ -1,4 +1,5 @@
-"""Words of a command line to typed arguments; what cannot be one is a `UserError` of one line.
+"""Functions that read the words of a command line into typed arguments, and refuse other words by a
+`UserError` of one line.
 
 A `usage` is a command's docstring (hence `str | None`), such as `jaxpar train CONFIG [--run DIR]`:
 the lower-case words in front are the command's name in messages.
@@ -60,11 +61,12 @@ def config_args(
 
     Args:
       usage: the command's docstring.
-      schema: the dataclass of the command's arguments; with a field `on` it takes a mesh by name.
+      schema: the dataclass of the command's arguments; if it has a field `on`, the command takes a
+        mesh by name.
       words: the words behind the command.
       load: reads the config of a name.
-      training: the schedule is that of the run in the folder of the arguments' `run`, if there is
-        one.
+      training: whether the command trains the run in the folder of the arguments' `run`, and so
+        takes the run's schedule where there is one.
       urls: whether the first word and the run folder may be URLs.
 
     Returns:
@@ -72,9 +74,9 @@ def config_args(
       ends.
 
     Raises:
-      UserError: words that cannot be parsed, a config that cannot be read, `--on` beside flags of a
-        mesh, a setting that can have no effect, or a `train.steps` that leaves no room for the
-        schedule of a run.
+      UserError: words cannot be parsed, a config cannot be read, `--on` stands beside flags of a
+        mesh, a setting can have no effect, or a `train.steps` leaves no room for the schedule of a
+        run.
     """
     words = [*words[:1], *flag_words(words[1:])]
     (name,) = positional(usage, schema(Config()), words, 1, urls)
@@ -105,8 +107,8 @@ def _load(load: Callable[[str], Config], name: str) -> Config:
 
 
 def _name_here(name: str) -> str:
-    """The name of a config on this machine: of the URL of a run folder or of a config.toml, where
-    its copy lies.
+    """Return the name of a config on this machine; the URL of a run folder or of a config.toml is
+    copied here first.
     """
     if not is_url(name):
         return name
@@ -121,21 +123,20 @@ def _name_here(name: str) -> str:
 
 
 def given_keys(words: list[str]) -> set[str]:
-    """The dotted keys of the flags among some words, and the names of a command's own.
-
-    Args:
-      words: the words behind the command.
+    """List the dotted keys of the flags among some words, and the names of a command's own flags.
 
     Returns:
-      The keys, such as `train.batch` and `json`. A key of an earlier version is the one of today.
+      The keys, such as `train.batch` and `json`. The key of an earlier version is translated to
+      today's.
     """
     found = {key_of(word) for word in words} - {""}
     return {_today(key) for key in found}
 
 
 def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
-    """A training command's arguments with the schedule that its run began with, which a run keeps.
-    One that has not trained yet has none: `train.steps` alone shortens the schedule, as everywhere.
+    """Give a training command's arguments the schedule that its run began with, which a run keeps.
+    A run that has not trained yet has none: `train.steps` alone shortens the schedule, as
+    everywhere.
 
     Raises:
       UserError: `train.steps` leaves no room for the schedule of the run.
@@ -175,8 +176,8 @@ def _schedule_of_run(name: str, args: Any, keys: set[str]) -> Any:
 
 
 def _say_what_was_given(name: str) -> None:
-    """Say on standard error what a program gave to the run whose folder a config's name is, and
-    what a command takes in its place.
+    """Print on standard error what a program gave, as Python objects, to the run whose folder a
+    config's name is, and what a command takes in its place.
     """
     folder = run_folder(name)
     is_of_run = folder in (Path(name), Path(name).parent)
@@ -190,15 +191,12 @@ def _say_what_was_given(name: str) -> None:
 
 
 def shorten_schedule(args: Any, keys: set[str]) -> Any:
-    """Fit the schedule of a command's arguments to its steps by `fit_schedule`, and say on standard
-    error if it is another.
+    """Fit the schedule of a command's arguments to its steps by `fit_schedule`, and print on
+    standard error if it was changed.
 
     Args:
       args: the arguments, a dataclass with a field `config`.
       keys: the dotted keys that the user gave, which are kept.
-
-    Returns:
-      The arguments with that schedule.
     """
     config, note = fit_schedule(args.config, keys)
     if note:
@@ -210,11 +208,8 @@ def flag_words(words: list[str]) -> list[str]:
     """Write every setting among some words as its flag: `mesh.tensor=2` is `--mesh.tensor 2`, and
     `rules.mlp=[fsdp, tensor]` has two values.
 
-    Args:
-      words: the words behind the command.
-
     Returns:
-      The words, of which those that are no setting stay as they are.
+      The words; those that are no setting stay as they are.
     """
     found = list[str]()
     sections = {field.name for field in dataclasses.fields(Config)}
@@ -232,7 +227,9 @@ def flag_words(words: list[str]) -> list[str]:
 
 
 def plain_name(target: str) -> str:
-    """Write the name of a target, `v5p:4x4x8`, as it may stand in the name of a folder."""
+    """Write the name of a target, `v5p:4x4x8`, without the characters that the name of a folder may
+    not have.
+    """
     return re.sub(r"[^\w.-]+", "_", target)
 
 
@@ -245,14 +242,14 @@ def positional(
 ) -> list[str]:
     """Read the words before the flags: the names and paths that the command cannot do without.
 
-    Where help is asked for in their place, it is shown, and the command ends.
+    Where help is asked for in their place, help is printed and the command ends.
 
     Args:
       usage: the command's docstring.
       default: the command's arguments, whose values help shows.
       words: the words behind the command.
       count: how many names the command takes.
-      urls: whether they may be URLs.
+      urls: whether these words may be URLs.
 
     Returns:
       The first `count` words.
@@ -270,7 +267,7 @@ def positional(
 
 
 def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
-    """`default` with the values of the flags.
+    """Replace the values of a command's arguments by those that flags give.
 
     Args:
       usage: the command's docstring.
@@ -278,10 +275,10 @@ def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
       words: the words behind the names that the command takes.
 
     Returns:
-      The arguments. Where help is asked for, it is printed and the command ends.
+      The arguments. Where help is asked for, help is printed and the command ends.
 
     Raises:
-      UserError: no flag has such a name, or one has a value that it does not take; or a path is a
+      UserError: no flag has such a name, a flag has a value that it does not take, or a path is a
         URL.
     """
     if {"-h", "--help"}.intersection(words):
@@ -312,8 +309,8 @@ def parse_words(usage: str | None, default: Args, words: list[str]) -> Args:
 
 
 def _print_help(usage: str | None, default: DataclassInstance, words: list[str]) -> NoReturn:
-    """Print the flags with their values in `default`, or those of the tables that are named behind
-    `--help`, and end.
+    """Print the flags with their values in `default`, or the flags of the tables that are named
+    behind `--help`, and end the command.
     """
     at = min(words.index(word) for word in ("-h", "--help") if word in words)
     topics = itertools.takewhile(lambda word: not word.startswith("-"), words[at + 1 :])
@@ -325,19 +322,21 @@ _OLD_FLOOR_FIELD = f"config.{OLD_FLOOR}"
 
 
 def _older_flags() -> dict[str, Flag]:
-    """The flags of earlier versions, which are taken for those of today."""
+    """Return the flags of earlier versions, which are read as today's."""
     today = flags_of(ConfigArgs)
     renamed = {old: today[new] for old, new in RENAMED.items()}
     return {**renamed, OLD_FLOOR: Flag(_OLD_FLOOR_FIELD, float, "one")}
 
 
 def _today(key: str) -> str:
-    """The key of today that a key of an earlier version stands for; any other is itself."""
+    """Translate the key of an earlier version to today's; any other key stays as it is."""
     return FLOOR if key == OLD_FLOOR else RENAMED.get(key, key)
 
 
 def _unknown_flag(usage: str | None, left: list[str], known: list[str]) -> str:
-    """What to say of the words that no flag took, with what the first of them may have meant."""
+    """Write the message about words that no flag took, with what the first of them may have
+    meant.
+    """
     parts = str(usage).partition(" [")[0].split()
     command = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), parts))
     word = left[0].partition("=")[0] or "''"
@@ -346,8 +345,8 @@ def _unknown_flag(usage: str | None, left: list[str], known: list[str]) -> str:
 
 
 def _flag_hint(left: list[str], known: list[str]) -> str:
-    """What the first of some words that no flag takes may have meant, among the dotted keys that
-    there are.
+    """Guess what the first of some words that no flag takes may have meant, among the known dotted
+    keys.
     """
     word, equals, value = left[0].partition("=")
     key = word.lstrip("-").replace("-", "_")
@@ -367,8 +366,8 @@ def _flag_hint(left: list[str], known: list[str]) -> str:
 
 
 def _require_local_flags(args: DataclassInstance) -> None:
-    """Raise a UserError where a flag's value is a URL and may be none. Prompts, which are text, are
-    tuples, and not looked at.
+    """Refuse a flag whose value is a URL and may not be one. Prompts, which are text, are tuples,
+    and not looked at.
     """
     values = {key: value for key, value in flatten(args).items() if isinstance(value, str)}
     may_be_urls = keys_with(type(args), Trait.MAY_BE_URL)
@@ -379,12 +378,12 @@ def run_folder(name: str, given: str = "") -> Path:
     """Find the folder of a run.
 
     Args:
-      name: the name of a config or a path. A run folder, or the config.toml in one, stands for that
-        run, and anything else for runs/NAME.
+      name: the name of a config or a path. A run folder, or the config.toml in a run folder, stands
+        for that run, and anything else for runs/NAME.
       given: the folder that the user gave; empty = none.
 
     Returns:
-      The folder, which need not be there; `given` where it is not empty.
+      The folder, which need not exist; `given` where it is not empty.
     """
     if is_url(given):
         from jaxpar.train.runs.bucket import run_here  # Orbax, which only a run needs

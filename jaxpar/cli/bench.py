@@ -22,42 +22,43 @@ from jaxpar.cli.arguments import (
 
 @dataclass(frozen=True)
 class BenchArgs:
-    """The training step against that of `transformers` in PyTorch, in turns; `jaxpar bench generate
-    CONFIG` is for generation.
+    """Measure the training step beside the step of `transformers` in PyTorch, in turns; `jaxpar
+    bench generate CONFIG` measures generation.
     """
 
     config: Config
     rounds: Annotated[int, Range(1, 1_000_000)] = 15
-    """Alternations; the ratio's quartiles are over these."""
+    """The number of rounds, in which each is measured once; the ratio's quartiles are over them."""
     calls: Annotated[int, Range(1, 1_000_000)] = 10
-    """Steps of each in a round."""
+    """The steps of each in a round."""
 
 
 @dataclass(frozen=True)
 class BenchGenerateArgs:
-    """Prefill and decoding against those of `transformers` in PyTorch, in turns, with random
+    """Measure prefill and decoding beside those of `transformers` in PyTorch, in turns, with random
     weights.
     """
 
     config: Config
     batch: Annotated[int, Range(1, 1_000_000)] = 1
-    """Prompts at once."""
+    """The prompts that run at once."""
     prompt_tokens: Annotated[int, Range(1, 1_000_000)] = 128
-    """Tokens of each."""
+    """The tokens of each prompt."""
     new_tokens: Annotated[int, Range(2, 1_000_000)] = 64
-    """New tokens of each; the first of them is the prefill's."""
+    """The new tokens of each prompt; the prefill makes the first of them."""
     rounds: Annotated[int, Range(1, 1_000_000)] = 9
-    """Alternations; the ratio's quartiles are over these."""
+    """The number of rounds, in which each is measured once; the ratio's quartiles are over them."""
 
 
 @dataclass(frozen=True)
 class BenchPresetsArgs:
-    """Every preset on its target, rehearsed with the compilers at hand: a step, what of it waits
-    for collectives, and a device's memory. Beside those of another version with `--against`.
+    """Rehearse every preset on its target with the compilers at hand: the time of a step, the part
+    of it that waits for collectives, and a device's memory. With `--against`, beside the numbers of
+    another version.
     """
 
     only: tuple[str, ...] = ()
-    """These presets; none = all."""
+    """Rehearse these presets; none = all."""
     json: str = ""
     """Write the table: FILE.json."""
     against: str = ""

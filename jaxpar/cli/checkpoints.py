@@ -1,4 +1,6 @@
-"""`jaxpar checkpoints`: the checkpoints of a run, and whether they are as they were saved."""
+"""The command `jaxpar checkpoints`, which lists the checkpoints of a run, and checks whether they
+are as they were saved.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from jaxpar.cli.arguments import parse_words, positional
 
 @dataclass(frozen=True)
 class CheckpointsArgs:
-    """The checkpoints of a run: step, size, validation loss, and whether all files are there."""
+    """List the checkpoints of a run: step, size, validation loss, and whether all files are
+    there.
+    """
 
     verify: bool = False
     """Read every byte, and compare it with what was saved. Exit code 1 says that one is damaged."""

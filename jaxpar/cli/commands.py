@@ -32,17 +32,17 @@ from jaxpar.cli.arguments import (
 
 @dataclass(frozen=True)
 class TrainArgs(ConfigArgs):
-    """Train a config, or go on training its run."""
+    """Train a config, or resume its run."""
 
     run: Annotated[str, Trait.MAY_BE_URL] = ""
-    """Run folder; empty = runs/NAME, or the one that the config came from."""
+    """Run folder; empty = runs/NAME, or the folder that the config came from."""
     verify: bool = False
     """First compare the plan with one device on a small model; refuse it if it differs."""
 
 
 @dataclass(frozen=True)
 class WatchArgs:
-    """A run, or all runs in a folder, while they train or after: how far, how good, how fast,
+    """Watch a run, or all runs in a folder, while they train or after: how far, how good, how fast,
     whether alive.
     """
 
@@ -53,23 +53,23 @@ class WatchArgs:
     predicts.
     """
     target: str = ""
-    """Predict for this system; empty = the one that the run was on."""
+    """Predict for this system; empty = the system that the run was on."""
 
 
 @dataclass(frozen=True)
 class CompareArgs:
-    """Two or more runs: what differs in their settings, how far each came, and their losses in one
-    picture. A folder stands for the runs in it.
+    """Compare two or more runs: what differs in their settings, how far each came, and their losses
+    in one picture. A folder stands for the runs in it.
     """
 
     out: str = "compare.png"
-    """Where the picture goes: a .png or .svg."""
+    """The file of the picture: a .png or .svg."""
 
 
 @dataclass(frozen=True)
 class VerifyArgs(ConfigArgs):
-    """Loss and every gradient of a config's plan against one device, on a small model of the same
-    kind.
+    """Compare the loss and every gradient of a config's plan with one device, on a small model of
+    the same kind.
     """
 
     json: str = ""
@@ -78,12 +78,12 @@ class VerifyArgs(ConfigArgs):
 
 @dataclass(frozen=True)
 class ShowArgs(ConfigArgs):
-    """Where the parameters of a config live, what its devices send, and pictures: of the mesh, a
-    layer, masks and memory.
+    """Show where the parameters of a config live, what its devices send, and pictures: of the mesh,
+    a layer, masks and memory.
     """
 
     out: str = ""
-    """Where the picture of the mesh goes; empty = NAME.png."""
+    """The file of the mesh's picture; empty = NAME.png."""
     layer: str = ""
     """Draw one layer too: its matrices and activations, each with where it lies on the mesh. A .png
     or .svg.
@@ -93,7 +93,7 @@ class ShowArgs(ConfigArgs):
     memory: str = ""
     """Draw a device's memory too, part by part, with what it has where --on or --chip says so."""
     chip: str = ""
-    """The chip whose memory the parts are held against, `h100`; empty = that of --on."""
+    """The chip whose memory the parts are compared with, `h100`; empty = the chip of --on."""
     schedule: bool = False
     """Show how microbatches go through the pipeline's stages instead, and draw that:
     NAME_schedule.png.
@@ -102,13 +102,13 @@ class ShowArgs(ConfigArgs):
 
 @dataclass(frozen=True)
 class TokenizeArgs:
-    """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
+    """Convert text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
 
     tokenizer: Annotated[str, Trait.MAY_BE_URL] = "bytes"
     """bytes, chars, a tokenizer.json or its folder, or a model of the Hugging Face Hub, hf://gpt2
     (the extra hf)."""
     bos: Bos = "auto"
-    """Whether each text begins with the tokenizer's begin of text; auto = where the tokenizer
+    """Whether each text begins with the tokenizer's begin-of-text token; auto = where the tokenizer
     says so.
     """
     max_bytes: Annotated[int, Range(1, 2**40)] = 8_000_000
@@ -230,7 +230,7 @@ def show_command(words: list[str]) -> int:
 
 
 def _with_flags(message: str) -> str:
-    """A message about the data of a config, as it is said of the flags of `tokenize`."""
+    """Rewrite a message about the data of a config for the flags of `tokenize`."""
     return re.sub(r"\bdata\.(tokenizer|bos|max_bytes)\b", _flag_of, message)
 
 

@@ -1,4 +1,4 @@
-"""`jaxpar compose`: the words that name settings, and what it prints."""
+"""The command `jaxpar compose`: the words that name settings, and what it prints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxpar.rehearse.targets import load_target
 
 @dataclass(frozen=True)
 class ComposeArgs(ConfigArgs):
-    """How settings compose on hardware that is not here: each alone, all pairs, and the fastest
-    combination that fits.
+    """Rehearse how settings compose on hardware that is not here: each alone, all pairs, and the
+    fastest combination that fits.
     """
 
     with_: tuple[str, ...] = ()
@@ -35,10 +35,11 @@ class ComposeArgs(ConfigArgs):
     """v5p-64 (chips), v5e-8, h100x64, ...: docs/targets.md lists them."""
     train_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Train a small form of each config this many steps on one simulated device, for its loss; 0 =
-    none is trained.
+    nothing is trained.
     """
     loss_within: Annotated[float, Range(0.0, 1e3)] = math.inf
-    """By how many nats a token the loss of the best may be above the base's; for --train-steps.
+    """The nats a token by which the loss of the best may be above the loss of the base; for
+    --train-steps.
     """
     run: Annotated[str, Trait.MAY_BE_URL] = ""
     """Folder of the tables and the picture, where points are remembered; empty =
@@ -92,7 +93,7 @@ def split_names(words: tuple[str, ...]) -> list[str]:
       words: `("remat,domino", "model.masks=[window(8),bigbird(3, 1)]")`.
 
     Returns:
-      A name or a group of keys each.
+      The words, each a name or a group of keys.
     """
     parts = [part for word in words for part in split_values(word)]
     return [part.strip() for part in parts if part.strip()]
@@ -102,10 +103,7 @@ def own_setting(word: str) -> Setting:
     """Read keys with their values, joined by `+`, as a setting.
 
     Args:
-      word: `memory.policy=full+overlap.domino=on`.
-
-    Returns:
-      The setting.
+      word: keys with their values, such as `memory.policy=full+overlap.domino=on`.
 
     Raises:
       UserError: a part is no key with a value.

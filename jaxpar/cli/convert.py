@@ -1,4 +1,4 @@
-"""The command that converts from and to checkpoints of Hugging Face."""
+"""The command `jaxpar convert`, which converts from and to checkpoints of Hugging Face."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from jaxpar.cli.arguments import (
 
 @dataclass(frozen=True)
 class ConvertArgs:
-    """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
+    """Convert a Hugging Face checkpoint to a run folder, or a run folder to a Hugging Face
+    checkpoint.
+    """
 
     config: Config
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of an export."""
+    """The dtype of an exported checkpoint."""
     step: int = 0
-    """Checkpoint to export; 0 = the best one, or the newest when none was evaluated."""
+    """Checkpoint to export; 0 = the best one, or the newest where none was evaluated."""
     adapter: bool = False
     """Export LoRA alone, in the form of PEFT; otherwise it is merged into the weights."""
     compressed: bool = False
@@ -44,7 +46,7 @@ _OF_AN_EXPORT = (
     "data.bos",
     "train.init",
 )
-"""The settings that an export reads: where the weights are and how they lie, and what goes beside
+"""The settings that an export reads: the layout of the weights, and the files that go beside
 them.
 """
 
@@ -68,7 +70,7 @@ def convert_command(words: list[str]) -> int:
 
 
 def _export(source: Path, target: Path, words: list[str]) -> None:
-    """Write a run's checkpoint as Hugging Face has it, and say so.
+    """Write a run's checkpoint as a Hugging Face checkpoint, and print what was written.
 
     Raises:
       UserError: a flag has no effect on an export, or the run cannot be exported.
@@ -106,7 +108,7 @@ def _export(source: Path, target: Path, words: list[str]) -> None:
 
 
 def _import(source: Path, target: Path, words: list[str]) -> None:
-    """Make a run folder of a Hugging Face or PEFT folder, and say how it is trained on.
+    """Make a run folder of a Hugging Face or PEFT folder, and print how it is trained on.
 
     Raises:
       UserError: a flag has no effect on an import, or the folder cannot be imported.

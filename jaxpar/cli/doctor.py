@@ -1,4 +1,6 @@
-"""The command that says what is installed here, and what is known to go wrong with it."""
+"""The command `jaxpar doctor`, which says what is installed here, and what is known to go wrong
+with it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ OPTIONAL = (
     "transformers",
     "torch",
 )
-"""Packages that nothing needs always, beside those of `console.PACKAGES`."""
+"""The packages that only parts of the library need, beside those of `console.PACKAGES`."""
 
 
 def doctor_command(_: list[str]) -> int:
@@ -61,14 +63,11 @@ def doctor_command(_: list[str]) -> int:
 
 
 def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
-    """Say what is known to go wrong with these versions of packages on a backend.
+    """List what is known to go wrong with these versions of packages on a backend, a line for each.
 
     Args:
       versions: the installed versions, by package.
       backend: `cpu`, `gpu` or `tpu`.
-
-    Returns:
-      A line for each warning.
     """
     from jaxpar.parallel.host_memory import known_problem
 

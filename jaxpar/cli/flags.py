@@ -1,4 +1,5 @@
-"""The flags of a dataclass: which there are, and the words of a command line as their values.
+"""The flags of a dataclass: which there are, and how the words of a command line become their
+values.
 
 A field is the flag of its dotted key, `--train.learning-rate`, with hyphens or underscores; the
 fields of a field `config` stand at the top. The values of a flag are the words up to the next one,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Schema = TypeVar("Schema", bound="DataclassInstance")
 _TRUTHS = {"True": True, "False": False, "true": True, "false": False}
-"""As Python writes them, and as TOML and messages do."""
+"""The words for true and false, as Python writes them, and as TOML and messages do."""
 _WANTED = {
     bool: "true or false",
     int: "a whole number",
@@ -35,7 +36,7 @@ _WANTED = {
 
 @dataclass(frozen=True)
 class Flag:
-    """What one field takes on a command line."""
+    """The flag of one field: its key, and the words that it takes on a command line."""
 
     key: str
     """The dotted key of the field: `config.train.steps`."""
@@ -43,7 +44,7 @@ class Flag:
     """The type of one value: bool, int, float, str or a Literal."""
     takes: Literal["nothing", "one", "many", "one each time"]
     """The words after the flag. A command's own switch takes none, and a setting that is true or
-    false takes its value; what takes one each time may be given several times.
+    false takes its value; a flag that takes one each time may be given several times.
     """
 
 
@@ -53,11 +54,11 @@ def flags_of(schema: type[DataclassInstance]) -> Mapping[str, Flag]:
 
     Args:
       schema: the dataclass of a command's arguments. Its fields are bool, int, float, str, a
-        Literal, a tuple of these, or a dataclass of such fields. One that would be a word of
-        Python's ends in an underscore, which its flag has not.
+        Literal, a tuple of these, or a dataclass of such fields. A field whose name would be a
+        keyword of Python ends in an underscore, which its flag does not have.
 
     Returns:
-      The flags in the order of the fields.
+      The flags, in the order of the fields.
     """
     flags = [_flag_of(field) for field in schema_fields(schema).values()]
     return {flag.key.removeprefix("config.").removesuffix("_"): flag for flag in flags}
@@ -73,8 +74,8 @@ def _flag_of(field: SchemaField) -> Flag:
 
 
 def key_of(word: str) -> str:
-    """The dotted key of a flag, `--train.batch=3`, as a user writes it; empty where a word is no
-    flag.
+    """Return the dotted key of a flag, `--train.batch=3`, as a user writes it; empty where a word
+    is no flag.
     """
     if not word.startswith("--"):
         return ""
@@ -88,12 +89,12 @@ def read_flags(
     """Read words as the values of flags.
 
     Args:
-      flags: the flags by their dotted keys, see `flags_of`.
+      flags: the flags of `flags_of`, by their dotted keys.
       words: the words of a command line, without the command and its names.
 
     Returns:
-      The values by the dotted keys of the fields, and the words that no flag took, in order. Of a
-      flag that is given twice the last value counts.
+      The values by the dotted keys of the fields, and the words that no flag took, in order. If a
+      flag is given twice, its last value counts.
 
     Raises:
       UserError: a flag lacks its value, or the value is not of the flag's type.
@@ -122,7 +123,7 @@ def read_flags(
 
 
 def _values_from(flag: Flag, words: Sequence[str]) -> list[str]:
-    """The words at the front that are values of a flag."""
+    """Take the words at the front that are values of a flag."""
     most = {"nothing": 0, "many": len(words)}.get(flag.takes, 1)
     found = list[str]()
     for word in words[:most]:
@@ -133,7 +134,9 @@ def _values_from(flag: Flag, words: Sequence[str]) -> list[str]:
 
 
 def _may_be_value(word: str) -> bool:
-    """Whether a word is no flag: a hyphen alone and a negative number are none."""
+    """Return whether a word can be a value; a hyphen alone and a negative number can, a flag
+    cannot.
+    """
     return not word.startswith("-") or word == "-" or _is_number(word)
 
 
@@ -151,12 +154,11 @@ def _value(
     words: Sequence[str],
     following: Sequence[str],
 ) -> Any:
-    """The words of a flag as the value of its field.
+    """Read the words of a flag as the value of its field.
 
     Args:
-      flag: the flag.
-      name: as the user wrote it: `--train.learning_rate`.
-      words: its own words.
+      name: the flag as the user wrote it: `--train.learning_rate`.
+      words: the words that the flag took.
       following: the word behind them, if there is one.
 
     Raises:
@@ -177,7 +179,7 @@ def _value(
 
 
 def _item(kind: Any, name: str, word: str) -> Any:
-    """One word as a value of a type, which is any that `Flag.kind` may be."""
+    """Read one word as a value of a type, which is any that `Flag.kind` may be."""
     if typing.get_origin(kind) is Literal:
         return _choice(typing.get_args(kind), name, word)
     try:
@@ -187,7 +189,7 @@ def _item(kind: Any, name: str, word: str) -> Any:
 
 
 def _choice(choices: Sequence[str | bool], name: str, word: str) -> str | bool:
-    """The one of some choices that a word writes."""
+    """Return the choice that a word writes."""
     written = {_written(choice): choice for choice in choices}
     if word in written:
         return written[word]
@@ -197,14 +199,14 @@ def _choice(choices: Sequence[str | bool], name: str, word: str) -> str | bool:
 
 
 def _wanted(kind: Any) -> str:
-    """What a value of a type is, as a message says it."""
+    """Say for a message what a value of a type is."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(_written, typing.get_args(kind)))
     return _WANTED[kind]
 
 
 def _written(choice: str | bool) -> str:
-    """A choice as TOML and messages write it, without quotes."""
+    """Write a choice as TOML and messages do, without quotes."""
     return choice if isinstance(choice, str) else str(choice).lower()
 
 
@@ -214,9 +216,6 @@ def replace_fields(instance: Schema, values: Mapping[str, Any]) -> Schema:
     Args:
       instance: the dataclass, which stays as it is.
       values: values of the right types, by the dotted keys of the fields.
-
-    Returns:
-      A dataclass of the same type.
     """
     changes: dict[str, Any] = {}
     tables: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,6 @@
-"""`jaxpar goodput`: what the time of a run went on, and how often to save where machines fail."""
+"""The command `jaxpar goodput`, which says what the time of a run went on, and how often to save
+where machines fail.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ _Cost = Annotated[float, Range(0.0, 1e7, also=(_UNSET,))]
 
 @dataclass(frozen=True)
 class GoodputArgs:
-    """What the time of a run went on, and the goodput to expect of an interval between checkpoints
-    on many machines, with the costs that the run has measured.
+    """Show what the time of a run went on, and the goodput to expect of an interval between
+    checkpoints on many machines, with the costs that the run has measured.
     """
 
     nodes: tuple[Annotated[int, Range(1, 1_000_000)], ...] = (16, 128, 1024, 4096)
-    """Numbers of machines, any of which ends the run where it fails."""
+    """Numbers of machines; a run ends where any of its machines fails."""
     target: str = ""
     """The machines of this system instead: docs/targets.md lists the names."""
     node_mtbf_days: Annotated[float, Range(0.001, 1e6)] = 264.0
@@ -30,7 +32,7 @@ class GoodputArgs:
     save: _Cost = _UNSET
     """Seconds for which a checkpoint keeps steps waiting; -1 = as measured."""
     write: _Cost = _UNSET
-    """Seconds for which it is then written in the background; -1 = as measured."""
+    """Seconds for which a checkpoint is then written in the background; -1 = as measured."""
     recover: _Cost = _UNSET
     """Seconds from the start of a process to its first step; -1 = as measured."""
     down: _Cost = _UNSET

@@ -1,7 +1,7 @@
-"""The help of a command, from the dataclass of its arguments: each flag with what it takes, what
-its field's docstring says of it, its range, where it has no effect, and its value. That of a
-command which takes a config has hundreds of settings, and shows the tables that they are in until
-one is asked for.
+"""The help of a command, from the dataclass of its arguments: each flag with the words that it
+takes, its field's docstring, its range, where it has no effect, and its value. A command that takes
+a config has hundreds of settings, and its help lists the tables that they are in until one is asked
+for.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _WORDS = {int: "INT", float: "FLOAT", str: "STR", bool: "{True,False}"}
 
 
 class _Table(NamedTuple):
-    """The flags of one table of a config, or those of the command itself, whose name is empty.
+    """The flags of one table of a config, or of the command itself, whose name is empty.
 
     Attributes:
-      name: its dotted key.
-      about: what it is for.
-      idle: where all of it has no effect.
+      name: the table's dotted key.
+      about: the purpose of the table.
+      idle: the sentences on where all of it has no effect.
       flags: the text of each flag.
     """
 
@@ -54,15 +54,12 @@ def command_help(usage: str | None, default: DataclassInstance, topics: Sequence
 
     Args:
       usage: the command's docstring.
-      default: its arguments, whose values are shown.
+      default: the command's arguments, whose values are shown.
       topics: the words behind `--help`: names of tables of a config, or `all`. Without one, a
         command that takes a config lists its tables.
 
-    Returns:
-      The text.
-
     Raises:
-      UserError: there is no table of a name.
+      UserError: no table has the name of a topic.
     """
     own, *tables = _tables(default)
     about = "\n".join(_wrapped(own.about, ""))
@@ -83,13 +80,13 @@ def command_help(usage: str | None, default: DataclassInstance, topics: Sequence
 
 
 def _tables(default: DataclassInstance) -> Iterator[_Table]:
-    """The flags of the command itself, and then those of each table."""
+    """Yield the flags of the command itself, and then of each table."""
     schema = type(default)
     fields = schema_fields(schema)
     flags = {flag.key: (name, flag) for name, flag in flags_of(schema).items()}
 
     def table_of(instance: DataclassInstance, key: str, name: str) -> Iterator[_Table]:
-        """The table of a part of the arguments, and those in it."""
+        """Yield the table of a part of the arguments, and the tables in it."""
         docs = field_docs(type(instance))
         values: dict[str, Any] = {
             one.name: getattr(instance, one.name) for one in dataclasses.fields(instance)
@@ -113,7 +110,7 @@ def _tables(default: DataclassInstance) -> Iterator[_Table]:
 
 
 def _idle_in_all(fields: Sequence[SchemaField]) -> list[object]:
-    """Where a whole table has no effect."""
+    """Find the marks on where a whole table has no effect."""
     marks = dict.fromkeys(mark for field in fields for mark in field.marks)
     return [
         mark
@@ -123,7 +120,7 @@ def _idle_in_all(fields: Sequence[SchemaField]) -> list[object]:
 
 
 def _flag_text(name: str, flag: Flag, marks: Sequence[object], doc: str, value: Any) -> str:
-    """A flag with what it takes, and below it what is said of it."""
+    """Write a flag with the words that it takes, and below it its description."""
     words = f"  --{name.replace('_', '-')} {_value_words(flag)}".rstrip()
     if flag.takes == "one each time":
         notes = ["repeatable"]
@@ -135,12 +132,12 @@ def _flag_text(name: str, flag: Flag, marks: Sequence[object], doc: str, value: 
 
 
 def _idle_text(marks: Sequence[object]) -> str:
-    """Where a flag or a table has no effect."""
+    """Write where a flag or a table has no effect."""
     return " ".join(f"No effect where {mark.reason}." for mark in marks if isinstance(mark, Idle))
 
 
 def _value_words(flag: Flag) -> str:
-    """What a flag takes: `INT`, `{auto,xla}` or `[STR [STR ...]]`."""
+    """Write the words that a flag takes: `INT`, `{auto,xla}` or `[STR [STR ...]]`."""
     if get_origin(flag.kind) is Literal:
         word = "{" + ",".join(map(str, get_args(flag.kind))) + "}"
     else:
@@ -149,7 +146,7 @@ def _value_words(flag: Flag) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value as a command line has it."""
+    """Write a value as a command line has it."""
     if isinstance(value, tuple):
         return " ".join(map(_written, value)) or "none"
     text = str(value)
@@ -158,13 +155,13 @@ def _written(value: Any) -> str:
 
 @functools.cache
 def field_docs(schema: type) -> Mapping[str, str]:
-    """Read what stands under the fields of a dataclass.
+    """Read the docstrings that stand under the fields of a dataclass.
 
     Args:
-      schema: the dataclass. The fields of those that it is derived from are its own too.
+      schema: the dataclass. The fields of its base classes are its own too.
 
     Returns:
-      The text under each field that has one.
+      The docstring of each field that has one, by the field's name.
     """
     found = dict[str, str]()
     for one in reversed(schema.__mro__):
@@ -174,7 +171,7 @@ def field_docs(schema: type) -> Mapping[str, str]:
 
 @functools.cache
 def _docs_in(module: str) -> dict[str, dict[str, str]]:
-    """The texts under the fields of each class of a module."""
+    """Read the docstrings under the fields of each class of a module."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):  # built in, or its source is not there
@@ -195,7 +192,7 @@ def _field_texts(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def _summary(schema: type) -> str:
-    """The first paragraph of a class's docstring."""
+    """Return the first paragraph of a class's docstring."""
     text = (schema.__doc__ or "").partition("\n\n")[0]
     return " ".join(text.split())
 
@@ -219,7 +216,7 @@ def _table_text(table: _Table) -> str:
 
 
 def _list_text(tables: Sequence[_Table]) -> str:
-    """The tables that are no part of another, each with what it is for."""
+    """Write the tables that are no part of another, each with its purpose."""
     outer = [table for table in tables if "." not in table.name]
     width = max(len(table.name) for table in outer)
     lines = ["Settings (--train.batch 8), by table; --help NAME lists one, --help all every one:"]

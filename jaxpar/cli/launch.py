@@ -1,4 +1,4 @@
-"""`jaxpar launch` and `jaxpar sweep`: the words of each, and what it prints."""
+"""The commands `jaxpar launch` and `jaxpar sweep`: the words of each, and what it prints."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ from jaxpar.rehearse.targets import load_target
 
 @dataclass(frozen=True)
 class RayArgs(ConfigArgs):
-    """Processes of one run on this machine or on a Ray cluster, which start again together when one
-    has died.
+    """Start the processes of one run on this machine or on a Ray cluster; they start again together
+    when one has died.
     """
 
     workers: Annotated[int, Range(0, 1_000_000)] = 0
-    """Processes on simulated CPU devices, which share those of the mesh."""
+    """Processes on simulated CPU devices, which share the devices of the mesh."""
     target: str = ""
     """The TPUs or GPUs of the cluster to run on, a process for each host: docs/targets.md lists the
     names.
     """
     max_failures: Annotated[int, Range(0, 1_000_000)] = 0
-    """How often they start again after a crash."""
+    """The number of times that they start again after a crash."""
     elastic: str = ""
-    """The fewest and the most processes, 1:4: when one is gone for good, the run goes on with those
-    that are left, and with more at the next start when there is room.
+    """The fewest and the most processes, 1:4: when one is gone for good, the run goes on with the
+    processes that are left, and with more at the next start when there is room.
     """
     at_size: tuple[str, ...] = ()
     """Settings of one number of processes under --elastic, in a word: "2 mesh.fsdp=2 mesh.data=1"
     """
     run: Annotated[str, Trait.MAY_BE_URL] = ""
-    """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config
+    """Run folder, on storage that all hosts share; empty = runs/NAME, or the folder that the config
     came from.
     """
     address: Annotated[str, Trait.MAY_BE_URL] = ""
-    """The cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
+    """The address of the cluster; empty = $RAY_ADDRESS, or this machine alone where that is not
+    set.
+    """
 
 
 @dataclass(frozen=True)
 class ScriptArgs(Placement, ConfigArgs):
-    """A script or manifest that starts a run, on standard output."""
+    """Write a script or manifest that starts a run to standard output."""
 
 
 @dataclass(frozen=True)
 class SweepArgs(ConfigArgs):
-    """A run for every combination of some settings, on this machine or on a Ray cluster; with a
-    target a rehearsal for each.
+    """Start a run for every combination of some settings, on this machine or on a Ray cluster; with
+    a target, rehearse each.
     """
 
     over: tuple[str, ...] = ()
@@ -71,7 +73,9 @@ class SweepArgs(ConfigArgs):
     per_trial: Annotated[int, Range(0, 1_000_000)] = 0
     """CPUs, GPUs or TPU chips that each run has, by mesh.platform; 0 = all that one machine has."""
     address: Annotated[str, Trait.MAY_BE_URL] = ""
-    """The Ray cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
+    """The address of the Ray cluster; empty = $RAY_ADDRESS, or this machine alone where that is not
+    set.
+    """
 
 
 KINDS = {
@@ -138,7 +142,7 @@ def _require_launch(args: RayArgs) -> None:
 
 
 def _configs_at_size(usage: str, words: list[str], given: tuple[str, ...]) -> dict[int, Config]:
-    """The config of each number of processes that has settings of its own."""
+    """Read the config of each number of processes that has settings of its own."""
     configs = dict[int, Config]()
     for text in given:
         number, *settings = text.split()
@@ -199,9 +203,6 @@ def _rehearse_sweep(name: str, args: SweepArgs, trials: dict[str, Any]) -> int:
 
 def split_over(words: list[str]) -> tuple[list[str], list[str]]:
     """Take the words of `--over` out of others.
-
-    Args:
-      words: the words behind the command.
 
     Returns:
       The words that follow each `--over`, or its `=`, up to the next flag, and all others.

@@ -1,8 +1,8 @@
-"""`jaxpar`: finds the command that the first word names; a mistake of the user is a line and
-exit 2.
+"""The entry point of `jaxpar`, which finds the command that the first word names; a mistake of the
+user is a line and exit code 2.
 
-What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second.
-Each command is a row of `COMMANDS`.
+Code that needs no JAX imports none: help, a version and a mistyped command take a tenth of a
+second. Each command is a row of `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxpar.base.version import jaxpar_version
 
 
 class Command(NamedTuple):
-    """A command: what the list of them says, and the module of `jaxpar.cli` that has its function,
-    `NAME_command`.
+    """A command: its text in the list of commands, and the module of `jaxpar.cli` that has its
+    function, `NAME_command`.
     """
 
     text: str
@@ -72,23 +72,20 @@ COMMANDS = {
     "doctor": Command("versions, devices, known-bad combinations", "doctor"),
 }
 _ORBAX_READING = "_read_array_index_and_device_put"
-"""What reads an array of a checkpoint, seen in orbax-checkpoint 0.12.8."""
+"""The coroutine that reads an array of a checkpoint, seen in orbax-checkpoint 0.12.8."""
 _OUTPUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""How a disk refuses what a command prints."""
+"""The errors by which a disk refuses what a command prints."""
 _HELP = ("-h", "--help", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command: the entry point.
+    """Run the command that the words name, and return its exit code.
 
     A `UserError` is one line on standard error and its exit code, which is 2 unless its class says
     another; a reader of the output that has gone is 141, and Ctrl-C is 130.
 
     Args:
-      argv: the words behind `jaxpar`; None = those of the process, which Ctrl-C then ends.
-
-    Returns:
-      The exit code.
+      argv: the words behind `jaxpar`; None = the words of the process, which Ctrl-C then ends.
 
     Raises:
       KeyboardInterrupt: Ctrl-C, where `argv` is given.
@@ -136,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _say_no_more() -> None:
-    """Let what is still unsaid go nowhere, as Python would write it at its end."""
+    """Send what is still unprinted nowhere; Python would write it at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -147,8 +144,8 @@ def _end_interrupted() -> NoReturn:
 
 
 def say_once() -> None:
-    """Have Python print nothing about an error that a command tells in a line: of a checkpoint that
-    cannot be read Orbax drops its other readings.
+    """Have Python print nothing about an error that a command tells in a line: where a checkpoint
+    cannot be read, Orbax drops its other readings.
     """
     sys.unraisablehook = _unraisable
     dropped = f"coroutine '{_ORBAX_READING}' was never awaited"
@@ -156,8 +153,10 @@ def say_once() -> None:
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage
-    collector, of which JAX has one, is a Ctrl-C too. Python would print it and go on."""
+    """Handle an error that Python cannot raise (`sys.unraisablehook`): a Ctrl-C that reaches Python
+    inside a callback of the garbage collector, of which JAX has one, is a Ctrl-C too. Python would
+    print it and go on.
+    """
     if isinstance(what.exc_value, KeyboardInterrupt):
         _end_interrupted()
     if str(what.exc_value) == "Event loop is closed":
@@ -196,20 +195,14 @@ def _command(words: list[str]) -> int:
 
 def fail(message: str) -> int:
     """Print a user's error on standard error, in one line even where a cause that it quotes had
-    several.
-
-    Args:
-      message: the error.
-
-    Returns:
-      The exit code, 2.
+    several, and return the exit code, 2.
     """
     print("jaxpar: error: " + visible(" ".join(message.split())), file=sys.stderr)
     return 2
 
 
 def _list_presets(folder: str) -> int:
-    """Every preset with the first sentence of its opening comment."""
+    """Print every preset with the first sentence of its opening comment."""
     from jaxpar.base.toml import presets
 
     found = presets(f"jaxpar.{folder}")
@@ -221,7 +214,7 @@ def _list_presets(folder: str) -> int:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of the comment that a file begins with, in one line."""
+    """Return the first sentence of the comment that a file begins with, in one line."""
     comment = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
     words = " ".join(line.removeprefix("# ") for line in comment)
     return re.split(r"(?<!et al\.)(?<=\.)\s", words, maxsplit=1)[0]

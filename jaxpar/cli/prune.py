@@ -1,4 +1,4 @@
-"""`jaxpar prune`: a run of a trained model, pruned at once."""
+"""The command `jaxpar prune`, which makes a run of a trained model, pruned at once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from jaxpar.cli.arguments import given_keys, parse_words, positional
 
 @dataclass(frozen=True)
 class PruneArgs:
-    """A trained model, pruned at once from some text, as a new run."""
+    """Prune a trained model at once from some text, as a new run."""
 
     config: Config
     criterion: Literal["wanda", "magnitude"] = "wanda"
     """wanda: by magnitude times the norm of what an entry multiplies, for each output
     (arXiv:2306.11695); magnitude: for each matrix."""
     sparsity: Annotated[float, Range(0.0, 0.9999)] = 0.5
-    """The share that becomes zero. Where model.sparsity.form says N:M, that is what is left."""
+    """The share of the entries that becomes zero. Where model.sparsity.form says N:M, the share
+    that the form leaves.
+    """
     matrices: tuple[str, ...] = ()
-    """Those of every block that are pruned, some of q, k, v, out, gate, up, down; none = all."""
+    """The matrices of every block that are pruned, some of q, k, v, out, gate, up, down; none =
+    all.
+    """
     batches: Annotated[int, Range(1, 100_000)] = 8
-    """Training batches that the criterion looks at."""
+    """The training batches that the criterion looks at."""
 
 
 def prune_command(words: list[str]) -> int:

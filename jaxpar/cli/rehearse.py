@@ -1,5 +1,5 @@
-"""`jaxpar rehearse`: a config settled, its training step compiled and played, the report shown and
-written.
+"""The command `jaxpar rehearse`, which settles a config, compiles its training step, simulates it,
+and shows and writes the report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxpar.rehearse.targets import Target, load_target
 
 @dataclass(frozen=True)
 class RehearseArgs(ConfigArgs):
-    """The training step compiled for hardware that is not here: does it fit, what takes the time,
+    """Compile the training step for hardware that is not here: does it fit, what takes the time,
     what is exposed.
     """
 
@@ -135,7 +135,7 @@ def rehearse_command(words: list[str]) -> int:
 
 
 def _outputs(args: RehearseArgs) -> dict[str, Callable[[Rehearsal, Path], None]]:
-    """What writes each file that was asked for."""
+    """Collect the functions that write the files that were asked for."""
     outputs = {
         args.trace: write_trace,
         args.picture: _draw,
@@ -148,7 +148,7 @@ def _outputs(args: RehearseArgs) -> dict[str, Callable[[Rehearsal, Path], None]]
 
 
 def _parts(report: Rehearsal, args: RehearseArgs) -> list[RenderableType]:
-    """What is printed of a report."""
+    """Collect the parts of a report that are printed."""
     parts = report_parts(report)
     if args.memory and "alive" in report:
         parts += alive_table(report["alive"])

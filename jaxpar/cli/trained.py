@@ -1,5 +1,5 @@
-"""`jaxpar generate` and `jaxpar eval`: what a trained model writes, and how good it is, by its loss
-or by lm-eval.
+"""The commands `jaxpar generate` and `jaxpar eval`, which show what a trained model writes, and how
+good it is, by its loss or by lm-eval.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GenerateArgs:
     """
 
     prompt: Annotated[tuple[str, ...], Trait.REPEATED] = ()
-    """A prompt; may be given several times."""
+    """A prompt; the flag may be given several times."""
     prompts: str = ""
     """A file with one prompt a line, or .jsonl with "prompt", "messages" or "conversations" in each
     line.
@@ -58,7 +58,7 @@ class GenerateArgs:
     chat: bool = False
     """Take a prompt as the user's message, and write it as the folder's chat template does."""
     max_tokens: int = 0
-    """New tokens of a prompt at most; 0 = as many as the context has room for, but no more than
+    """The most new tokens of a prompt; 0 = as many as the context has room for, but no more than
     128.
     """
     temperature: float = 0.0
@@ -68,18 +68,18 @@ class GenerateArgs:
     top_p: float = 1.0
     """Draw from the most likely tokens that together have this probability."""
     seed: int = 0
-    """Of the draws. A prompt's text does not depend on the others, or on the mesh."""
+    """The seed of the draws. A prompt's text does not depend on the others, or on the mesh."""
     batch: int = 32
-    """Prompts that run at once."""
+    """The prompts that run at once."""
     step: int = 0
-    """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
+    """The checkpoint of a run; 0 = the best one, or the newest where none was evaluated."""
     dtype: Dtype = "auto"
-    """Of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and bfloat16
-    elsewhere.
+    """The dtype of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and
+    bfloat16 elsewhere.
     """
     template_args: tuple[str, ...] = ()
-    """Names that the chat template reads, each with its value: enable_thinking=false. Those of a
-    run stand before.
+    """Names that the chat template reads, each with its value: enable_thinking=false. The names
+    that a run gives stand before.
     """
     template_date: str = ""
     """The date that the chat template writes as today's, such as 2026-01-31; empty = today's."""
@@ -90,27 +90,27 @@ class GenerateArgs:
 
 @dataclass(frozen=True)
 class EvalArgs:
-    """Validation loss of a run's checkpoint or of a Hugging Face folder, or tasks of EleutherAI's
-    lm-eval.
+    """Compute the validation loss of a run's checkpoint or of a Hugging Face folder, or run tasks
+    of EleutherAI's lm-eval.
     """
 
     config: Config
     step: int = 0
-    """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
+    """The checkpoint of a run; 0 = the best one, or the newest where none was evaluated."""
     tasks: str = ""
-    """Tasks of lm-eval instead (extra: eval): names and paths of YAML files, with commas
+    """Run these tasks of lm-eval instead (extra: eval): names and paths of YAML files, with commas
     between.
     """
     top_k: int = 0
-    """Write the so many most likely entries for every token of the training data instead, for
+    """Write this many of the most likely entries for every token of the training data instead, for
     distill.teacher.
     """
     out: str = ""
-    """The folder that they are written to."""
+    """The folder that the entries are written to."""
     limit: int = 0
-    """Examples of a task; 0 = all."""
+    """The examples of a task; 0 = all."""
     num_fewshot: int = -1
-    """Examples before each question; -1 = as the task says."""
+    """The examples before each question; -1 = as the task says."""
     chat: bool = False
     """Write the prompts of tasks by the folder's chat template."""
     template_args: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class EvalArgs:
     template_date: str = ""
     """The date that the chat template writes with --chat as today's; empty = today's."""
     batch: int = 32
-    """Requests of tasks that run at once."""
+    """The requests of tasks that run at once."""
     json: bool = False
     """Print one JSON object."""
 
@@ -166,7 +166,7 @@ def generate_command(words: list[str]) -> int:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is generated: the prompts, and new tokens of each up to a number or a stop."""
+    """The input of a generation: the prompts, and the limits of new tokens, a number or a stop."""
 
     prompts: Sequence[Prompt]
     most: int
@@ -180,7 +180,7 @@ class _Request:
 
 
 def _print_notes(trained: Trained, prompts: Sequence[Prompt]) -> None:
-    """Print on standard error what the tokenizer has to say, and names that a template lacked."""
+    """Print on standard error the tokenizer's notes, and the names that a template lacked."""
     notes = list(require_tokenizer(trained).notes)
     undefined = {name for prompt in prompts for name in prompt.undefined}
     if undefined:
@@ -234,7 +234,7 @@ def _generate_all(trained: Trained, request: _Request, args: GenerateArgs, say: 
 
 
 def _speed(trained: Trained) -> str:
-    """One line with the tokens per second, and the devices."""
+    """Write one line with the tokens per second, and the devices."""
     plan = trained.generator.plan
     times = trained.generator.times
     prefill = count_text(times.prefill_tokens / max(times.prefill_seconds, 1e-9))
@@ -302,7 +302,7 @@ def eval_command(words: list[str]) -> int:
 
 
 def _write_answers(folder: Path, args: EvalArgs) -> int:
-    """Write a teacher's answers, and say what was written."""
+    """Write a teacher's answers, and print what was written."""
     out = console()
     say = (lambda line: None) if args.json else out.print
     found = write_top_k(args.config, folder, Path(args.out), args.top_k, args.step, say)
@@ -318,8 +318,8 @@ def _write_answers(folder: Path, args: EvalArgs) -> int:
 
 
 def _require_effect_on_loss(folder: Path, config: Config, windows: bool) -> None:
-    """Refuse a setting that was given and that an evaluation, or the writing of the training's
-    windows, does not read.
+    """Refuse a setting that was given and that neither an evaluation nor the writing of the
+    training's windows reads.
     """
     before = flatten(read_config(folder))
     after = flatten(config)
@@ -333,7 +333,7 @@ def _require_effect_on_loss(folder: Path, config: Config, windows: bool) -> None
 
 
 def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:
-    """The numbers of each task of lm-eval."""
+    """Run tasks of lm-eval, and return the numbers of each."""
     before = flatten(own := read_config(folder))
     after = flatten(args.config)
     changed = {key for key in after if after[key] != before[key]}
