@@ -1,14 +1,20 @@
 """Training: the state and the step, checkpoints and the loop; also evaluation, text generation and
 conversion.
 
-    with train.open_run(plan.resolve(experiment), folder) as run:
-        run.train(hooks=[...])
-
 An open run holds its folder from first to last; `run` is these two lines. Hooks are what a program
-does besides at steps. `config_of` reads the model of a Hugging Face folder,
-`export_run` writes one, and `open_trained` loads either to generate. The other names serve a loop
-of your own: they make an experiment of a config, its state, the jitted step, and what the model
-makes of a prompt.
+does besides at steps. `config_of` reads the model of a Hugging Face folder, `export_run` writes
+one, and `open_trained` loads either to generate. The other names serve a program's own loop: they
+make an experiment of a config, its state, the jitted step, and what the model makes of a prompt.
+
+Read the modules in this order: `optimizer`, the shapes of a `state` and of a `batch`, and
+`experiment`, which is what a config needs to run; `metrics`, what is measured of a run, and
+`sinks`, where that goes. Then the folders `step`, which computes, and `experiments`, which makes an
+experiment; `activations`, `state_memory` and `require_memory` say what memory it takes, and
+`smaller_step` what makes that less. `guard` and `goodput` watch a training. `runs` keeps it in a
+folder, `restore` loads what a folder has, and `distil` is its teacher, with `teacher_memory` for
+the teacher's memory. `run_data` is what a run reads besides, and `hooks` what a program adds;
+`opening` puts all of this together. `evaluate` and `evaluations` measure what is trained, and
+`loop`, the last of these, trains.
 
 Its rooms, in the order in which they are read: `optimizer`, the shapes of a `state` and of a
 `batch`, and `experiment`, which is what a config needs to run; `metrics` is what is measured of it,
@@ -100,7 +106,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for, because `run` imports data and checkpoints."""
+    """Import a public name when it is first asked for, because `run` imports data and
+    checkpoints.
+    """
     if name in _MODULES:
         return getattr(import_module(f"jaxpar.train.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

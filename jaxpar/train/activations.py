@@ -34,8 +34,9 @@ _OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # the axes of the experts' hidde
 
 class Activation(NamedTuple):
     """A named activation under a plan, and what is done with it: its global shape for one
-    microbatch in one block, its bytes in one block on one device, and for how many blocks it exists
-    at a time: all layers, or those of a stage for its microbatches."""
+    microbatch in one block, its bytes in one block on one device, and the number of blocks that
+    have one at a time: all layers, or a stage's layers for each of its microbatches.
+    """
 
     name: str
     action: Action
@@ -55,8 +56,8 @@ class Activation(NamedTuple):
 
 
 def activations(experiment: Experiment) -> list[Activation]:
-    """Return the named activations of a block, in the order in which it makes them. The mesh of the
-    plan may be an `AbstractMesh`.
+    """List the named activations of a block, in the order in which the block makes them. The mesh
+    of the plan may be an `AbstractMesh`.
     """
     plan = experiment.plan
     if not experiment.model.has_blocks:
@@ -82,7 +83,7 @@ def activations(experiment: Experiment) -> list[Activation]:
 
 
 def unnamed_bytes(experiment: Experiment) -> int:
-    """Return the bytes of unnamed arrays that one device keeps at a time; 0 if the plan recomputes
+    """Count the bytes of unnamed arrays that one device keeps at a time; 0 if the plan recomputes
     anything.
 
     Each array is assumed to be divided over the whole mesh except its stages, as blocks divide
@@ -101,7 +102,7 @@ def unnamed_bytes(experiment: Experiment) -> int:
 
 
 def blocks_kept(experiment: Experiment) -> int:
-    """Return how many blocks a device keeps activations of at a time, each for one microbatch; the
+    """Count the blocks whose activations a device keeps at a time, each for one microbatch; the
     query layer is one.
     """
     plan = experiment.plan
@@ -117,8 +118,8 @@ def blocks_kept(experiment: Experiment) -> int:
 
 
 def check_names(experiment: Experiment) -> None:
-    """Refuse, with a UserError, a `memory.keep` that recomputes a block's input or names what the
-    model has not.
+    """Refuse, with a UserError, a `memory.keep` that recomputes a block's input or names an
+    activation that the model does not have.
     """
     plan = experiment.plan
     asked = [name for name, choice in vars(plan.keep).items() if choice != "policy"]
@@ -142,7 +143,7 @@ def check_names(experiment: Experiment) -> None:
 
 
 def policy_notes(experiment: Experiment) -> list[str]:
-    """Say for the log where a block, one of one's own, names nothing of what memory.policy keeps
+    """Say for the log where a block of a program's own names nothing of what memory.policy keeps
     besides its input.
     """
     policy = experiment.plan.remat
@@ -160,8 +161,9 @@ def policy_notes(experiment: Experiment) -> list[str]:
 
 
 class OneBlock(NamedTuple):
-    """One block of a model on a microbatch, `(layer, x_BSD, positions_BS, segments_BS) -> (halves
-    of x_BSD, routers' sums)`. It is hashable, so that its trace can be cached."""
+    """One block of a model on a microbatch, a function `(layer, x_BSD, positions_BS, segments_BS)
+    -> (halves of x_BSD, routers' sums)`. It is hashable, so that its trace can be cached.
+    """
 
     model: Model
     rows: int
@@ -207,8 +209,8 @@ class OneBlock(NamedTuple):
 
 
 def one_block(experiment: Experiment) -> OneBlock:
-    """Return a block of an experiment as its plan runs it, without what the plan keeps or where it
-    has the state.
+    """Make the function of one block of an experiment as its plan runs it, except that nothing is
+    recomputed or offloaded.
     """
     plan = replace(
         experiment.plan,

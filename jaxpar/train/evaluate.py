@@ -1,5 +1,5 @@
-"""Computes the validation loss of parameters while they train, or of a run or a Hugging Face folder
-on any mesh.
+"""The validation loss of parameters while they train, or of a run or a Hugging Face folder on any
+mesh.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from jaxpar.train.step import compile_eval_step
 
 
 class Evaluation(NamedTuple):
-    """The validation loss (nats a token) and perplexity of the checkpoint of a step, 0 for a
+    """The validation loss (nats a token) and perplexity of the checkpoint of a step; step 0 is a
     Hugging Face folder.
 
     `bits_per_byte` is the loss of all tokens in bits over the bytes of their text, which can be
-    compared between tokenizers; it is None where the tokens have none, and where the loss is that
-    of corrupted tokens (`data.objective`), for which their neighbours were seen.
+    compared between tokenizers; it is None where the tokens have no text, and where the loss is
+    over corrupted tokens (`data.objective`), whose neighbours were seen.
     """
 
     step: int
@@ -58,15 +58,13 @@ def evaluate(
     limit: int,
     tick: Callable[[int], None] = lambda done: None,
 ) -> float:
-    """Return the mean loss in nats a token over validation batches.
+    """Compute the mean loss in nats a token over validation batches.
 
     Args:
-      experiment: what is evaluated.
-      program: its compiled evaluation (`compile_eval_step`).
-      params: its parameters.
+      program: the compiled evaluation of the experiment (`compile_eval_step`).
       corpus: the data, some of which are for validation.
-      limit: how many batches; 0 = all.
-      tick: is called with the number of batches that are done, after each.
+      limit: the number of batches; 0 = all.
+      tick: is called after each batch, with the number of batches that are done.
 
     Raises:
       UserError: a process could not read its rows.
@@ -95,9 +93,9 @@ def evaluate(
 
 
 def final_batches(train: TrainConfig) -> int:
-    """Return how many validation batches are evaluated after the last step; 0 = all.
+    """Return the number of validation batches that are evaluated after the last step; 0 = all.
 
-    They are those of `final_eval_batches`, but no more than the run has steps, or an evaluation in
+    The number is `final_eval_batches`, but no more than the run has steps, or an evaluation in
     between has batches: a short try is not followed by an evaluation that takes longer than itself.
     """
     asked = train.final_eval_batches
@@ -121,16 +119,15 @@ def evaluate_folder(
     of a run takes no more of them than it has steps.
 
     Args:
-      config: the run's, or that of a Hugging Face folder; its mesh may be any.
-      folder: the folder.
+      config: the config of the run or of the Hugging Face folder; its mesh may be any.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
       say: receives each note on how the batches run.
-      model: the model, where it has parts of one's own; None = that of the config.
+      model: the model, where it has parts of a program's own; None = the config's.
       store: makes the store that keeps the checkpoints, where the run has one of its own.
 
     Raises:
-      UserError: there is no checkpoint, it is of another model, there is no validation data, or the
-        mesh does not fit.
+      UserError: there is no checkpoint, the checkpoint is of another model, there is no validation
+        data, or the mesh does not fit.
     """
     experiment = make_experiment(config, model=model, training=False)
     config = experiment.config
@@ -166,13 +163,13 @@ def bits_per_byte(
     config: Config,
     say: Say = lambda line: None,
 ) -> float | None:
-    """Return the bits of the scored tokens over the bytes of their text, to which special tokens
+    """Compute the bits of the scored tokens over the bytes of their text, to which special tokens
     add none.
 
     Args:
-      loss: in nats a token.
-      stream: the validation data that it is of.
-      tokenizer: that of the data.
+      loss: the validation loss, in nats a token.
+      stream: the validation data of that loss.
+      tokenizer: the tokenizer of the data.
       config: says which batches are evaluated.
       say: gets a line where the tokenizer does not know some of the text.
 

@@ -1,7 +1,7 @@
-"""What a config needs to run, made and checked once, and handed down as one value.
+"""The experiment: what a config needs to run, made and checked once, and handed down as one value.
 
-`jaxpar.train.experiments.make_experiment` makes one; what is below takes it and makes none of it
-again.
+`jaxpar.train.experiments.make_experiment` makes one; the modules below take it and make no part of
+it again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Experiment:
 
     Attributes:
       config: every setting.
-      model: what is trained: the config's own, that with parts of a program's, or a whole one.
+      model: the model that is trained: the config's own, one with parts of a program's, or a whole
+        model of a program's.
       plan: how it runs on the devices of its mesh.
       own_optimizer: the optimizer that a program gave, in place of the config's.
-      corpus: its data, where they are loaded already.
+      corpus: the data, where they are loaded already.
     """
 
     config: Config
@@ -49,13 +50,13 @@ class Experiment:
 
     @cached_property
     def optimizer(self) -> Optimizer:
-        """The optimizer: the one that was given, or the config's."""
+        """The optimizer that was given, or else the config's."""
         return as_optimizer(self.own_optimizer, self.config, self.plan)
 
     @cached_property
     def optimizer_fingerprint(self) -> dict[str, str] | None:
-        """The fingerprint of an optimizer that was given; None for the config's, whose settings
-        a run's config has.
+        """The fingerprint of an optimizer that a program gave; None for the config's, whose
+        settings stand in a run's config.
         """
         if self.own_optimizer is None:
             return None
@@ -71,12 +72,12 @@ class Experiment:
 
     @cached_property
     def shardings(self) -> TrainState[NamedSharding]:
-        """Where each array of the training state lives."""
+        """The sharding of each array of the training state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     @cached_property
     def in_host(self) -> TrainState[bool]:
-        """Of each array of the training state whether it lies in host memory."""
+        """Whether each array of the training state lies in host memory."""
         return in_host(self.state, self.model, self.plan, self.optimizer)
 
     @cached_property
@@ -86,23 +87,25 @@ class Experiment:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Where each array of a batch [B, S] lives."""
+        """The sharding of each array of a batch [B, S]."""
         return self.plan.sharding(TOKENS)
 
     @property
     def replicated(self) -> NamedSharding:
-        """Where a number lives that every device has."""
+        """The sharding of a number that every device has."""
         return replicated_sharding(self.plan)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """The compiler's options for a training step: ours for its devices, and the config's."""
+        """The compiler's options for a training step: the library's for its devices, and the
+        config's.
+        """
         return step_options(self.plan.mesh, self.config.compiler.options)
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """The entropy of its text's unigrams in nats a token: the best loss without context. Its
-        data are loaded.
+        """The entropy of the text's unigrams in nats a token: the best loss without context. The
+        data must be loaded.
         """
         from jaxpar.data.corpus import unigram_entropy
 
@@ -116,7 +119,7 @@ class Experiment:
 
     @property
     def platform(self) -> str:
-        """The platform that its programs are lowered for: `cpu`, `cuda` or `tpu`."""
+        """The platform that the programs are lowered for: `cpu`, `cuda` or `tpu`."""
         return lowering_platform(self.devices[0])
 
     @property
@@ -132,12 +135,14 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """The tokens of one step, those of padding too."""
+        """The tokens of one step, padding included."""
         return self.config.train.batch * self.config.data.seq_len
 
 
 def pipelined_microbatches(plan: Plan) -> int:
-    """The microbatches that are in a plan's pipeline together; 1 where it has no stages."""
+    """Return the number of microbatches that are in a plan's pipeline together; 1 where it has no
+    stages.
+    """
     if plan.size("stage") > 1:
         return plan.pipeline.microbatches
     return 1

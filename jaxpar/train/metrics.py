@@ -1,5 +1,6 @@
-"""Measures a run's throughput, MFU and device memory, traces a few of its steps, and writes its
-metrics: into `metrics.jsonl`, and where they are asked for to sinks (`train.sinks`)."""
+"""Measurements of a run: throughput, MFU and device memory, and traces of a few of its steps. They
+are written into `metrics.jsonl`, and where sinks are asked for to these too (`train.sinks`).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from jaxpar.train.sinks import MetricsRow, Sink
 def mfu(
     tokens_per_second: float, flops_per_token: float, devices: list[jax.Device], dtype: str
 ) -> float | None:
-    """Return the model FLOPs utilisation in [0, 1], or None where the peak is not known, and always
-    on CPU.
+    """Compute the model FLOPs utilisation in [0, 1], or None where the peak is not known, and
+    always on CPU.
     """
     if devices[0].platform == "cpu":
         peak = None
@@ -52,8 +53,9 @@ def device_memory(devices: list[jax.Device]) -> int | None:
 
 
 class Meter:
-    """Measures the speed of the steps after `step` by the clock, without the time spent aside from
-    training; `dtype` is that of the matmuls."""
+    """A clock for the speed of the steps after `step`, without the time spent aside from training;
+    `dtype` is the dtype of the matmuls.
+    """
 
     def __init__(
         self,
@@ -118,14 +120,14 @@ class Meter:
 
 
 Report = Callable[[int, MetricsRow], None]
-"""A function that takes each row of metrics.jsonl: the step, and what was measured at it."""
+"""A function that takes each row of metrics.jsonl: the step, and the values measured at it."""
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines of
-    steps to run again, and moves those that cannot be read to `metrics_damaged.jsonl`.
+    """A writer of `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines
+    of steps to run again, and moves lines that cannot be read to `metrics_damaged.jsonl`.
 
-    It is a context manager. The run goes on after `first_step`. Where it is not `active` (on all
+    It is a context manager. The run is resumed after `first_step`. Where it is not `active` (on all
     processes but the first) it writes nothing. `sinks` get each row too. `report` is called with
     each before it is written, on every process, and may add to it. `say` takes a line where
     something was moved aside.
@@ -170,15 +172,15 @@ class MetricsLog:
             return self._path.open("a", encoding="utf-8")
 
     def go_back(self, step: int) -> None:
-        """Drop the rows of the steps after one that is gone on from; a sink keeps them."""
+        """Drop the rows after a step that the run goes back to; a sink keeps them."""
         if self._file is not None:
             with writing(self._path):
                 self._file.close()
             self._file = self._begin_after(step, _read_lines(self._path).rows)
 
     def write(self, step: int, **values: float | None) -> None:
-        """Write one line with the step and what was measured at it; values that are None are
-        left out.
+        """Write one line with the step and the values measured at it; values that are None are left
+        out.
         """
         known = {key: value for key, value in values.items() if value is not None}
         try:
@@ -196,7 +198,7 @@ class MetricsLog:
             sink.write(step, known)
 
     def sync(self) -> None:
-        """Wait until the lines have reached the disk, as those of steps that are saved must.
+        """Wait until the lines have reached the disk, as the lines of saved steps must.
 
         Raises:
           UserError: they cannot be written.
@@ -224,7 +226,7 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's `metrics.jsonl`; one that cannot be read, or that a crash cut
+    """Read the lines of a run's `metrics.jsonl`; a line that cannot be read, or that a crash cut
     short, is left out.
     """
     return _read_lines(folder / METRICS).rows
@@ -235,7 +237,7 @@ _DAMAGED = "metrics_damaged.jsonl"
 
 
 class _Lines(NamedTuple):
-    """The rows of a file of metrics, in order, and the lines that are damaged, as they are."""
+    """The rows of a file of metrics, in order, and the damaged lines, as they are."""
 
     rows: list[dict[str, Any]]
     damaged: list[bytes]
@@ -267,7 +269,7 @@ def _read_lines(path: Path) -> _Lines:
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line of metrics; None where it is none."""
+    """Parse a line of metrics; None where it is no row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -281,15 +283,15 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number as a row has it: NaN is one, of a run that diverged, and one of 400
-    digits is none.
+    """Return whether a value is a number that a row may have: NaN is one, as in a run that
+    diverged, and an integer of 400 digits is none.
     """
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 class Profile:
-    """Traces `steps` on this process's devices into `profile/` of a run that goes on after the step
-    `done`, by JAX's profiler, which XProf opens, and has the line of the model of every
+    """A trace of `steps` on this process's devices, written into `profile/` of a run that resumes
+    after the step `done`, by JAX's profiler, which XProf opens, and the line of the model of every
     instruction.
 
     Steps that are traced already are not traced again: the same command resumes a run. Steps that
@@ -321,7 +323,9 @@ class Profile:
             jax.profiler.stop_trace()
 
     def write_lines(self, compiled: Compiled, devices: list[jax.Device]) -> None:
-        """Write beside the trace where in the model each instruction of the step is."""
+        """Write a file beside the trace that has the line of the model of each instruction of the
+        step.
+        """
         program = read_program(compiled.as_text() or "")
         trace = max(
             self._folder.rglob("*.xplane.pb"),
@@ -343,8 +347,8 @@ class Profile:
 
 
 def _origins(nodes: tuple[Node, ...]) -> Iterator[tuple[str, Origin]]:
-    """Yield the name and place of every instruction that takes time; a wait is where what it waits
-    for was started.
+    """Yield the name and place of every instruction that takes time; a wait has the place where
+    what it waits for was started.
     """
     for node in nodes:
         if isinstance(node, Loop):

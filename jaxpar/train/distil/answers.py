@@ -28,7 +28,7 @@ from jaxpar.train.runs.folder.run_folder import is_run
 
 
 def runs_beside(config: Config) -> bool:
-    """Whether a config has a teacher that runs beside the training."""
+    """Return whether a config has a teacher that runs beside the training."""
     folder = config.distill.teacher
     return bool(folder) and not is_top_k_folder(folder_here(folder))
 
@@ -38,13 +38,14 @@ def teacher_experiment(student: Experiment) -> Experiment:
     folder, on the student's devices in a mesh of its own, with the student's batches.
 
     Args:
-      student: what is trained.
+      student: the experiment that is trained.
 
     Returns:
-      The experiment, which is not trained.
+      The experiment of the teacher, which is not trained.
 
     Raises:
-      UserError: the folder has no model, or it is of another vocabulary, or the mesh does not fit.
+      UserError: the folder has no model, the model has another vocabulary, or the mesh does not
+        fit.
     """
     config = student.config
     distill = config.distill
@@ -82,8 +83,8 @@ def teacher_experiment(student: Experiment) -> Experiment:
 
 
 def answered_shapes(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the arrays of a batch that a teacher is asked with: all but its labels, which only
-    routers need, to tell padding from text.
+    """Return the arrays of a batch that a teacher reads: all but its labels, which only routers
+    need, to tell padding from text.
     """
     shapes = batch_shapes(experiment.config, experiment.plan)
     if experiment.config.model.experts:
@@ -99,15 +100,15 @@ def compile_answers(
 
     Args:
       experiment: the teacher, on a plan without stages.
-      k: how many entries of a token it answers with.
-      after: after how many of its layers it shows its hidden states.
-      dtype: that of the hidden states.
+      k: the number of entries of a token in the answer.
+      after: the numbers of layers after which it returns its hidden states.
+      dtype: the dtype of the hidden states.
 
     Returns:
       The program; its answers [B, S, ...] have the batch's rows in their own order.
 
     Raises:
-      UserError: the model is a whole one of one's own, or the CPU could mix up collectives.
+      UserError: the model is a whole model of a program's own, or the CPU could mix up collectives.
     """
     plan = experiment.plan
     config = experiment.config

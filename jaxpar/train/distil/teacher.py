@@ -1,5 +1,5 @@
-"""What a training reads of its teacher: a model that runs beside it, or answers that one has
-written to disk.
+"""The teacher of a training: a model that runs beside it, or answers that a model has written to
+disk.
 
 Either way a batch has the teacher's most likely entries beside its labels, so that the step and its
 loss are the same. A teacher that runs beside has a mesh and a plan of its own on the same devices;
@@ -32,12 +32,12 @@ from jaxpar.train.runs.bucket import folder_here
 
 
 class Teacher(NamedTuple):
-    """What a training reads of its teacher.
+    """The source of a teacher's answers for a training.
 
     Attributes:
-      identity: what tells it from another, so that a run that goes on has the same.
+      identity: a text that tells it from other teachers, so that a resumed run has the same.
       note: a line for the log.
-      read: reads its answers from disk; None where it runs beside.
+      read: reads its answers from disk; None where the teacher runs beside.
       live: answers a batch; None where the answers are on disk.
     """
 
@@ -63,8 +63,8 @@ class LiveTeacher:
           batch: arrays [B, S] in the student's layout.
 
         Returns:
-          Its most likely entries and their log-probabilities [B, S, k], and its hidden states
-          [B, S, P, T] where they are learned, in the student's layout.
+          The teacher's most likely entries and their log-probabilities [B, S, k], and its hidden
+          states [B, S, P, T] where they are learned, in the student's layout.
         """
         plan = self.experiment.plan
         asked = {name: batch[name] for name in answered_shapes(self.experiment)}
@@ -80,18 +80,15 @@ class LiveTeacher:
 
 
 def open_teacher(experiment: Experiment, corpus: Corpus) -> Teacher | None:
-    """Open the teacher of a training.
+    """Open the teacher of a training; None where the config has none.
 
     Args:
-      experiment: what is trained.
-      corpus: its data.
-
-    Returns:
-      The teacher; None where the config has none.
+      experiment: the experiment that is trained.
+      corpus: the training's data.
 
     Raises:
-      UserError: it is of another vocabulary, tokenizer or data, its folder cannot be read, or
-        several processes ask for one that runs beside.
+      UserError: the teacher has another vocabulary, tokenizer or data, its folder cannot be read,
+        or several processes ask for a teacher that runs beside.
     """
     config = experiment.config
     distill = config.distill
@@ -150,7 +147,9 @@ def _open_live(experiment: Experiment, corpus: Corpus, folder: Path) -> Teacher:
 
 
 def _layers_shown(student: Experiment, teacher: Experiment) -> tuple[int, ...]:
-    """After how many of its layers a teacher shows its hidden states, of the student's pairs."""
+    """List the numbers of layers after which a teacher returns its hidden states, one for each of
+    the student's pairs.
+    """
     distill = student.config.distill
     sizes = teacher.config.model
     if distill.hidden and distill.hidden_width != sizes.embed:

@@ -1,4 +1,6 @@
-"""Writes what a trained model finds most likely, for every token of training data, to disk."""
+"""The writing of a teacher's answers to disk: its most likely entries for every token of training
+data.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,20 @@ def write_top_k(
     """Write the k most likely entries for every token of a config's training data.
 
     Args:
-      config: that of a run or of a Hugging Face folder, with the data and the sequences of the
-        training that they are for; its mesh may be any without stages.
-      folder: the folder.
+      config: the config of a run or of a Hugging Face folder, with the data and the sequences of
+        the training that the answers are for; its mesh may be any without stages.
+      folder: the run folder or Hugging Face folder of the teacher.
       out: the folder that is written.
-      k: entries of a token.
+      k: the number of entries of a token.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
-      say: gets each note, and how far it is.
+      say: gets each note, and the progress.
 
     Returns:
-      What was written.
+      The header of the answers.
 
     Raises:
       UserError: there is no checkpoint, the data are read in documents, several processes ask, k is
-        more than the vocabulary, or the folder has answers already.
+        more than the vocabulary, or `out` has answers already.
     """
     if not 1 <= k <= config.model.vocab_size:
         raise UserError(

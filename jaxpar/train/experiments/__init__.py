@@ -1,6 +1,6 @@
-"""An experiment made of a config, and checked as a whole: `make` puts model, mesh and plan
-together, `checks` refuses what does not go together, and `notes` says what is otherwise than was
-asked for.
+"""The making of an experiment from a config, and its checks as a whole: `make` puts model, mesh and
+plan together, `checks` refuses parts that do not go together, and `notes` says where the plan
+differs from what was asked for.
 """
 
 from jaxpar.train.experiments.checks import (

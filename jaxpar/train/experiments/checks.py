@@ -1,5 +1,6 @@
-"""Refuses what does not go together in an experiment: parameters, batch and sequences with the
-mesh, settings with a model that has not what they are about, masks with rows that are filled up.
+"""Checks that refuse parts of an experiment that do not go together: parameters, batch and
+sequences with the mesh, settings with a model that has nothing for them, masks with rows that are
+filled up.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ def check_parameters(experiment: Experiment) -> None:
     """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op
     converts between.
 
-    Args:
-      experiment: the experiment.
-
     Raises:
       UserError: a dim of a parameter is not divided by its mesh axes, or no op converts
         between two layouts.
@@ -50,12 +48,9 @@ def check_parameters(experiment: Experiment) -> None:
 def check_batch(experiment: Experiment) -> None:
     """Refuse a batch or a sequence that the mesh does not divide.
 
-    Args:
-      experiment: the experiment.
-
     Raises:
-      UserError: the data-parallel shards do not divide a microbatch, the sequence is not divided,
-        or Domino does not cut it.
+      UserError: the data-parallel shards do not divide a microbatch, or the mesh or Domino does not
+        divide the sequence.
     """
     plan = experiment.plan
     config = experiment.config
@@ -89,7 +84,7 @@ def check_batch(experiment: Experiment) -> None:
 
 
 def sequences_have_halves(experiment: Experiment) -> bool:
-    """Whether blocks can run on the halves of each sequence."""
+    """Return whether blocks can run on the halves of each sequence."""
     try:
         require_halves(experiment)
     except UserError:
@@ -98,8 +93,8 @@ def sequences_have_halves(experiment: Experiment) -> bool:
 
 
 def require_halves(experiment: Experiment) -> None:
-    """Refuse blocks and masks that do not run on the halves of each sequence, and lengths that are
-    not cut so.
+    """Refuse blocks and masks that do not run on the halves of each sequence, and lengths that
+    cannot be cut in halves.
     """
     if "blocks" in experiment.model.own_parts():
         block = experiment.model.own_parts()["blocks"]
@@ -121,10 +116,7 @@ def require_halves(experiment: Experiment) -> None:
 
 
 def require_pruned(experiment: Experiment) -> None:
-    """Refuse a pruning of matrices, or of layers, that the model has not.
-
-    Args:
-      experiment: the experiment.
+    """Refuse to prune matrices, or layers, that the model does not have.
 
     Raises:
       UserError: a target is no parameter of a block, or there are shares by depth and no stacked
@@ -150,13 +142,10 @@ def require_pruned(experiment: Experiment) -> None:
 
 
 def check_own_model(config: Config) -> None:
-    """Refuse settings of what a whole model of one's own has not.
-
-    Args:
-      config: a config whose model is the whole model.
+    """Refuse settings of parts that a whole model of a program's own does not have.
 
     Raises:
-      UserError: one is set, or sequences are longer than the model takes.
+      UserError: such a setting is given, or sequences are longer than the model takes.
     """
     train = config.train
     memory = config.memory
@@ -187,10 +176,10 @@ def check_own_model(config: Config) -> None:
 
 
 def check_padding(config: Config) -> None:
-    """Refuse rows that are filled up, where tokens would see what fills them.
+    """Refuse rows that are filled up with padding, where tokens would see the padding.
 
     Args:
-      config: a config whose model has layers of ours, or of their masks.
+      config: a config whose model has layers or masks of the library.
 
     Raises:
       UserError: a mask looks ahead, and the rows of the data may end in padding that is no document

@@ -1,5 +1,5 @@
-"""Makes an experiment of a config: its model and its plan (mesh, rules and choices), which are held
-against each other and the batch.
+"""The making of an experiment from a config: its model and its plan (mesh, rules and choices),
+which are checked against each other and the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from jaxpar.train.optimizer import require_runnable
 from jaxpar.train.optimizer.given_optimizer import AnyOptimizer
 
 _MOST_ATTEMPTS = 8
-"""Meshes that are tried for an advice; slices (`mesh.dcn`) may be what does not divide."""
+"""The number of meshes that are tried for an advice; slices (`mesh.dcn`) may be what does not
+divide.
+"""
 
 if TYPE_CHECKING:  # it needs grain, which a program without data need not have
     from jaxpar.data.corpus import Corpus
@@ -59,15 +61,17 @@ def make_experiment(
 
     Args:
       config: every setting.
-      devices: the devices of the mesh, which may be those of a target; None = those that the
-        commands take, of `jaxpar.start(config.mesh)`: simulated ones where `mesh.platform` is cpu,
-        those of all processes where `mesh.distributed` is set, else all that are here.
-      model: the model, perhaps with parts of one's own, or a whole `jaxpar.models.OwnModel`, for
-        which `config.model` means nothing; None = that of `config.model`.
-      optimizer: any optax transformation, or an `Optimizer`; None = that of `config.optimizer`.
+      devices: the devices of the mesh, which may be those of a target; None = the devices of
+        `jaxpar.start(config.mesh)`, which the commands take: simulated ones where `mesh.platform`
+        is cpu, the devices of all processes where `mesh.distributed` is set, else all that are
+        here.
+      model: the model, perhaps with parts of a program's own, or a whole `jaxpar.models.OwnModel`,
+        for which `config.model` means nothing; None = the model of `config.model`.
+      optimizer: any optax transformation, or an `Optimizer`; None = the optimizer of
+        `config.optimizer`.
       corpus: the data, where they are loaded already; None = `config.data` says where they are.
-      training: whether it is to be trained. Otherwise what only training reads may have any value
-        of its type, as a run of an earlier version may.
+      training: whether the experiment is to be trained. Otherwise a setting that only training
+        reads may have any value of its type, as in a run of an earlier version.
 
     Returns:
       The experiment, whose `config` is the one given, but for the model's own sizes.
@@ -99,7 +103,7 @@ def make_experiment(
 def _fitting_mesh(
     error: DoesNotDivide, config: Config, devices: list[jax.Device], model: AnyModel
 ) -> dict[MeshAxis, int]:
-    """Return smaller sizes of mesh axes that divide all dims, and not just those of one array."""
+    """Find smaller sizes of mesh axes that divide all dims, and not just the dims of one array."""
     fits = dict(error.fits)
     for _ in range(_MOST_ATTEMPTS):
         smaller = replace(config, mesh=replace(config.mesh, **fits))
@@ -121,22 +125,19 @@ def with_config(
     config: Config,
     devices: list[jax.Device] | None = None,
 ) -> Experiment:
-    """Make an experiment anew with other settings, and with the same model where its own are the
-    same.
+    """Make an experiment anew with other settings, and with the same model where the model's
+    settings are the same.
 
-    What was settled for an experiment is held against its model, mesh and batch again; the values
-    of the single settings are not (`make_experiment` has done so).
+    The choices that `jaxpar.plan.resolve` made for an experiment are checked against its model,
+    mesh and batch again; the values of the single settings are not (`make_experiment` has done so).
 
     Args:
       experiment: the experiment whose parts are used again.
-      config: the other settings.
-      devices: other devices; None = those of the experiment.
-
-    Returns:
-      The other experiment.
+      devices: other devices; None = the devices of the experiment.
 
     Raises:
-      UserError: as of `make_experiment`, but for `check` and `jaxpar.start`.
+      UserError: the new parts do not fit each other, in the ways that `make_experiment` refuses,
+        except what `check` and `jaxpar.start` refuse.
     """
     return _assemble(
         config,
@@ -154,7 +155,7 @@ def _assemble(
     optimizer: AnyOptimizer,
     corpus: Corpus | None,
 ) -> Experiment:
-    """An experiment of these parts, which are held against each other."""
+    """Make an experiment of these parts, which are checked against each other."""
     if not model.has_blocks:
         check_own_model(config)
     elif model.config != config.model:
@@ -179,23 +180,20 @@ def _assemble(
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """Make the plan of a config: that of `make_experiment`.
+    """Make the plan of a config, as `make_experiment` does.
 
     Args:
       config: every setting.
-      devices: the devices of the mesh; None = as in `make_experiment`.
-
-    Returns:
-      The plan.
+      devices: the devices of the mesh; None = the devices of `jaxpar.start(config.mesh)`.
 
     Raises:
-      UserError: as of `make_experiment`.
+      UserError: `make_experiment` refuses the config.
     """
     return make_experiment(config, devices).plan
 
 
 def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
-    """The plan of a config on a mesh, before it is held against the model and the batch."""
+    """Make the plan of a config on a mesh, before it is checked against the model and the batch."""
     memory = config.memory
     precision = config.precision
     rules, _ = model.fit_rules(config.rules, mesh.shape)
@@ -226,14 +224,14 @@ def _plan_on(mesh: Mesh, config: Config, model: AnyModel) -> Plan:
 
 
 def with_projections(model: AnyModel, config: Config) -> AnyModel:
-    """Return a model with the projections through which it learns a teacher's hidden states.
+    """Give a model the projections through which it learns a teacher's hidden states.
 
     Args:
       model: the model, with any projections or none.
-      config: every setting.
 
     Returns:
-      The model; a whole one of one's own as it is, which learns of no teacher.
+      The model; a whole model of a program's own comes back as it is, since it learns of no
+      teacher.
 
     Raises:
       UserError: `distill.hidden` has a word that is no pair of layers.

@@ -1,5 +1,5 @@
-"""What is said of an experiment before it runs: where its plan does otherwise than its config asks,
-and what of the config is likely to be a mistake.
+"""Notes on an experiment before it runs: where its plan differs from what its config asks for, and
+what in the config is likely to be a mistake.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from jaxpar.train.optimizer.state_layout import replicated_note
 
 
 def plan_notes(experiment: Experiment) -> list[str]:
-    """Return what a plan does differently from what its config asks for, a line for each in the
-    log.
+    """Say what a plan does differently from what its config asks for, a line for each in the log.
 
     Args:
       experiment: the experiment, whose overlap is settled.
 
     Returns:
-      The lines; empty = nothing.
+      The lines; empty = the plan does all that the config asks for.
     """
     config = experiment.config
     plan = experiment.plan
@@ -73,8 +72,7 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
     some.
 
     Args:
-      experiment: the experiment.
-      training: whether it is trained, and no evaluation.
+      training: whether the note is on training; otherwise on an evaluation.
 
     Returns:
       A line for each reason; empty = a kernel serves, or none was asked for.
@@ -108,14 +106,7 @@ def kernel_notes(experiment: Experiment, training: bool = True) -> list[str]:
 
 
 def mask_notes(experiment: Experiment) -> list[str]:
-    """Say where the loss asks for what a mask or a router shows.
-
-    Args:
-      experiment: the experiment.
-
-    Returns:
-      A line, or none.
-    """
+    """Say, in a line or none, where a mask or a router shows a token what the loss asks it for."""
     if not experiment.model.has_blocks or experiment.config.data.objective == "masked":
         return []
     model = experiment.config.model
@@ -135,9 +126,6 @@ def mask_notes(experiment: Experiment) -> list[str]:
 
 def offload_asked(plan: Plan) -> str:
     """Name the settings that ask for host memory; empty if none does.
-
-    Args:
-      plan: the plan.
 
     Returns:
       `memory.keep.block_input = offload, memory.optimizer = offload`, or an empty text.

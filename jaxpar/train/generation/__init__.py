@@ -1,6 +1,7 @@
-"""Text from a model: prompts of different lengths in one batch (`generator`), what a shape compiles
-(`decode_programs`), how a token is drawn (`sampling`); a folder's model, ready for that
-(`trained`), prompts as text (`prompts`), and the model of lm-evaluation-harness (`harness`).
+"""Text from a model: prompts of different lengths in one batch (`generator`), the programs that are
+compiled for a shape (`decode_programs`), how a token is drawn (`sampling`), a folder's model, ready
+for that (`trained`), prompts as text (`prompts`), and the model of lm-evaluation-harness
+(`harness`).
 """
 
 from jaxpar.train.generation.generator import (

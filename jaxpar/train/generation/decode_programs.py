@@ -33,12 +33,12 @@ LayerCaches = tuple[Cache, ...]
 
 
 class DecodeSizes(NamedTuple):
-    """What the programs are compiled for.
+    """The sizes and the sampling that the programs are compiled for.
 
     Attributes:
       prompt: the length S of the prompts.
-      new: the number N of new tokens at most.
-      sampling: how a token is drawn.
+      new: the largest number N of new tokens.
+      sampling: the way in which a token is drawn.
     """
 
     prompt: int
@@ -47,7 +47,7 @@ class DecodeSizes(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """What is continued; `number_B` are the numbers of the rows for their draws."""
+    """The prompts that are continued; `number_B` are the numbers of the rows for their draws."""
 
     tokens_BS: Int[Array, "B S"]
     lengths_B: Int[Array, " B"]
@@ -58,7 +58,7 @@ class PromptRows(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """Where generation stands; `tokens_BN` are the new ones so far, and -1."""
+    """The state of a generation between tokens; `tokens_BN` are the new ones so far, and -1."""
 
     caches: list[LayerCaches]
     tokens_BN: Int[Array, "B N"]
@@ -145,7 +145,7 @@ def decode(
 def score(
     model: Model, plan: Plan, S: int, params: Params, tokens_BS: Array, labels_BS: Array
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Return the log-likelihood of each row's labels (-1 = not counted), and whether they are all
+    """Compute the log-likelihood of each row's labels (-1 = not counted), and whether they are all
     the most likely.
     """
     tokens_BS = plan.constrain(tokens_BS, ("batch", None))
@@ -201,7 +201,9 @@ def _run_with_caches(
     attend: StatefulAttention,
     caches: Sequence[LayerCaches] | None = None,
 ) -> tuple[Float[Array, "B S D"], list[LayerCaches]]:
-    """Run tokens likewise, with attention that is given each layer's caches and leaves new ones."""
+    """Run tokens through the embedding and all layers, with attention that is given each layer's
+    caches and leaves new ones.
+    """
     x_BSD = model.embed(params, tokens_BS, positions_BS, plan)
     ops = model.ops(plan)
     left = []
@@ -215,8 +217,8 @@ def _run_with_caches(
 def _layers(
     model: Model, params: Params, places: Places, plan: Plan
 ) -> Iterator[Callable[[Array, Ops], Array]]:
-    """Yield each layer, as a function of the stream and of what it calls: the blocks, and the query
-    layer where there is one.
+    """Yield each layer, as a function of the stream and of the ops that it calls: the blocks, and
+    the query layer where there is one.
     """
 
     def run_block(number: int, layer: Params, x_BSD: Array, ops: Ops) -> Array:
@@ -238,7 +240,7 @@ def _scores(
     x_BSD: Array,
     plan: Plan,
 ) -> Float[Array, "B S V"]:
-    """Return the float32 scores of the vocabulary, whole on every device of their rows."""
+    """Compute the float32 scores of the vocabulary, whole on every device of their rows."""
     head = model.head(params, x_BSD, plan)
     if "head_DV" in params:
         head = head._replace(table_VD=params["head_DV"].T)

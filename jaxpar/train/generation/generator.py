@@ -1,6 +1,7 @@
-"""Continues prompts of different lengths in one batch, on any mesh without stages.
+"""The generator, which continues prompts of different lengths in one batch, on any mesh without
+stages.
 
-What a shape compiles is in `decode_programs`, and how a token is drawn in `sampling`.
+The programs of a shape are in `decode_programs`, and the draw of a token is in `sampling`.
 
 Shapes: B rows, S prompt length, N new tokens, D embed, V vocab.
 """
@@ -43,7 +44,7 @@ Prompts = Sequence[Sequence[int] | np.ndarray]
 
 @dataclass
 class GenerationTimes:
-    """Tokens and seconds, without the time that programs took to compile."""
+    """The tokens and seconds of generation, without the time that programs took to compile."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -60,8 +61,8 @@ def generate(
     sampling: Sampling = GREEDY,
     stop: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Continue each prompt (token ids) by up to `max_tokens` tokens; see `Generator`, which keeps
-    what is compiled.
+    """Continue each prompt (token ids) by up to `max_tokens` tokens; a `Generator` keeps the
+    compiled programs for further calls.
     """
     return Generator(model, params, plan).generate(prompts, max_tokens, sampling, stop)
 
@@ -74,13 +75,13 @@ class Generator:
     compute dtype), unless it may `consume` the given ones, which it then deletes one by one.
 
     Attributes:
-      plan: the plan as it is used.
+      plan: the plan, changed for generation.
       times: tokens and seconds of all calls.
     """
 
     def __init__(self, model: Model, params: Params, plan: Plan, consume: bool = False):
-        """Take the model onto the plan; raise a UserError where that has stages, or a mask of the
-        model looks ahead.
+        """Lay the model out on the plan; raise a UserError where the plan has stages, or a mask of
+        the model looks ahead.
         """
         require_causal(model.config)
         self.plan, self.times = decode_plan(plan, model.config), GenerationTimes()
@@ -100,11 +101,11 @@ class Generator:
         """Return the new token ids of each prompt, without the stop token that ended them.
 
         Args:
-          prompts: token ids; there must be one at least in each.
+          prompts: the token ids of each prompt, at least one.
           max_tokens: the largest number of new tokens.
-          sampling: how tokens are drawn.
+          sampling: the way in which tokens are drawn.
           stop: ids that end a row.
-          rows: how many prompts run at once.
+          rows: the number of prompts that run at once.
 
         Raises:
           UserError: a prompt is empty, has an id outside the vocabulary, or is too long for so many
@@ -132,11 +133,10 @@ class Generator:
         first: int = 0,
         rows: int = 0,
     ) -> Iterator[list[list[int]]]:
-        """Yield all new ids of each prompt after every `chunk` of tokens (0 = at the end);
-        otherwise as `generate`.
+        """Yield all new ids of each prompt after every `chunk` of tokens (0 = at the end).
 
-        `first` is the number of the first prompt, for its draws. The batch has `rows` rows, if that
-        is more.
+        The other arguments are those of `generate`. `first` is the number of the first prompt, for
+        its draws. The batch has `rows` rows, if that is more.
         """
         self.check(prompts, max_tokens)
         if not prompts or not max_tokens:
@@ -189,9 +189,10 @@ class Generator:
         sequences: Prompts,
         counted: Sequence[int],
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood in nats of the last `counted` tokens of each sequence after
+        """Compute the log-likelihood in nats of the last `counted` tokens of each sequence after
         those before them, and whether each of these is the most likely one. All sequences run at
-        once, and are refused as by `generate`."""
+        once, and are refused where `generate` would refuse them.
+        """
         self.check([sequence[:-1] for sequence in sequences], 0)
         shards = self.plan.size("batch")
         B = -(-len(sequences) // shards) * shards
@@ -263,8 +264,8 @@ class Generator:
 
 
 def bucket(length: int) -> int:
-    """Round a length up so that few programs serve all lengths, and at most a quarter is added (16
-    at least).
+    """Round a length up so that few programs serve all lengths; at most a quarter is added, or 16
+    where that is more.
     """
     step = max(1 << max(length.bit_length() - 3, 0), 16)
     return -(-length // step) * step
@@ -272,9 +273,6 @@ def bucket(length: int) -> int:
 
 def require_causal(config: ModelConfig) -> None:
     """Refuse a model whose tokens see those after them: it cannot write one after the other.
-
-    Args:
-      config: the sizes of the model.
 
     Raises:
       UserError: a word of `model.masks` looks ahead, or experts choose their tokens.
@@ -292,8 +290,9 @@ def require_causal(config: ModelConfig) -> None:
 
 
 def decode_plan(plan: Plan, model: ModelConfig) -> Plan:
-    """Return the plan for generating: no sequence is split, and nothing is kept or moved for a
-    backward. Stages, which keep the layers in an order of their own, are refused with a UserError.
+    """Change a plan for generation: no sequence is split, and nothing is kept or moved for a
+    backward pass. Stages, which keep the layers in an order of their own, are refused with a
+    UserError.
     """
     if plan.size("stage") > 1:
         raise UserError(
@@ -306,7 +305,7 @@ def decode_plan(plan: Plan, model: ModelConfig) -> Plan:
 
 
 def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = False) -> Params:
-    """Return the parameters with `blocks` as a list of layers, on the plan's mesh, matrices in its
+    """Lay parameters out on the plan's mesh with `blocks` as a list of layers, and matrices in its
     compute dtype.
 
     On CPUs the head's matrix is there a second time, as `head_DV`: with several rows XLA:CPU takes

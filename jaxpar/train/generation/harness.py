@@ -1,5 +1,5 @@
-"""EleutherAI's lm-eval harness with our models: `pip install 'jaxpar[eval]'`, which this module
-imports.
+"""EleutherAI's lm-eval harness with the library's models: `pip install 'jaxpar[eval]'`, which this
+module imports.
 
 Tokens, windows and stop strings are treated as by the harness's own class for `transformers`, so
 both give the same numbers.
@@ -30,9 +30,9 @@ models: Any = import_module("lm_eval.models.utils")
 utils: Any = import_module("lm_eval.utils")
 
 _CHUNK = 16
-"""So many tokens are generated before stop strings are looked for."""
+"""The number of tokens that are generated before stop strings are looked for."""
 _OPEN = "THE_ANSWER_GOES_ON "
-"""Marks in a rendered conversation where its last turn breaks off."""
+"""The mark in a rendered conversation of the place where its last turn breaks off."""
 
 
 def run_tasks(
@@ -45,11 +45,11 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Run tasks of the harness, and return its results.
 
-    `tasks` are names of tasks, groups or tags, with `*`, or paths of YAML files; `limit` is how
-    many examples of each are run (0 = all), and `few_shot` how many come before a question (-1 = as
-    the task says). `chat` writes the prompts by the folder's chat template, and `batch` requests
-    run at once. A UserError says that there is no such task, that its data cannot be had, or that
-    the model has no tokenizer.
+    `tasks` are names of tasks, groups or tags, with `*`, or paths of YAML files; `limit` is the
+    number of examples of each that are run (0 = all), and `few_shot` the number that come before a
+    question (-1 = as the task says). `chat` writes the prompts by the folder's chat template, and
+    `batch` requests run at once. A UserError says that there is no such task, that its data cannot
+    be had, or that the model has no tokenizer.
     """
     manager = TaskManager()
     names = []
@@ -81,8 +81,8 @@ def run_tasks(
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness calls it. Requests are sorted by length, so that few shapes are
-    compiled.
+    """A model with the methods that the harness calls. Requests are sorted by length, so that few
+    shapes are compiled.
     """
 
     def __init__(self, trained: Trained, batch: int):
@@ -106,8 +106,8 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context comes after: the begin of text, or the end of one, or a
-        line's end.
+        """The token that a text without context comes after: the begin of text, or the end of one,
+        or a line's end.
         """
         return self._special_id("bos_token", "eos_token")
 

@@ -1,5 +1,5 @@
 """Prompts as people write them: read from files, written by a chat template, turned into token ids,
-and text back.
+and new tokens turned back into text.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from jaxpar.train.generation.trained import Trained, require_tokenizer
 from jaxpar.train.restore import adapters_of
 
 Given = str | Conversation
-"""A text, or a conversation with what else its template may read."""
+"""A text, or a conversation with the other names that its template may read."""
 
 
 class Prompt(NamedTuple):
-    """A prompt as the model sees it: its text, and its token ids."""
+    """A prompt as the model reads it: its text, and its token ids."""
 
     text: str
     ids: list[int]
     undefined: tuple[str, ...] = ()
-    """Names that its chat template wrote and that nothing defines."""
+    """The names that its chat template wrote and that nothing defines."""
 
 
 def read_prompts(file: Path) -> list[Given]:
-    """Read one prompt a line; in a .jsonl file each line is an object with `prompt`, a text, or a
-    conversation.
+    """Read one prompt a line; in a .jsonl file each line is an object with `prompt`, a text, or
+    with a conversation.
 
-    Conversations have the forms of those that are trained on (`conversations.read_conversation`).
-    What is to be written is left out: a completion, or the answers with which messages end.
+    Conversations have the forms of a training's (`conversations.read_conversation`). What is to be
+    written is left out: a completion, or the answers with which messages end.
 
     Raises:
-      UserError: the file cannot be read or has no prompt, a line is not such an object, or it has
+      UserError: the file cannot be read or has no prompt, or a line is not such an object or has
         answers alone.
     """
     all_lines = enumerate(read_text(file).split("\n"), 1)
@@ -79,8 +79,8 @@ def _read_prompt(value: Any) -> Given | None:
 
 
 def _without_answer(conversation: Conversation) -> Conversation:
-    """Leave out a completion, or where there is none the assistant's turns at the end, so that
-    others are written.
+    """Leave out a completion, or where there is none the assistant's turns at the end, so that the
+    model writes new ones.
     """
     kept = conversation.messages
     if conversation.learned_from:
@@ -126,10 +126,10 @@ def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list
 def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
     """Turn a text into token ids.
 
-    With `special` it begins as a document in training does: with the begin of text where the
-    tokenizer of a Hugging Face folder says so, or `data.bos` of a run. A text that is written with
-    it does not get another. A UserError says that there is no tokenizer, that it does not know a
-    character, or that the text is not Unicode.
+    With `special` the ids begin as a document in training does: with the begin-of-text token where
+    the tokenizer of a Hugging Face folder says so, or `data.bos` of a run. A text that is written
+    with that token does not get another. A UserError says that there is no tokenizer, that it does
+    not know a character, or that the text is not Unicode.
     """
     tokenizer = require_tokenizer(trained)
     try:
@@ -145,13 +145,13 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
 
 
 def stop_ids(trained: Trained, chat: bool) -> list[int]:
-    """Return the ids that end a text: the tokenizer's end of text, those that the folder's files
-    declare, and for a `chat` the tokens with which the template closes a turn: that which
-    `data.template_args` names, or the default, if there is one.
+    """Return the ids that end a text: the tokenizer's end of text, the ids that the folder's files
+    declare, and for a `chat` the tokens with which the template closes a turn. The template is the
+    one that `data.template_args` names, or the default, if there is one.
 
     Raises:
       UserError: there is no tokenizer, one of the files cannot be read, or `data.template_args`
-        asks for a template that is not there, or for a name that it does not read.
+        asks for a template that does not exist, or for a name that the template does not read.
     """
     tokenizer = require_tokenizer(trained)
     file = trained.folder / TOKENIZER
@@ -172,11 +172,11 @@ def stop_ids(trained: Trained, chat: bool) -> list[int]:
 def continuation(
     tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ended: bool = True
 ) -> str:
-    """Return the text of new tokens as it follows the prompt; unless it has ended, without a half
-    character at its end, or half of a line end.
+    """Decode new tokens as the text that follows the prompt; unless it has ended, without half a
+    character at its end, or half a line end.
 
-    The prompt is decoded along, because a tokenizer may write the first token of a text otherwise
-    than a later one.
+    The prompt is decoded too, because a tokenizer may decode the first token of a text in another
+    way than a later one.
     """
     before = tokenizer.decode(list(prompt))
     text = tokenizer.decode([*prompt, *new])

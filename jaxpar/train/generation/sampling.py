@@ -1,4 +1,4 @@
-"""How the next token is drawn from the scores of the vocabulary.
+"""The draw of the next token from the scores of the vocabulary.
 
 Shapes: B rows, V vocab.
 """
@@ -16,16 +16,16 @@ from jaxpar.base.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; the filters are applied in this order, as in Hugging Face's
-    `generate`.
+    """The temperature and the filters by which the next token is drawn; they are applied in this
+    order, as in Hugging Face's `generate`.
 
     Attributes:
-      temperature: the scores are divided by it; 0 = greedy, the most likely token.
+      temperature: the divisor of the scores; 0 = greedy, the most likely token.
       top_k: only this many of the most likely tokens may be drawn; 0 = all.
       top_p: only the most likely tokens that together have this probability may be drawn
         (arXiv:1904.09751).
-      seed: the seed. A draw depends on it, on the number of the prompt and on the token's place,
-        and on nothing else.
+      seed: the seed of the draws. A draw depends on it, on the number of the prompt and on the
+        token's place, and on nothing else.
     """
 
     temperature: float = 0.0
@@ -69,8 +69,8 @@ def draw(
 
 
 def filter_scores(scores_BV: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Divide the scores by the temperature, and set those of tokens that may not be drawn to minus
-    infinity.
+    """Divide the scores by the temperature, and set the scores of tokens that may not be drawn to
+    minus infinity.
     """
     scores_BV = scores_BV / sampling.temperature
     if 0 < sampling.top_k < scores_BV.shape[1]:

@@ -1,5 +1,5 @@
-"""A trained model as it lies in a folder, a run's or one of Hugging Face, loaded to be used on the
-devices at hand.
+"""A trained model from the folder of a run or of Hugging Face, loaded to be used on the devices at
+hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 class Trained(NamedTuple):
-    """A model that is ready to generate; `folder` has what says how its tokens are read;
+    """A model that is ready to generate; `folder` has the files that say how its tokens are read;
     `tokenizer` may be None.
     """
 
@@ -50,19 +50,19 @@ def open_trained(
     template_date: str = "",
     model: Model | None = None,
 ) -> Trained:
-    """Load the parameters of a folder on the plan for generating.
+    """Load the model of a folder, ready to generate.
 
     Args:
-      folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT,
-        or its URL in a bucket. LoRA is merged.
-      mesh: the mesh, or only its platform; see `decode_mesh` for the axes where none is given.
+      folder: a run folder, a folder with a Hugging Face checkpoint, or a folder with an adapter of
+        PEFT, or the URL of one in a bucket. LoRA is merged.
+      mesh: the mesh, or only its platform; `decode_mesh` chooses the axes where none is given.
       dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and on GPUs
         that have no bfloat16 (a T4), and bfloat16 elsewhere.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
-      template_args: what the chat template reads besides messages, as `data.template_args`; a run
-        has its own before.
-      model: the model, where it has parts of one's own; its sizes are the folder's.
-      template_date: what the chat template writes as today's date, as in 2026-01-31; empty =
+      template_args: the names that the chat template reads besides messages, as
+        `data.template_args`; the names of a run stand before them.
+      model: the model, where it has parts of a program's own; its sizes are the folder's.
+      template_date: the date that the chat template writes as today's, as in 2026-01-31; empty =
         today's, for a run too.
 
     Raises:
@@ -125,8 +125,9 @@ def open_trained(
 
 
 def read_config(folder: Path) -> Config:
-    """Return the config of a run, or one with the model and the tokenizer of a Hugging Face folder;
-    raise a UserError where it is neither."""
+    """Read the config of a run, or make one with the model and the tokenizer of a Hugging Face
+    folder; a UserError where the folder is neither.
+    """
     if is_run(folder):
         return read_run_config(folder)
     names = ("config.json", peft.CONFIG)
@@ -139,7 +140,9 @@ def read_config(folder: Path) -> Config:
 
 
 def _words_folder(folder: Path) -> Path:
-    """Return the folder that has the tokenizer: of an adapter without one, that of its model."""
+    """Find the folder that has the tokenizer: for an adapter without one, the folder of its base
+    model.
+    """
     folders = adapters_of(folder)
     return next((there for there in folders if (there / TOKENIZER).exists()), folders[-1])
 
@@ -154,8 +157,8 @@ def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:
 
 
 def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
-    """Load the tokenizer of a folder; raise a UserError where it cannot be read, or has more tokens
-    than the model.
+    """Load the tokenizer of a folder; a UserError where it cannot be read, or has more tokens than
+    the model.
     """
     if not (folder / TOKENIZER).exists():
         if is_run(folder) and config.data.tokenizer == "bytes":
@@ -172,7 +175,7 @@ def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
 
 
 def require_tokenizer(trained: Trained) -> Tokenizer:
-    """Return the tokenizer, or raise a UserError where there is none."""
+    """Return the tokenizer of a model; a UserError where there is none."""
     if trained.tokenizer is None:
         raise UserError(
             f"{trained.folder} has no {TOKENIZER}, which turns text into token ids: put it there"

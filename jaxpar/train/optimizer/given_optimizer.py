@@ -1,5 +1,5 @@
-"""An optimizer that a program gives in place of the config's: is it one, can it be run, and is it
-the one that a run was trained with?
+"""Checks of an optimizer that a program gives in place of the config's: is it one, can it be run,
+and is it the one that a run was trained with?
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jaxpar.train.optimizer.pruning import with_pruning
 from jaxpar.train.optimizer.sparse_decay import with_sparse_decay
 
 GIVEN = "given"
-"""What a checkpoint calls an optimizer that a program gave."""
+"""The name in a checkpoint of an optimizer that a program gave."""
 PROGRAM = "program"
 VERSIONS = "versions"
 AnyOptimizer = Optimizer | optax.GradientTransformation | None
-"""An optimizer of the caller's; None = the config's."""
+"""An optimizer of the caller's own; None = the config's."""
 
 
 def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) -> Optimizer:
@@ -43,12 +43,12 @@ def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) 
 
     Args:
       given: the optimizer; None = the config's.
-      config: every setting.
-      plan: says in which order layers are stored; None = in the model's own.
+      config: the config, whose optimizer is taken where none is given.
+      plan: the plan, which says in which order layers are stored; None = the model's own order.
 
     Raises:
-      UserError: it is no optimizer; or the config asks to round its moments, or to keep it or the
-        parameters in host memory, which takes one of the config's.
+      UserError: the value is no optimizer; or the config asks to round its moments, or to keep it
+        or the parameters in host memory, which takes an optimizer of the config's.
     """
     if given is None:
         own = replace(config_optimizer(config), origin="config")
@@ -69,29 +69,28 @@ def as_optimizer(given: AnyOptimizer, config: Config, plan: Plan | None = None) 
 
 
 def saved_name(optimizer: Optimizer) -> str:
-    """Return what a checkpoint calls an optimizer: the name of `optimizer.name`, or `GIVEN`."""
+    """Return the name of an optimizer in a checkpoint: the name of `optimizer.name`, or `GIVEN`."""
     if optimizer.origin == "program":
         return GIVEN
     return optimizer.name
 
 
 def _with_sparsity(optimizer: Optimizer, config: Config, plan: Plan | None) -> Optimizer:
-    """The optimizer, with what sparse and pruned matrices ask of a step."""
+    """Add to an optimizer what sparse and pruned matrices ask of a step."""
     sparse = with_pruning(with_sparse_decay(optimizer, config.model), config, plan)
     return replace(sparse, make=lambda axes: in_32_bits(sparse.make(axes)))
 
 
 def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[str, str]:
-    """Return what tells two optimizers apart whose states have the same form, as those of
+    """Compute what tells two optimizers apart whose states have the same form, as those of
     `optax.lion(1e-4)` and `optax.lion(1e-3)` have.
 
-    It is of the programs that make the first state and a step, with all numbers in them. Another
-    version of JAX or of optax may write the same optimizer as another program.
+    The fingerprint is of the programs that make the first state and a step, with all numbers in
+    them. Another version of JAX or of optax may write the same optimizer as another program.
 
     Args:
-      optimizer: the optimizer.
       params: the trained parameters as ShapeDtypeStructs in float32, in the model's order.
-      axes: their logical axes.
+      axes: the logical axes of the parameters.
 
     Returns:
       The hash of the programs, and the versions that made them.
@@ -115,7 +114,7 @@ def fingerprint_of(optimizer: Optimizer, params: Params, axes: Params) -> dict[s
 
 
 def _constants(program: core.Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """Yield the arrays that a program closes over, and those of the programs that it calls."""
+    """Yield the arrays that a program closes over, and the arrays of the programs that it calls."""
     yield from getattr(program, "consts", ())
     jaxpr: Any = getattr(program, "jaxpr", program)  # newer JAX has one class for both
     for eqn in jaxpr.eqns:
@@ -129,13 +128,13 @@ def other_optimizer_note(
     here: dict[str, str] | None,
     step: int,
 ) -> str:
-    """Say that a run goes on with another optimizer than it was trained with; empty = as far as is
-    known it is the same.
+    """Say that a run is resumed with another optimizer than it was trained with; empty = as far as
+    is known it is the same.
 
     Args:
-      saved: the `fingerprint_of` the optimizer that it was trained with, if that was given.
-      here: that of the optimizer that is given now.
-      step: the step to go on after.
+      saved: the fingerprint of the optimizer that it was trained with, if a program gave that.
+      here: the fingerprint of the optimizer that is given now.
+      step: the step after which the run is resumed.
     """
     if saved is None or here is None or saved.get(VERSIONS) != here[VERSIONS]:
         return ""
@@ -154,13 +153,12 @@ def require_update(optimizer: Optimizer, params: Params, axes: Params) -> None:
     another form.
 
     Args:
-      optimizer: the optimizer.
       params: the trained parameters as ShapeDtypeStructs in float32.
-      axes: their logical axes.
+      axes: the logical axes of the parameters.
 
     Raises:
-      UserError: its update fails with gradients, a state and parameters alone, as one fails that
-        needs the loss; or what it returns does not have their form.
+      UserError: the optimizer's update fails with gradients, a state and parameters alone, as where
+        it needs the loss; or what it returns does not have their form.
     """
     transformation = optimizer.make(axes)
     state = jax.eval_shape(transformation.init, params)

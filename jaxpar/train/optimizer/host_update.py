@@ -36,7 +36,8 @@ Shape = jax.ShapeDtypeStruct
 
 
 def update_on_host(part: Part, scale: Scale, optimizer: Optimizer, plan: Plan) -> UpdatedPart:
-    """Return the new parameters and state of some parts, each in the memory where the old one was.
+    """Compute the new parameters and state of some parts on the host, each in the memory where the
+    old one was.
 
     Parameters on the device go down and come up, those in host memory stay. The optimizer is one
     that `require_host_update` has accepted.
@@ -104,10 +105,8 @@ def require_host_update(optimizer: Optimizer, params: Params, axes: Params, plan
     """Refuse an optimizer whose update a host cannot compute for its own devices alone.
 
     Args:
-      optimizer: the optimizer.
       params: the trained parameters as ShapeDtypeStructs.
-      axes: their logical axes.
-      plan: the plan.
+      axes: the logical axes of the parameters.
 
     Raises:
       UserError: entries of the update depend on other entries and there are several devices, or
@@ -171,12 +170,16 @@ def _first_that_mixes(jaxpr: ClosedJaxpr) -> str:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of what an equation reads or makes, whose type has none for tokens and the like."""
+    """Return the shape of a value that an equation reads or makes; the type of a token and the like
+    has none.
+    """
     return getattr(value.aval, "shape", ())
 
 
 def _state_specs(optimizer: Optimizer, params: Params, axes: Params, plan: Plan) -> PyTree:
-    """The spec of each array of the state: that of the parameter it belongs to."""
+    """Find the spec of each array of the state, which follows the spec of the parameter it belongs
+    to.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = structure.flatten_up_to(axes)
     by_path = {path: state_axes(one) for (path, _), one in zip(leaves, names, strict=True)}

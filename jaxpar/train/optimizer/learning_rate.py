@@ -1,5 +1,5 @@
-"""The learning rate by step that a config asks for: a warm-up, and a schedule after it, to which a
-program adds its own by a decorator.
+"""The learning rate by step: a warm-up, and a schedule after it, to which a program adds its own by
+a decorator.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Made = TypeVar("Made", bound=Callable[[TrainConfig], optax.Schedule])
 
 @dataclass(frozen=True)
 class RegisteredRate:
-    """What `train.schedule` names.
+    """A schedule of the learning rate that `train.schedule` names.
 
     Attributes:
-      make: makes the schedule from the settings of `[train]`: the rate by step, of which 0 is the
-        first after the warm-up, where the rate is `learning_rate`.
+      make: makes the schedule from the settings of `[train]`: the rate by step, where step 0 is the
+        first after the warm-up, at which the rate is `learning_rate`.
       decays: whether `decay_steps` and `min_learning_rate_ratio` have an effect on it.
     """
 
@@ -42,23 +42,23 @@ def register_rate(name: str, decays: bool = True) -> Callable[[Made], Made]:
 
     Args:
       name: the word.
-      decays: whether `train.decay_steps` and `train.min_learning_rate_ratio` have an effect on it;
-        without, they are refused beside it.
+      decays: whether `train.decay_steps` and `train.min_learning_rate_ratio` have an effect on the
+        schedule; if not, they are refused beside it.
 
     Returns:
       The decorator, for a function of the settings of `[train]` that returns the rate by step after
       the warm-up, as jitted code computes it.
 
     Raises:
-      UserError: the name is no word; and the decorator, where the function cannot be called so, or
-        the name is taken.
+      UserError: the name is no word. The decorator raises it where the function cannot be called
+        so, or the name is taken.
     """
     return registering(RATES, name, lambda make: RegisteredRate(make, decays), ("train",))
 
 
 @register_rate("cosine")
 def cosine(train: TrainConfig) -> optax.Schedule:
-    """Half a cosine down to the floor over the remaining steps, or over `decay_steps`
+    """Fall along half a cosine to the floor over the remaining steps, or over `decay_steps`
     (arXiv:1608.03983).
     """
     decay = max(train.decay_steps or train.steps - train.warmup_steps, 1)
@@ -67,9 +67,9 @@ def cosine(train: TrainConfig) -> optax.Schedule:
 
 @register_rate("wsd")
 def warmup_stable_decay(train: TrainConfig) -> optax.Schedule:
-    """Constant (stable), then linear down to the floor over the last `decay_steps`
+    """Stay constant (stable), then fall linearly to the floor over the last `decay_steps`
     (arXiv:2404.06395). A decay begins at the peak and would be at the floor with the step after its
-    last; one of a single step is at the floor with that step.
+    last; a decay of a single step is at the floor with that step.
     """
     peak = train.learning_rate
     left = max(train.steps - train.warmup_steps, 1)
@@ -85,12 +85,12 @@ def warmup_stable_decay(train: TrainConfig) -> optax.Schedule:
 
 @register_rate("constant", decays=False)
 def constant(train: TrainConfig) -> optax.Schedule:
-    """The peak, for all steps."""
+    """Stay at the peak for all steps."""
     return optax.constant_schedule(train.learning_rate)
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
-    """Return the learning rate by step (0-based): a linear warm-up, then `train.schedule`.
+    """Make the learning rate by step (0-based): a linear warm-up, then `train.schedule`.
 
     The floor of a decay is `min_learning_rate_ratio` of `learning_rate`.
     """
@@ -108,8 +108,8 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
 
 
 def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
-    """Say what a new number of steps does to the learning rate of a run that goes on after `step`;
-    empty = nothing.
+    """Say what a new number of steps does to the learning rate of a run that is resumed after
+    `step`; empty = nothing.
     """
     if before.steps == now.steps:
         return ""

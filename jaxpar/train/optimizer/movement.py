@@ -18,10 +18,11 @@ from jaxpar.base.layout.sharding import KeyPath, PyTree, path_name
 
 
 class MovementState(NamedTuple):
-    """What movement pruning keeps beside the masks: float32, in trees of the masks' form.
+    """The arrays that movement pruning keeps beside the masks: float32, in trees of the masks'
+    form.
 
     Attributes:
-      scores: the sums of -w dL/dw over all steps, where w is `held` of an entry that is pruned.
+      scores: the sums of -w dL/dw over all steps, where w is `held` for an entry that is pruned.
       held: the value that a pruned entry had last; zero for all others.
     """
 
@@ -30,7 +31,7 @@ class MovementState(NamedTuple):
 
 
 def no_movement(pruned: PyTree) -> MovementState:
-    """Return the state before the first step, for masks of this form."""
+    """Make the state before the first step, for masks of this form."""
     zeros = jax.tree.map(lambda mask: jnp.zeros(mask.shape, jnp.float32), pruned)
     return MovementState(zeros, zeros)
 
@@ -38,15 +39,12 @@ def no_movement(pruned: PyTree) -> MovementState:
 def with_step(
     state: MovementState, params: dict[str, Array], grads: dict[str, Array]
 ) -> MovementState:
-    """Add a step to the scores.
+    """Add a step to the scores of a state.
 
     Args:
-      state: that before the step.
+      state: the state before the step.
       params: the parameters before the step, by their names, zero where they are pruned.
-      grads: the gradients of the masked forward, by the same names, those of zeros too.
-
-    Returns:
-      The state with the new scores.
+      grads: the gradients of the masked forward, by the same names, for zeros too.
     """
 
     def add(path: KeyPath, score: Array, held: Array) -> Array:
@@ -58,11 +56,10 @@ def with_step(
 
 
 def with_held(state: MovementState, value: Callable[[str], Array]) -> MovementState:
-    """Return the state with the values that pruned entries have now.
+    """Give a state the values that pruned entries have now.
 
     Args:
-      state: the state.
-      value: returns them, by the name of a parameter, with zeros for all other entries.
+      value: returns those values, by the name of a parameter, with zeros for all other entries.
     """
     held = jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), state.held)
     return state._replace(held=held)
