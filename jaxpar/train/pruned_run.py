@@ -1,4 +1,4 @@
-"""Makes a run of a trained model whose matrices were pruned at once."""
+"""The run of a trained model whose matrices were pruned at once."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def prune_run(
     """Write a run folder whose checkpoint at step 0 holds a model that was pruned at once.
 
     Args:
-      config: that of the new run. Where its `model.sparsity` has a form, that is what is left of
-        each group, of its targets.
+      config: the config of the new run. Where its `model.sparsity` has a form, the form says what
+        is left of each group of its targets.
       source: a run folder, or a Hugging Face folder.
       target: the new run folder.
-      matrices: the names of those that are pruned; none = all of a block.
+      matrices: the names of the matrices that are pruned; none = all of a block.
       sparsity: the share that becomes zero, where there is no form.
-      criterion: by what entries are compared.
-      batches: training batches that the criterion looks at.
+      criterion: the score by which entries are compared.
+      batches: the number of training batches that the criterion looks at.
       say: gets each line about the data.
 
     Returns:
       The share of all entries of the blocks that is zero.
 
     Raises:
-      UserError: the source or the data cannot be read, the target is a run already, or as for
-        `prune_once`.
+      UserError: the source or the data cannot be read, the target is a run already, or a matrix
+        cannot be pruned (`prune_once`).
     """
     if config.model.lora.rank > 0:
         raise UserError(
@@ -91,7 +91,7 @@ def prune_run(
 
 
 def _share_of_zeros(params: Params) -> float:
-    """The share of the entries of the blocks' matrices that is zero."""
+    """Compute the share of the entries of the blocks' matrices that is zero."""
     blocks = params["blocks"]
     matrices = [blocks[name] for name in MATRICES if name in blocks]
     return sum(map(_zeros, matrices)) / sum(leaf.size for leaf in matrices)

@@ -1,4 +1,6 @@
-"""Refuses what this machine has no memory for, before any of it is made."""
+"""The check that refuses an experiment for which this machine has no memory, before any of it is
+made.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,19 @@ from jaxpar.train.state_memory import state_bytes
 
 
 def require_memory(experiment: Experiment, has: int, training: bool = True) -> None:
-    """Refuse what has more state and kept activations alone than this machine has memory, before
-    any is made.
+    """Refuse an experiment whose state and kept activations alone are more than this machine's
+    memory, before any is made.
 
-    Of simulated and other CPU devices only, which share the machine's memory and do not say when it
-    is full. Another device says so itself.
+    The check is for simulated and other CPU devices only, which share the machine's memory and do
+    not say when it is full. Another device says so itself.
 
     Args:
-      experiment: what is to run.
-      has: the bytes that this machine has; 0 = not known.
-      training: whether it is a training, and no evaluation, which keeps the residual stream of a
+      has: the bytes of memory that this machine has; 0 = not known.
+      training: whether the experiment is trained; an evaluation keeps only the residual stream of a
         block and of the next.
 
     Raises:
-      UserError: it cannot fit.
+      UserError: the experiment cannot fit.
     """
     plan = experiment.plan
     here = [

@@ -1,8 +1,8 @@
 """The optimizers that a config names, each made from optax with its settings, to which a program
 adds its own by a decorator.
 
-Parameters are stacked over layers. Each of ours treats each layer's arrays by themselves, so that
-a model's parts, or its layers, may be updated one after another.
+Parameters are stacked over layers. Each of the library's optimizers treats each layer's arrays by
+themselves, so that a model's parts, or its layers, may be updated one after another.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ from jaxpar.train.optimizer.per_matrix import hidden_matrices, muon_dimensions, 
 from jaxpar.train.optimizer.state_layout import few_of
 
 Make = Callable[[Any, optax.Schedule, Params], optax.GradientTransformation]
-"""Makes an optimizer from its settings, the learning rate by step, and the parameters' logical
-axes.
+"""A function that makes an optimizer from its settings, the learning rate by step, and the
+parameters' logical axes.
 """
 Made = TypeVar("Made", bound=Make)
 
 
 @dataclass(frozen=True)
 class RegisteredOptimizer:
-    """What `optimizer.name` names: see `register_optimizer`."""
+    """An optimizer that `optimizer.name` names, with the properties that `register_optimizer`
+    explains.
+    """
 
     make: Make
     settings: type[OptimizerSettings]
@@ -87,8 +89,8 @@ def register_optimizer(
         def mine(settings, rate, axes):
             return optax.sgd(rate, settings.beta)
 
-    A config gives the numbers of one that a program registered in `[optimizer.own]`; each of ours
-    has a table of its name. Where its state lies follows from its parameters.
+    A config gives the settings of an optimizer that a program registered in `[optimizer.own]`; each
+    of the library's has a table of its name. The layout of its state follows from its parameters.
 
     Args:
       name: the word.
@@ -97,24 +99,23 @@ def register_optimizer(
       first_moments: the names of the fields of its state that are first moments, which
         `precision.moments` may store in bfloat16.
       by_layer: whether it treats each layer's arrays by themselves, which state and parameters in
-        host memory ask for.
+        host memory require.
       starts_at_zero: whether its state begins with zeros only.
       stays_finite: whether finite gradients leave its state finite.
       by_matrix: whether its state has the dims of a matrix's sides taken together.
-      whole_matrices: how many arrays as large as a hidden matrix, whole on every device, its step
-        works with.
-      averages_steps: whether what is evaluated is an average of steps, in place of a decay of the
-        rate.
-      contrib: what it takes from `optax.contrib`, which not every version has.
-      arguments: arguments of the first of these, likewise.
+      whole_matrices: the number of arrays as large as a hidden matrix, whole on every device, that
+        its step works with.
+      averages_steps: whether an average of steps is evaluated, in place of a decay of the rate.
+      contrib: the names that it takes from `optax.contrib`, which not every version has.
+      arguments: the names of arguments of the first of these, which not every version takes.
 
     Returns:
       The decorator, for a function of the settings, of the learning rate by step and of the
       parameters' logical axes that returns an `optax.GradientTransformation`.
 
     Raises:
-      UserError: the name is no word, or the settings are no dataclass of settings with defaults;
-        and the decorator, where the function cannot be called so, or the name is taken.
+      UserError: the name is no word, or the settings are no dataclass of settings with defaults.
+        The decorator raises it where the function cannot be called so, or the name is taken.
     """
     _require_settings(name, settings)
     entry_of = functools.partial(
@@ -134,7 +135,7 @@ def register_optimizer(
 
 
 def _require_settings(name: str, schema: type[OptimizerSettings]) -> None:
-    """Refuse what is no frozen dataclass of settings, each with a default."""
+    """Refuse a class that is no frozen dataclass of settings, each with a default."""
     if not (isinstance(schema, type) and issubclass(schema, OptimizerSettings)):
         raise UserError(
             f"the settings of optimizer.name {name!r} are {short(schema)}: give a frozen dataclass "
@@ -152,16 +153,11 @@ def _require_settings(name: str, schema: type[OptimizerSettings]) -> None:
 
 
 def config_optimizer(config: Config) -> Optimizer:
-    """Make the optimizer that a config names.
-
-    Args:
-      config: the experiment.
-
-    Returns:
-      The optimizer, with the config's learning rate and its clip of gradients.
+    """Make the optimizer that a config names, with the config's learning rate and its clip of
+    gradients.
 
     Raises:
-      UserError: this version of optax has it not, or not with these settings.
+      UserError: this version of optax does not have the optimizer, or not with these settings.
     """
     name = config.optimizer.name
     named: RegisteredOptimizer = OPTIMIZERS[name]
@@ -184,7 +180,9 @@ def config_optimizer(config: Config) -> Optimizer:
 
 
 def _require_optax(name: str, named: RegisteredOptimizer) -> None:
-    """Raise a UserError where this version of optax has not what an optimizer is made from."""
+    """Raise a UserError where this version of optax lacks a function that an optimizer is made
+    from.
+    """
     missing = [one for one in named.contrib if not hasattr(optax.contrib, one)]
     if named.contrib and not missing:
         known = inspect.signature(getattr(optax.contrib, named.contrib[0])).parameters
@@ -328,7 +326,7 @@ def decay_note(config: Config, axes: Params) -> str:
     Each may be a vector that is stacked, of which nothing tells that it is.
 
     Args:
-      config: the experiment, whose optimizer it is.
+      config: the experiment's config, which names the optimizer.
       axes: the logical axes of the trained parameters.
     """
     decayed = config.optimizer.weight_decay > 0

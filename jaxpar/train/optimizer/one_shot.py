@@ -1,9 +1,9 @@
-"""Prunes a trained model at once, from some text and without training: Wanda (Sun et al. 2023,
+"""One-shot pruning of a trained model, from some text and without training: Wanda (Sun et al. 2023,
 arXiv:2306.11695), and plain magnitudes.
 
 Wanda weighs an entry by its magnitude times the norm of the feature that it multiplies, over the
 tokens of the text, and compares the entries of one output, or of a group of N:M. Layers are pruned
-in turn, so that the norms of each are those of a model whose earlier layers are pruned.
+in turn, so that the norms of each come from a model whose earlier layers are pruned.
 
 Shapes: B batch, S sequence, D embed, I and O a matrix's dims in and out, each taken together.
 """
@@ -36,10 +36,10 @@ Criterion = Literal["wanda", "magnitude"]
 
 
 class Target(NamedTuple):
-    """What is left of each matrix.
+    """The matrices that are pruned, and the entries that are left of each.
 
     Attributes:
-      matrices: the names of those that are pruned; none = all of a block.
+      matrices: the names of the matrices that are pruned; none = all of a block.
       sparsity: the share that becomes zero: of each output for Wanda, of each matrix for
         magnitudes.
       form: N:M in place of `sparsity`.
@@ -51,7 +51,7 @@ class Target(NamedTuple):
 
 
 class _NormOps(WrappedOps):
-    """The ops of one run of a block, which also add up the squares of what each matrix
+    """The ops of one run of a block, which also add up the squares of the features that each matrix
     multiplies.
     """
 
@@ -88,16 +88,13 @@ def prune_once(
       model: the model, without experts among the targets of Wanda: each sees other tokens.
       params: its parameters, with the model's order of layers; they are donated.
       batches: text, as `Model.loss` takes it; all batches' hidden states are held at once.
-      plan: says how it runs, without stages.
-      target: what is left.
-      criterion: by what entries are compared.
-
-    Returns:
-      The parameters, with zeros.
+      plan: the plan of the runs, without stages.
+      target: the matrices that are pruned, and the entries that are left.
+      criterion: the score by which entries are compared.
 
     Raises:
-      UserError: a target is not there, is one of experts, or has no whole groups; or there is no
-        text.
+      UserError: a target does not exist, is a matrix of experts, or has no whole groups; or there
+        is no text.
     """
     names = _targets(model, target, criterion)
     text = [in_order(batch, plan, plan.context.strategy) for batch in batches]
@@ -145,7 +142,7 @@ def _put(stacked: Array, matrix: Array, layer: int) -> Array:
 
 
 def _targets(model: Model, target: Target, criterion: Criterion) -> list[str]:
-    """The names of the matrices that are pruned."""
+    """List the names of the matrices that are pruned."""
     axes = model.axes["blocks"]
     names = [name for name in target.matrices or MATRICES if name in axes]
     missing = [name for name in target.matrices if name not in axes]

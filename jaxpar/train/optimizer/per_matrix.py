@@ -1,4 +1,5 @@
-"""Which dims of a parameter are its matrix, from its logical axes, and an optimizer for each one.
+"""The dims of a parameter that make its matrix, by its logical axes, and an optimizer for each
+matrix.
 
 Parameters are stacked over layers (and experts), and a matrix may have several dims on a side, as
 [embed, heads, head_dim] has. An optimizer that looks at rows and columns has to be told.
@@ -21,8 +22,8 @@ from jaxpar.train.optimizer.state_layout import View, param_trees, with_param_tr
 
 
 class MatrixDims(NamedTuple):
-    """The dims of a parameter: those it is stacked over, and those of a matrix's inputs (rows) and
-    outputs (columns). A vector has no rows.
+    """The dims of a parameter: the dims it is stacked over, and the dims of a matrix's inputs
+    (rows) and outputs (columns). A vector has no rows.
     """
 
     batch: tuple[int, ...]
@@ -31,11 +32,13 @@ class MatrixDims(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All dims, with those of the batch first."""
+        """All dims, beginning with the dims of the batch."""
         return self.batch + self.rows + self.columns
 
     def view(self, shape: tuple[int, ...]) -> View:
-        """The shape of the batch and one matrix (or of a vector, whose dims stay as they are)."""
+        """Return the shape of the batch and one matrix (or of a vector, whose dims stay as they
+        are).
+        """
         if not self.rows:
             return View(tuple(shape[dim] for dim in self.order), self.order)
         rows = math.prod(shape[dim] for dim in self.rows)
@@ -48,11 +51,11 @@ class MatrixDims(NamedTuple):
 
 
 def matrix_dims(axes: Axes) -> MatrixDims:
-    """Tell the matrix of a parameter by its logical axes.
+    """Find the matrix in a parameter by its logical axes.
 
-    It maps from or to `embed`, or else a LoRA `rank`, which is one side; what is neither layers nor
-    experts is the other. (A router's outputs are its experts, and no batch.) With names of one's
-    own, or none, two dims are its inputs and its outputs, and more of them are no matrix.
+    One side is `embed`, or else a LoRA `rank`; the other side is all else that is neither layers
+    nor experts. (A router's outputs are its experts, and no batch.) With names of a program's own,
+    or none, two dims are the inputs and the outputs, and more of them are no matrix.
     """
     inner = [dim for dim, axis in enumerate(axes) if axis != "layers"]
     batch = [dim for dim, axis in enumerate(axes) if axis == "layers"]
@@ -79,7 +82,7 @@ def matrix_dims(axes: Axes) -> MatrixDims:
 
 
 def hidden_matrices(axes: PyTree) -> PyTree:
-    """Tell which parameters are hidden matrices, which Muon is for, and what their dims are.
+    """Find the parameters that are hidden matrices, which Muon is for, and their dims.
 
     Args:
       axes: the logical axes of each parameter, such as `Model.axes`.
@@ -101,7 +104,7 @@ def hidden_matrices(axes: PyTree) -> PyTree:
 
 
 def muon_dimensions(axes: PyTree) -> Callable[[PyTree], PyTree]:
-    """Return what tells `optax.contrib.muon` the dims of a model's hidden matrices.
+    """Make the function that tells `optax.contrib.muon` the dims of a model's hidden matrices.
 
         optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions(model.axes))
 
@@ -131,9 +134,9 @@ def per_matrix(
 ) -> optax.GradientTransformation:
     """Run an optimizer on each matrix (and vector) of each layer by itself.
 
-    It sees arrays of at most two dims, so that sums over rows and columns, and root mean squares,
-    are those of one matrix. Its state has the trees that it would have, with the dims of the batch
-    first in each array.
+    The optimizer sees arrays of at most two dims, so that its sums over rows and columns, and its
+    root mean squares, are of one matrix. Its state has the trees that it would have, with the dims
+    of the batch first in each array.
 
     Args:
       optimizer: a transformation that treats every parameter by itself.
@@ -198,7 +201,7 @@ def _viewed(x: Array, dims: MatrixDims) -> Array:
 
 
 def _unviewed(x: Array, shape: tuple[int, ...], dims: MatrixDims) -> Array:
-    """The inverse of `_viewed`, for a parameter of this shape."""
+    """Invert `_viewed`, for a parameter of this shape."""
     ordered = x.reshape([shape[dim] for dim in dims.order])
     inverse = sorted(range(len(shape)), key=lambda dim: dims.order[dim])
     return ordered.transpose(inverse)

@@ -1,7 +1,8 @@
-"""Sets weights to zero while they are trained: which ones is state, laid out as the weights are.
+"""Pruning of weights while they are trained: the masks of zeros are state, laid out as the weights
+are.
 
-It stands around the optimizer. What it does not see of the loss it takes from a step's gradients,
-so that the model, its ops and the checkpoint need not know: a pruned weight is a stored zero.
+It wraps the optimizer. What it needs to know of the loss it takes from a step's gradients, so that
+the model, its ops and the checkpoint need not know: a pruned weight is a stored zero.
 
 An entry is chosen by its rank in its own matrix of its own layer (and expert), which
 `jaxpar.train.optimizer.ranks` finds by counting.
@@ -38,14 +39,14 @@ from jaxpar.train.optimizer.ranks import highest, largest
 
 
 class PruningState(NamedTuple):
-    """What a pruning keeps besides the optimizer's state.
+    """The state of a pruning around the state of the optimizer.
 
     Attributes:
-      steps: those that are done.
+      steps: the number of steps that are done.
       pruned: True for an entry that is zero, in a tree of the parameters' form; parameters that are
         not pruned have no array.
       inner: the state of the optimizer.
-      movement: what movement pruning keeps; of any other method ().
+      movement: the state of movement pruning; () for any other method.
     """
 
     steps: Int[Array, ""]
@@ -58,40 +59,41 @@ class _Matrix(NamedTuple):
     """A parameter that is pruned, in one step."""
 
     stepped: Array
-    """What the optimizer makes of it."""
+    """The parameter after the optimizer's step."""
     gradient: Array
     pruned: Bool[Array, "*dims"]
     score: Array | None
-    """Of movement pruning."""
+    """The score of movement pruning; None for other methods."""
     outer: int
-    """The dims that it is stacked over."""
+    """The number of dims that it is stacked over."""
     kept: float | Array
-    """The share that is not zero in the end; of each layer, where they differ, with the dims of the
-    matrix."""
+    """The share that is not zero in the end; an array of each layer's share, where they differ,
+    with the dims of the matrix.
+    """
 
 
 class _Choice(NamedTuple):
-    """What is chosen after some steps, and may be left as it is."""
+    """The choice of pruned entries after a step, which may be the same as before."""
 
     updates: Params
     pruned: dict[str, Array]
-    """By the names of the parameters."""
+    """The masks by the names of the parameters."""
 
 
 def with_pruning(optimizer: Optimizer, config: Config, plan: Plan | None = None) -> Optimizer:
-    """Return an optimizer that keeps weights at zero, and chooses them anew every few steps.
+    """Wrap an optimizer so that it keeps weights at zero, and chooses them anew every few steps.
 
     Args:
       optimizer: any but Schedule-Free, whose average would not be zero.
-      config: its `pruning` says when and how far.
-      plan: says in which order layers are stored, and on which devices; None = in the model's own,
-        on one.
+      config: the config, whose `pruning` says when and how far.
+      plan: the plan, which says in which order layers are stored, and on which devices; None = in
+        the model's own order, on one device.
 
     Returns:
-      The optimizer; itself where nothing is pruned.
+      The optimizer; the one that was given where nothing is pruned.
 
     Raises:
-      UserError: it is Schedule-Free.
+      UserError: the optimizer is Schedule-Free.
     """
     pruning = config.pruning
     if pruning.method == "none":
@@ -117,7 +119,7 @@ def with_pruning(optimizer: Optimizer, config: Config, plan: Plan | None = None)
 
 
 def is_pruned(path: KeyPath, pruning: Pruning) -> bool:
-    """Whether a parameter is pruned, by its place in the parameters' tree."""
+    """Return whether a parameter is pruned, by its place in the parameters' tree."""
     part, _, matrix = path_name(path).partition(".")
     return part == "blocks" and matrix in pruning.names()
 
@@ -142,7 +144,9 @@ def _update(
     config: Config,
     plan: Plan | None,
 ) -> tuple[Params, PruningState]:
-    """Make a step of the optimizer without what is pruned, and choose anew where it is time."""
+    """Make a step of the optimizer without the pruned entries, and choose these anew where it is
+    time.
+    """
     was_pruned = _with_arrays(state.pruned)
     masked = jax.tree_util.tree_map_with_path(
         lambda path, grad: _without(grad, was_pruned.get(path_name(path))), grads
@@ -192,7 +196,9 @@ def _with_values(moves: Params, pruned: dict[str, Array], held: dict[str, Array]
 
 
 def _with_arrays(pruned: PyTree) -> dict[str, Array]:
-    """The masks that there are, by the names of their parameters."""
+    """Collect the masks by the names of their parameters; parameters that are not pruned have
+    none.
+    """
     return {path_name(path): mask for path, mask in jax.tree_util.tree_leaves_with_path(pruned)}
 
 
@@ -212,7 +218,7 @@ def _choose(
     config: Config,
     plan: Plan | None,
 ) -> _Choice:
-    """Choose what is pruned, where the step is one of those after which that is done."""
+    """Choose which entries are pruned, at the steps at which that is due."""
     pruning = config.pruning
     by_name = _with_arrays(params)
     gradients = _with_arrays(grads)
@@ -249,8 +255,8 @@ def _after_choice(
     names: dict[str, Axes],
     plan: Plan | None,
 ) -> Any:
-    """Let what follows wait for the sums over devices inside the choice, which XLA:CPU might mix
-    with later ones: see `order_token_after`.
+    """Make arrays wait for the sums over devices inside the choice, which XLA:CPU might mix with
+    later ones (`order_token_after`).
     """
     if plan is None:
         return arrays
@@ -271,7 +277,9 @@ def _shares(
     config: Config,
     order: Sequence[int] | None,
 ) -> dict[str, float | Array]:
-    """The share of each matrix that is not zero in the end, of every place where they differ."""
+    """Return the share of each matrix that is not zero in the end, of every place where they
+    differ.
+    """
     pruning = config.pruning
     sizes = {name: _sides(axes[name], mask.shape) for name, mask in pruned.items()}
     if not pruning.sparsity_by_depth:
@@ -292,36 +300,36 @@ def _axes_by_name(axes: Params) -> dict[str, Axes]:
 
 
 def _sides(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The rows and columns of one matrix of a stacked parameter."""
+    """Return the rows and columns of one matrix of a stacked parameter."""
     outer, ins = matrix_split(axes)
     split = outer + ins
     return int(np.prod(shape[outer:split])), int(np.prod(shape[split:]))
 
 
 def cubic(passed: Float[Array, ""], kept: float | Array) -> Float[Array, "*dims"]:
-    """The share that is kept when a part of the schedule has passed (arXiv:1710.01878, equation 1):
-    most is pruned early, while the network has much to spare.
+    """Return the share that is kept when a part of the schedule has passed (arXiv:1710.01878,
+    equation 1): most is pruned early, while the network has much to spare.
 
     Args:
-      passed: from 0 to 1.
-      kept: the share in the end, or one of each layer.
+      passed: the part of the schedule that has passed, from 0 to 1.
+      kept: the share in the end, or the share of each layer.
 
     Returns:
-      A share, from 1 down to `kept`, in the form of that.
+      A share from 1 down to `kept`, in the form of `kept`.
     """
     return kept + (1 - kept) * (1 - passed) ** 3
 
 
 def _by_magnitude(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, "*dims"]:
-    """Keep the largest, as many as the cubic schedule says."""
+    """Keep the largest entries, as many as the cubic schedule says."""
     share = cubic(passed, matrix.kept)
     return largest(jnp.abs(matrix.stepped), share * _size(matrix), matrix.outer)
 
 
 def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, "*dims"]:
-    """Drop the smallest of those that are kept, and grow as many where the gradient is largest,
-    among them some that were just dropped, which then keep their values. At first, when none is
-    pruned yet, only drop.
+    """Drop the smallest of the kept entries, and grow as many where the gradient is largest, among
+    them some that were just dropped, which then keep their values. At first, when none is pruned
+    yet, only drop.
     """
     # in float32 however the share is given, so that one for all and one a layer choose alike
     number = jnp.floor(jnp.float32(matrix.kept) * _size(matrix))
@@ -337,8 +345,8 @@ def _by_regrowth(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array
 
 
 def _by_movement(matrix: _Matrix, passed: Array, pruning: Pruning) -> Bool[Array, "*dims"]:
-    """Keep the highest scores, as many as the cubic schedule says, and of equal scores, as those of
-    an expert that no token was sent to, the largest weights.
+    """Keep the entries with the highest scores, as many as the cubic schedule says. Among equal
+    scores, as where no token was sent to an expert, keep the largest weights.
     """
     assert matrix.score is not None
     number = cubic(passed, matrix.kept) * _size(matrix)
@@ -349,5 +357,5 @@ _METHODS = {"magnitude": _by_magnitude, "movement": _by_movement, "rigl": _by_re
 
 
 def _size(matrix: _Matrix) -> int:
-    """The entries of one matrix."""
+    """Count the entries of one matrix."""
     return int(np.prod(matrix.stepped.shape[matrix.outer :]))

@@ -1,4 +1,4 @@
-"""Finds the largest entries of each matrix by counting.
+"""The largest entries of each matrix, found by counting.
 
 A threshold is built bit by bit, and for each bit all devices add up how many entries are above it.
 So the choice is the same on every layout, and nothing is gathered or sorted.
@@ -13,20 +13,21 @@ from jaxtyping import Bool, Float, UInt
 
 _SIGN = 1 << 31
 """The bit of a float32's sign. Without it, the bits as a whole number are in the order of the
-magnitudes."""
+magnitudes.
+"""
 
 
 def largest(sizes: Float[Array, "*dims"], number: Array, outer: int) -> Bool[Array, "*dims"]:
-    """Tell which entries of each matrix are its largest.
+    """Mark the largest entries of each matrix.
 
     Args:
       sizes: float32, stacked over some dims; an entry below zero is never chosen.
-      number: how many to choose of each matrix, rounded down; a scalar, or with the dims that
-        `sizes` has and 1 for those of a matrix.
-      outer: how many dims are stacked over.
+      number: the number to choose of each matrix, rounded down; a scalar, or an array with the dims
+        of `sizes`, of which a matrix's are 1.
+      outer: the number of dims that are stacked over.
 
     Returns:
-      True for at most so many of each matrix: of equal ones at the border none is chosen.
+      True for at most so many of each matrix: of equal entries at the border none is chosen.
     """
     bits = jax.lax.bitcast_convert_type(sizes.astype(jnp.float32), jnp.uint32)
     return _highest(jnp.where(sizes < 0, jnp.uint32(0), bits + 1), number, outer)
@@ -35,14 +36,15 @@ def largest(sizes: Float[Array, "*dims"], number: Array, outer: int) -> Bool[Arr
 def highest(
     scores: Float[Array, "*dims"], sizes: Float[Array, "*dims"], number: Array, outer: int
 ) -> Bool[Array, "*dims"]:
-    """Tell which entries of each matrix have its highest scores, of any sign.
+    """Mark the entries of each matrix with its highest scores, of any sign.
 
     Args:
       scores: float32, stacked over some dims.
-      sizes: not negative, of the same shape: of equal scores at the border those of the largest
-        sizes are chosen.
-      number: as for `largest`.
-      outer: how many dims are stacked over.
+      sizes: not negative, of the same shape: of equal scores at the border, the entries with the
+        largest sizes are chosen.
+      number: the number to choose of each matrix, rounded down; a scalar, or an array with the dims
+        of `scores`, of which a matrix's are 1.
+      outer: the number of dims that are stacked over.
 
     Returns:
       True for at most so many of each matrix: of equal scores and sizes at the border none is
@@ -60,7 +62,7 @@ def highest(
 
 
 def _highest(keys: UInt[Array, "*dims"], number: Array, outer: int) -> Bool[Array, "*dims"]:
-    """Tell which entries of each matrix have its highest keys; a key of 0 is never chosen."""
+    """Mark the entries of each matrix with its highest keys; a key of 0 is never chosen."""
     inner = tuple(range(outer, keys.ndim))
     number = jnp.floor(number).astype(jnp.int32)
 

@@ -1,9 +1,10 @@
-"""What SR-STE adds to a gradient: a decay of the entries that do not multiply.
+"""The decay that SR-STE adds to a gradient, for the entries of sparse matrices that do not
+multiply.
 
 With the gradient passed straight through, an entry may be chosen and left out in turn. Zhou et al.
-2021 (arXiv:2102.04010, equation 8) pull those that are left out towards zero, so that the choice
-settles. It is added here, to the mean gradient of a step, and so once a step, however many
-microbatches it has.
+2021 (arXiv:2102.04010, equation 8) pull the entries that are left out towards zero, so that the
+choice settles. The decay is added here, to the mean gradient of a step, and so once a step, however
+many microbatches it has.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from jaxpar.train.optimizer.definition import Optimizer
 
 
 def with_sparse_decay(optimizer: Optimizer, model: ModelConfig) -> Optimizer:
-    """Return an optimizer to whose gradients the decay of sparse matrices is added.
+    """Wrap an optimizer so that the decay of sparse matrices is added to its gradients.
 
-    It comes after clipping, and before all that the optimizer makes of a gradient. The state is the
-    optimizer's own.
+    The decay comes after clipping, and before all that the optimizer makes of a gradient. The state
+    is the optimizer's own.
 
     Args:
-      optimizer: any.
-      model: its `sparsity` says which matrices are sparse, and how much they decay.
+      model: the sizes of the model, whose `sparsity` says which matrices are sparse, and how much
+        they decay.
 
     Returns:
-      The optimizer; itself where nothing decays.
+      The optimizer; the one that was given where nothing decays.
     """
     sparsity = model.sparsity
     if not sparsity.form or not sparsity.decay or not sparsity.trains_all:
@@ -60,7 +61,7 @@ def with_sparse_decay(optimizer: Optimizer, model: ModelConfig) -> Optimizer:
 def _with_decay(
     path: KeyPath, axes: Axes, grad: jax.Array, param: jax.Array, model: ModelConfig
 ) -> jax.Array:
-    """The gradient of a parameter, plus the decay of what does not multiply."""
+    """Add the decay of the entries that do not multiply to the gradient of a parameter."""
     form = form_of_parameter(model, path_name(path))
     if form is None:
         return grad

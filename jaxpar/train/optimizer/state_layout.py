@@ -1,9 +1,10 @@
-"""Where an optimizer's state lies: what belongs to a parameter lies like it, of any optimizer.
+"""The layout of an optimizer's state, of any optimizer: an array that belongs to a parameter lies
+as the parameter does.
 
-`optax.tree_map_params` tells which parts of a state are trees like that of the parameters. An array
-of such a tree may have all dims of its parameter, as a moment has, or only some, as Adafactor's row
-and column sums have. Which ones is told by a second, abstract `init` from parameters of which no
-two dims are alike. All else is replicated.
+`optax.tree_map_params` tells which parts of a state are trees in the form of the parameters' tree.
+The arrays of such a tree may have all dims of their parameters, as moments have, or only some, as
+Adafactor's row and column sums have. Which ones is found by a second, abstract `init` from
+parameters of which no two dims are alike. All else is replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxpar.base.layout.sharding import PyTree, path_name
 
 Shape = jax.ShapeDtypeStruct
 LARGE = 2**20
-"""Bytes of an array of the state that lies whole on every device, above which it is said."""
+"""The bytes of an array that lies whole on every device, above which a note says so."""
 MOST_NAMED = 3
 
 
@@ -32,7 +33,7 @@ class View(NamedTuple):
 
     Attributes:
       shape: the sizes of the view's dims.
-      dims: the first of the parameter's dims that each is made of.
+      dims: for each dim of the view, the first of the parameter's dims that it is made of.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class StateArray(NamedTuple):
     Attributes:
       value: the array's shape and dtype.
       parameter: the path of the parameter in their tree; None where it belongs to none.
-      dims: for each dim of the array the parameter's dim that it is, or None for one of its own.
+      dims: the parameter's dim that each dim of the array is, or None for a dim of its own.
     """
 
     value: Shape
@@ -67,14 +68,14 @@ def optimizer_state(optimizer: optax.GradientTransformation, params: PyTree) -> 
         shardings, from which nothing is computed.
 
     Returns:
-      What `optimizer.init(params)` returns. An array that belongs to a parameter is split where the
-      parameter's dims are; all others, such as counters, lie on every device of the mesh. Of
-      ShapeDtypeStructs it has ShapeDtypeStructs with shardings, as a checkpoint is restored with
-      and a step rehearsed with.
+      The state as `optimizer.init(params)` makes it. An array that belongs to a parameter is split
+      where the parameter's dims are; all others, such as counters, lie on every device of the mesh.
+      From ShapeDtypeStructs come ShapeDtypeStructs with shardings, by which a checkpoint is
+      restored and a step rehearsed.
 
     Raises:
-      UserError: it is no transformation; the parameters lie on several meshes, or have no sharding;
-        or optax cannot tell what of this optimizer's state belongs to parameters.
+      UserError: the optimizer is no transformation; the parameters lie on several meshes, or have
+        no sharding; or optax cannot tell what of this optimizer's state belongs to parameters.
     """
     if not callable(getattr(optimizer, "init", None)):
         raise UserError(
@@ -128,19 +129,18 @@ def state_arrays(
     params: PyTree,
     view: Callable[[tuple[Any, ...], tuple[int, ...]], View] | None = None,
 ) -> PyTree:
-    """Tell what each array of an optimizer's state belongs to.
+    """Find the parameter that each array of an optimizer's state belongs to.
 
     Args:
-      optimizer: the transformation.
       params: the parameters as ShapeDtypeStructs.
-      view: how the optimizer looks at the parameter of a path and a shape, where it takes dims
-        together; None = as it is.
+      view: returns how the optimizer looks at the parameter of a path and a shape, where it takes
+        dims together; None = as it is.
 
     Returns:
       The state with a `StateArray` at each leaf.
 
     Raises:
-      UserError: see `optimizer_state`.
+      UserError: optax cannot tell what of this optimizer's state belongs to parameters.
     """
     state = jax.eval_shape(optimizer.init, params)
     distinct = jax.tree.map(
@@ -190,11 +190,11 @@ def map_param_trees(
     state: PyTree,
     others: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
-    """Return a state with `change(tree)` in place of each tree that is like the parameters', and
-    `others(leaf)` in place of every other leaf, in the order in which they stand.
+    """Replace each tree of a state that has the form of the parameters' tree by `change(tree)`, and
+    every other leaf by `others(leaf)`, in the order in which they stand.
 
     Raises:
-      UserError: see `optimizer_state`.
+      UserError: optax cannot tell what of this optimizer's state belongs to parameters.
     """
     try:
         return optax.tree_map_params(
@@ -220,8 +220,8 @@ def map_param_trees(
 
 
 def param_trees(optimizer: optax.GradientTransformation, state: PyTree) -> list[PyTree]:
-    """Return the trees of a state that are like the parameters', in the order in which they
-    stand.
+    """List the trees of a state that have the form of the parameters' tree, in the order in which
+    they stand.
     """
     found: list[PyTree] = []
     map_param_trees(optimizer, found.append, state)
@@ -231,7 +231,7 @@ def param_trees(optimizer: optax.GradientTransformation, state: PyTree) -> list[
 def with_param_trees(
     optimizer: optax.GradientTransformation, state: PyTree, trees: Sequence[PyTree]
 ) -> PyTree:
-    """Return a state with these trees in place of those that `param_trees` returns."""
+    """Put these trees into a state, in place of the trees that `param_trees` returns."""
     rest = iter(trees)
     return map_param_trees(optimizer, lambda _: next(rest), state)
 
@@ -244,18 +244,17 @@ def map_state(
     *trees: PyTree,
     others: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> PyTree:
-    """Return a state with `change(leaf, *leaves)` for each array that belongs to a parameter.
+    """Replace each array of a state that belongs to a parameter by `change(leaf, *leaves)`.
 
     Args:
-      optimizer: the transformation.
       change: takes the state's leaf and, of each of `trees`, what stands at its parameter.
       state: the state, with any leaves.
       params: a tree of the parameters' form, with any leaves.
       *trees: trees that go as deep as `params` at least.
-      others: what becomes of every other leaf.
+      others: makes the new value of every other leaf.
 
     Raises:
-      UserError: see `optimizer_state`.
+      UserError: optax cannot tell what of this optimizer's state belongs to parameters.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     columns = [structure.flatten_up_to(tree) for tree in trees]
@@ -283,9 +282,9 @@ def owner(
     path: tuple[Any, ...],
     parameters: Any,
 ) -> tuple[Any, ...] | None:
-    """Return the path among `parameters` that a path begins with; None where there is none.
+    """Find the path among `parameters` that a path begins with; None where there is none.
 
-    An optimizer may keep several arrays of a parameter, in a list in its place.
+    An optimizer may keep several arrays of a parameter, in a list at the parameter's place.
     """
     firsts = (path[:length] for length in range(len(path), -1, -1))
     return next((first for first in firsts if first in parameters), None)
@@ -308,7 +307,7 @@ def replicated_note(state: PyTree) -> str:
 
 
 def few_of(names: Sequence[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
+    """Write the first few of some names, and how many more there are."""
     named = ", ".join(names[:MOST_NAMED])
     more = len(names) - MOST_NAMED
     if more > 0:

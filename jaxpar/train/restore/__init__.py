@@ -1,10 +1,10 @@
-"""What lies in a folder, loaded on any mesh: a run's state, or the weights of a run, a Hugging Face
-folder or a PEFT adapter; and the one made into the other.
+"""Loading of a folder on any mesh: a run's state, or the weights of a run, a Hugging Face folder or
+a PEFT adapter; and the conversion of one into the other.
 
-Read `metadata` first: what is saved with a state. `which_step` chooses a checkpoint that is whole,
-`trained_state` reads what it has, and `load` puts that together with frozen weights, and loads the
-weights of any folder, whose model `folder_model` knows. `convert` imports and exports, and
-`python_overrides` says what of a run a program had given.
+Read `metadata` first: the values that are saved beside a state. `which_step` chooses a checkpoint
+that is whole, `trained_state` reads it, and `load` puts that together with frozen weights, and
+loads the weights of any folder, whose model `folder_model` knows. `convert` imports and exports,
+and `python_overrides` says what a program had given a run.
 """
 
 from jaxpar.train.restore.convert import (

@@ -1,4 +1,6 @@
-"""Makes a run of a Hugging Face folder or a PEFT adapter, and writes a run as one."""
+"""The import of a Hugging Face folder or a PEFT adapter as a run, and the export of a run as
+one.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,16 @@ from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 from jaxpar.train.step import init_state
 
 _LONGEST = 8192
-"""Tokens of a sequence of a fine-tuning at most, unless asked for: models' contexts are longer than
-examples are.
+"""The most tokens of a sequence of a fine-tuning, unless asked for: models' contexts are longer
+than examples are.
 """
 
 
 def folder_config(source: Path, target: Path) -> Config:
-    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with the
+    """Make a config with the model of a Hugging Face folder or a PEFT adapter, and with the
     tokenizer that lies, or will lie, in the folder `target`. The rest is default and can be
-    overridden. It has no data."""
+    overridden. It has no data.
+    """
     model = model_of(source)
     seq_len = min(DataConfig.seq_len, model.max_seq_len)
     data = DataConfig(source="text", tokenizer=with_urls(str(target / TOKENIZER)), seq_len=seq_len)
@@ -63,8 +66,8 @@ def folder_config(source: Path, target: Path) -> Config:
 
 
 def config_of(source: Path, target: Path, lora: bool = False) -> Config:
-    """Return the config of a run that goes on from a Hugging Face folder or a PEFT adapter, as
-    fine-tunings are run.
+    """Make the config of a fine-tuning that starts from a Hugging Face folder or a PEFT adapter,
+    with the usual settings.
 
     The rate is 2e-5, as in LLaMA 2's (Touvron et al. 2023, arXiv:2307.09288, section 3.1), and for
     LoRA 2e-4 (Dettmers et al. 2023, arXiv:2305.14314, appendix B). It rises in 3 % of the steps and
@@ -102,8 +105,8 @@ def config_of(source: Path, target: Path, lora: bool = False) -> Config:
 
 
 def _stored_in_16_bits(source: Path) -> bool:
-    """Whether config.json says that the weights of a folder, or those beside an adapter, are in 16
-    bits.
+    """Return whether config.json says that the weights of a folder, or the weights beside an
+    adapter, are in 16 bits.
     """
     folder = adapters_of(source)[-1]
     if is_run(folder):
@@ -116,9 +119,9 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
 
     With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init`
-    names the folder of the model. A vocabulary that is larger than the folder's gets new rows (see
-    `grow_vocabulary`), which is said. A UserError says that the config has another model, that the
-    target holds another run or has already trained, or what is wrong with the checkpoint.
+    names the folder of the model. A vocabulary that is larger than the folder's gets new rows
+    (`grow_vocabulary`), and a note says so. A UserError says that the config has another model,
+    that the target holds another run or has already trained, or what is wrong with the checkpoint.
     """
     rows = model_of(source).vocab_size
     grows = config.model.vocab_size > rows
@@ -142,7 +145,9 @@ def import_run(config: Config, source: Path, target: Path) -> None:
 
 
 def _load_grown(source: Path, experiment: Experiment, rows: int) -> Params:
-    """Load the parameters of a folder into a model with more tokens than its `rows`, and say so."""
+    """Load the parameters of a folder into a model with more tokens than its `rows`, and print a
+    note.
+    """
     config = experiment.config
     theirs = replace(config, model=replace(config.model, vocab_size=rows))
     params = load_params(source, make_experiment(theirs))
@@ -155,7 +160,7 @@ def _load_grown(source: Path, experiment: Experiment, rows: int) -> Params:
 
 
 def _compare_tokenizer(target: Path, config: Config) -> None:
-    """Say where the tokenizer of an import has tokens that the model has no rows for."""
+    """Print a note where the tokenizer of an import has tokens that the model has no rows for."""
     if not (target / TOKENIZER).exists():
         return
     try:
@@ -171,14 +176,13 @@ def _compare_tokenizer(target: Path, config: Config) -> None:
 
 
 def require_new_run(target: Path, config: Config) -> None:
-    """Refuse a run folder that has checkpoints, or is that of another experiment.
+    """Refuse a run folder that has checkpoints, or is the folder of another experiment.
 
     Args:
-      target: the folder.
-      config: the config of the run that it is to be.
+      config: the config of the new run.
 
     Raises:
-      UserError: it is no new run.
+      UserError: the folder is no new run.
     """
     if finished_steps(target):
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
@@ -190,8 +194,8 @@ def keep_import(experiment: Experiment, params: Params, source: Path, target: Pa
     folder that they come from.
 
     Args:
-      experiment: that of the new run.
-      params: with the model's order of layers.
+      experiment: the experiment of the new run.
+      params: the parameters, with the model's order of layers.
       source: the folder that they come from.
       target: the run folder.
     """

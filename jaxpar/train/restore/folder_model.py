@@ -1,4 +1,4 @@
-"""The model of a folder, be it a run's, Hugging Face's or PEFT's, and whether its weights fit a
+"""The model of a folder, be it a run's, Hugging Face's or PEFT's, and checks that its weights fit a
 config.
 """
 
@@ -18,7 +18,9 @@ from jaxpar.train.runs.bucket import folder_here
 from jaxpar.train.runs.folder.run_folder import is_run, read_run_config
 
 _MOST_FOLDERS = 32
-"""An adapter beside an adapter beside a run, each merged into the next: nobody has so many."""
+"""The most folders that a model's weights may lie in: an adapter beside an adapter beside a run,
+each merged into the next. Nobody has so many.
+"""
 # What a config may set freely although its weights come from another: how the model runs, not what
 # its weights mean.
 _FREE = {
@@ -33,17 +35,14 @@ _FREE = {
 
 
 def folders_of(source: Path) -> list[Path]:
-    """Return the folders that a model's weights lie in: an adapter's is followed by that of its
-    model, and that of a run with LoRA by that of the weights that are frozen beside it.
-
-    Args:
-      source: the folder of a model.
+    """List the folders that a model's weights lie in: an adapter is followed by the folder of its
+    base model, and a run with LoRA by the folder of the weights that are frozen beside it.
 
     Returns:
-      The folders, `source` first. The last has all of its weights itself.
+      The folders, `source` first. The last has all weights of its model itself.
 
     Raises:
-      UserError: they lead back to one of them, or there are too many, or one is not there.
+      UserError: the folders lead back to one of them, are too many, or one does not exist.
     """
     found = [source]
     while (beside := _folder_beside(found[-1])) is not None:
@@ -63,7 +62,9 @@ def folders_of(source: Path) -> list[Path]:
 
 
 def _folder_beside(source: Path) -> Path | None:
-    """Return the folder of the weights that those of another lie beside, if they do."""
+    """Find the folder of the base weights that the weights of another lie beside; None where they
+    lie beside none.
+    """
     if is_run(source):
         config = read_run_config(source)
         frozen = config.model.lora.rank and config.train.init
@@ -74,20 +75,21 @@ def _folder_beside(source: Path) -> Path | None:
 
 
 def _where_named(source: Path) -> str:
-    """Where the folder is named that the weights of another lie beside."""
+    """Say where a folder names the folder of its base weights."""
     if is_run(source):
         return f"train.init of {source / 'config.toml'}, and delete its last line, the checksum"
     return f"base_model_name_or_path of {source / peft.CONFIG}"
 
 
 def same_folder(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one folder, by whatever links."""
+    """Return whether two paths lead to one folder, by whatever links."""
     return os.path.realpath(one) == os.path.realpath(other)
 
 
 def adapters_of(source: Path) -> list[Path]:
-    """Return the folders of `folders_of` up to the first that is no adapter: those that may have
-    the tokenizer."""
+    """List the folders of `folders_of` up to the first that is no adapter: the folders that may
+    have the tokenizer.
+    """
     if is_run(source):
         return [source]
     folders = folders_of(source)
@@ -96,9 +98,10 @@ def adapters_of(source: Path) -> list[Path]:
 
 
 def model_of(source: Path) -> ModelConfig:
-    """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT
-    adapter. A UserError says that it is none of these, or that the model is one that is not
-    computed here."""
+    """Read the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT adapter.
+    A UserError says that the folder is none of these, or that the library does not compute its
+    model.
+    """
     folders_of(source)
     return _model_of(source)
 
@@ -113,8 +116,9 @@ def _model_of(source: Path) -> ModelConfig:
 
 
 def frozen_folder(source: Path, lora: Lora) -> Path:
-    """Return the folder of the weights that stay frozen when LoRA goes on from `source`: where the
-    source has the same LoRA, those that it is beside."""
+    """Find the folder of the weights that stay frozen when LoRA is trained on from `source`: where
+    the source has the same LoRA, the base weights that it lies beside.
+    """
     folders = folders_of(source)
     first = next(folder for folder in folders if not lora.rank or _model_of(folder).lora != lora)
     return first.absolute()

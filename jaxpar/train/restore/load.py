@@ -1,4 +1,4 @@
-"""Loads the state of a run, or the weights of any folder, on any mesh.
+"""Functions that load the state of a run, or the weights of any folder, on any mesh.
 
 Weights that are frozen beside LoRA lie in another folder, which may be a run in its turn: so the
 state of a run and the weights of a folder are loaded by functions that call each other.
@@ -53,12 +53,12 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
 
     An adapter of the config's own rank, alpha and targets stays beside its matrices; another is
     merged into them. LoRA that the source does not have begins as PEFT begins it, from
-    `train.seed`. Matrices that are as sparse as the config's are read as they are stored; those of
-    another form get zeros where they do not multiply.
+    `train.seed`. Matrices that are as sparse as the config's are read as they are stored; matrices
+    of another form get zeros where they do not multiply.
 
     Args:
-      source: a run folder (see `load_run`), a Hugging Face folder, or that of a PEFT adapter.
-      experiment: the model, on any plan.
+      source: a run folder, a Hugging Face folder, or the folder of a PEFT adapter.
+      experiment: the experiment of the model, on any plan.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
 
     Returns:
@@ -66,7 +66,7 @@ def load_params(source: Path, experiment: Experiment, step: int = 0) -> Params:
       them.
 
     Raises:
-      UserError: there is no such folder, it is of another model, or its weights cannot be read.
+      UserError: there is no such folder, it has another model, or its weights cannot be read.
     """
     theirs = model_of(source)
     config = experiment.config
@@ -110,8 +110,8 @@ def _stored_params(source: Path, there: Experiment, step: int) -> Params:
 
 
 def _as_run(source: Path, there: Experiment) -> Experiment:
-    """The experiment of a run's own training, whose parameters are read in the dtype in which they
-    were saved.
+    """Make the experiment of a run's own training, whose parameters are read in the dtype in which
+    they were saved.
     """
     run = read_run_config(source)
     training = replace(there.config, train=run.train, optimizer=run.optimizer, pruning=run.pruning)
@@ -126,7 +126,7 @@ def _as_run(source: Path, there: Experiment) -> Experiment:
 
 
 def _with_views(experiment: Experiment, lora: Lora, sparsity: Sparsity) -> Experiment:
-    """Return the experiment with the model that has this LoRA, and matrices as sparse."""
+    """Change an experiment's model to one with this LoRA, and with matrices as sparse."""
     sizes = replace(experiment.config.model, lora=lora, sparsity=sparsity)
     return replace(
         experiment,
@@ -136,8 +136,9 @@ def _with_views(experiment: Experiment, lora: Lora, sparsity: Sparsity) -> Exper
 
 
 def drop_stages(plan: Plan) -> Plan:
-    """Return the plan without stages: layers are in the model's order, as in a file, and each is
-    whole on all stages. Its arrays are on the device, where they are read."""
+    """Remove the stages of a plan: layers are in the model's order, as in a file, and each is whole
+    on all stages. Its arrays are on the device, where they are read.
+    """
     rules = replace(plan.rules, layers=(), stage=())
     return replace(plan, rules=rules, parameters="device", optimizer="device")
 
@@ -147,13 +148,13 @@ def load_run(
 ) -> tuple[int, Params]:
     """Load the parameters of a run's checkpoint. The optimizer's state is not read.
 
-    A checkpoint that is damaged is left out, and said, and the one that is chosen without it is
-    taken (see `read_whole_step`).
+    A damaged checkpoint is left out with a note, and the one that is chosen without it is taken
+    (`read_whole_step`).
 
     Args:
       folder: the run folder.
       step: the step of the checkpoint; 0 = the best, or the newest where none was evaluated.
-      experiment: its model, on a plan of any mesh.
+      experiment: the experiment of its model, on a plan of any mesh.
       store: makes the store that keeps the checkpoints, where the run has one of its own.
 
     Returns:
@@ -177,19 +178,17 @@ def restore_state(
     """Restore the training state of a checkpoint.
 
     Args:
-      checkpoints: those of the run.
-      step: that of the checkpoint.
-      experiment: the run's model, on a plan of any mesh.
-      whole: whether all of the state is read; if not, then its parameters alone.
+      experiment: the experiment of the run's model, on a plan of any mesh.
+      whole: whether all of the state is read; if not, its parameters alone are.
 
     Returns:
-      The state on the mesh, and what was saved beside it. Parameters that are frozen are loaded
-      from `train.init`.
+      The state on the mesh, and the values that were saved beside it. Parameters that are frozen
+      are loaded from `train.init`.
 
     Raises:
-      UserError: the checkpoint or the frozen weights cannot be read, they are of a model of other
-        parts, the whole state is of an optimizer that a program gave and here it is the config's
-        (or the other way round), or the frozen weights are no longer the run's.
+      UserError: the checkpoint or the frozen weights cannot be read, they belong to a model of
+        other parts, the whole state belongs to an optimizer that a program gave and here it is the
+        config's (or the other way round), or the frozen weights are no longer the run's.
     """
     config = experiment.config
     model = experiment.model
@@ -214,7 +213,7 @@ def restore_state(
 
 
 def hooks_with_arrays(checkpoints: Checkpoints, step: int) -> set[str]:
-    """Return the names of the hooks whose arrays a checkpoint has."""
+    """Find the names of the hooks whose arrays a checkpoint has."""
     names = checkpoints.names(step)
     return {name.split(".")[1] for name in names if name.startswith(OF_HOOKS)}
 
@@ -223,23 +222,21 @@ def restore_hook(checkpoints: Checkpoints, step: int, experiment: Experiment, ho
     """Restore the arrays that a hook keeps beside a state.
 
     Args:
-      checkpoints: those of the run.
-      step: that of the checkpoint.
-      experiment: the run's model, on a plan of any mesh.
-      hook: the name of the hook, which has arrays there.
+      experiment: the experiment of the run's model, on a plan of any mesh.
+      hook: the name of a hook that has arrays in the checkpoint.
 
     Returns:
       The arrays on the mesh, in the form of the parameters that are trained.
 
     Raises:
-      UserError: they cannot be read, or are of another model.
+      UserError: the arrays cannot be read, or belong to another model.
     """
     order = read_metadata(checkpoints, step, experiment.config.model.layers).get(ORDER)
     return restore_trained(checkpoints, step, experiment, order, whole=False, hook=hook).params
 
 
 def _with_frozen(experiment: Experiment, trained: Params, data: dict[str, Any]) -> Params:
-    """Return the parameters with those that are frozen beside LoRA, which `train.init` has."""
+    """Add to the trained parameters those that are frozen beside LoRA, which `train.init` has."""
     config = experiment.config
     model = experiment.model
     source = folder_here(config.train.init)

@@ -1,4 +1,5 @@
-"""What a checkpoint has of a state, and the metadata that are saved beside it and read again.
+"""The part of a state that a checkpoint has, and the metadata that are saved beside it and read
+again.
 
 The metadata tell whether a state is of the step that its folder says, in which order its layers
 are, and whose optimizer, parts, teacher and frozen weights it was trained with.
@@ -49,10 +50,10 @@ def state_metadata(
     teacher: str | None = None,
     step: int | None = None,
 ) -> dict[str, Any]:
-    """Return the metadata that are saved beside a state: the state of the data iterator, its number
-    of tokens, the order of the layers, the `fingerprint` of the frozen parameters, the names of
-    parts of one's own, the name of the optimizer, the fingerprint of one that a program gave, what
-    tells its teacher from another, and the step.
+    """Collect the metadata that are saved beside a state: the state of the data iterator, its
+    number of tokens, the order of the layers, the `fingerprint` of the frozen parameters, the names
+    of a program's own parts, the name of the optimizer, the fingerprint of an optimizer that a
+    program gave, the identity of the teacher, and the step.
     """
     model = experiment.model
     order = stored_order(experiment.plan, model.config.layers)
@@ -70,16 +71,14 @@ def state_metadata(
 
 
 def read_metadata(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, Any]:
-    """Return what `state_metadata` had saved.
+    """Read the metadata that `state_metadata` had saved.
 
     Args:
-      checkpoints: those of the run.
-      step: that of the checkpoint.
-      layers: how many layers its model has.
+      layers: the number of layers of its model.
 
     Raises:
-      DamagedCheckpoint: it is of another step.
-      UserError: it is of other kinds than were saved, or cannot be read.
+      DamagedCheckpoint: the metadata are of another step.
+      UserError: the values are of other kinds than were saved, or cannot be read.
     """
     place = f"what is beside the state of {checkpoints.folder / str(step)}"
     data = require_kinds(checkpoints.data(step), _KINDS, place)
@@ -102,9 +101,8 @@ def require_step(checkpoints: Checkpoints, step: int, found: int) -> None:
     """Refuse a checkpoint whose folder has been given the name of another step.
 
     Args:
-      checkpoints: those of the run.
-      step: what its folder says.
-      found: what it says itself.
+      step: the step in the name of its folder.
+      found: the step in its metadata.
 
     Raises:
       DamagedCheckpoint: the two differ.
@@ -118,13 +116,13 @@ def require_step(checkpoints: Checkpoints, step: int, found: int) -> None:
 
 
 def saved_part(state: TrainState, model: AnyModel) -> TrainState:
-    """Return what a checkpoint has of a state: all but the parameters that are frozen."""
+    """Return the part of a state that a checkpoint has: all but the parameters that are frozen."""
     return state._replace(params=model.trained(state.params))
 
 
 class SavedState(NamedTuple):
-    """What a checkpoint has of a state whose hooks keep arrays too: those in the form of the
-    parameters that are trained, by the names of the hooks.
+    """The part of a state that a checkpoint has, with the arrays that hooks keep, by the names of
+    the hooks: trees in the form of the parameters that are trained.
     """
 
     step: Any
@@ -134,11 +132,11 @@ class SavedState(NamedTuple):
 
 
 OF_HOOKS = "hooks."
-"""What the names of the arrays of hooks begin with."""
+"""The beginning of the names of the arrays of hooks."""
 
 
 def saved_hooks(state: TrainState, hooks: dict[str, Params]) -> TrainState | SavedState:
-    """Return a state with the arrays of hooks, as it is saved."""
+    """Add the arrays of hooks to a state, as it is saved."""
     return SavedState(*state, hooks) if hooks else state
 
 
@@ -154,7 +152,7 @@ def fingerprint(model: AnyModel, params: Params) -> int | None:
 
 
 def sum_of_bits(params: Params) -> int:
-    """Add up the bits of parameters, in any layout: those of other weights are others."""
+    """Add up the bits of parameters, in any layout: other weights have another sum."""
     return sum(int(_sum_on_device(leaf)) for leaf in jax.tree.leaves(params)) % 2**32
 
 

@@ -1,7 +1,8 @@
-"""What a program gave a run in place of what its config says, as its checkpoints have it.
+"""The Python objects that a program gave a run in place of what its config says, as its checkpoints
+name them.
 
-A command knows the config alone. It says what is missing, since figures of the config's optimizer
-are not those of the run.
+A command knows the config alone. It says what is missing, since numbers with the config's optimizer
+are not the run's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def given_notes(folder: Path) -> list[str]:
     """Say what a program gave a run that a command cannot know.
 
     Args:
-      folder: a run folder; it need not have a checkpoint, and then nothing is known.
+      folder: a run folder; where it has no checkpoint, nothing is known.
 
     Returns:
       A sentence for the optimizer, and one for the parts of the model; none where all is the

@@ -1,5 +1,5 @@
-"""Restores what a checkpoint has of a state, on any mesh and in another order of layers too, and
-refuses a checkpoint of another model or optimizer.
+"""Functions that restore the state of a checkpoint, on any mesh and in another order of layers too,
+and refuse a checkpoint of another model or optimizer.
 """
 
 from __future__ import annotations
@@ -33,23 +33,20 @@ def restore_trained(
     whole: bool,
     hook: str = "",
 ) -> TrainState[Any]:
-    """Restore what a checkpoint has: all but the parameters that are frozen.
+    """Restore all that a checkpoint has: all but the parameters that are frozen.
 
     Args:
-      checkpoints: those of the run.
-      step: that of the checkpoint.
-      experiment: the run's model, on a plan of any mesh.
+      experiment: the experiment of the run's model, on a plan of any mesh.
       saved: the order of its layers; None = the model's.
       whole: whether all of it is read; if not, step and optimizer are empty.
-      hook: the name of a hook whose arrays are read in place of the parameters, which alone are
-        read then.
+      hook: the name of a hook; its arrays alone are then read, in place of the parameters.
 
     Returns:
       The state on the mesh, with the plan's order of layers.
 
     Raises:
       DamagedCheckpoint: the checkpoint is not what was saved.
-      UserError: it cannot be read, or is of another model.
+      UserError: the checkpoint cannot be read, or is of another model.
     """
     model = experiment.model
     config = experiment.config
@@ -96,12 +93,11 @@ def require_parts(model: AnyModel, saved: dict[str, str], place: Path) -> None:
     """Refuse a checkpoint of a model with other parts, whose parameters may have the same names.
 
     Args:
-      model: the model.
       saved: the names of the parts that were saved (`AnyModel.own_parts`).
       place: the folder of the checkpoint.
 
     Raises:
-      UserError: the parts are others.
+      UserError: the model has other parts.
     """
     ours = model.own_parts()
     if saved != ours:
@@ -120,8 +116,7 @@ def require_optimizer(optimizer: Optimizer, saved: str | None, place: Path) -> N
     optimizers may keep arrays of the same form.
 
     Args:
-      optimizer: the optimizer.
-      saved: the name of that which was saved; None in checkpoints of earlier versions.
+      saved: the name of the optimizer that was saved; None in checkpoints of earlier versions.
       place: the folder of the checkpoint.
 
     Raises:
@@ -144,12 +139,8 @@ def require_optimizer(optimizer: Optimizer, saved: str | None, place: Path) -> N
 def require_no_average(checkpoints: Checkpoints, step: int) -> None:
     """Refuse to evaluate the parameters of an optimizer that averages them, where nobody says how.
 
-    Args:
-      checkpoints: those of the run.
-      step: that of the checkpoint.
-
     Raises:
-      UserError: the state is one of `optax.contrib.schedule_free`.
+      UserError: the state belongs to `optax.contrib.schedule_free`.
     """
     for name in checkpoints.names(step):
         if name.startswith("opt_state") and name.endswith("weight_sum"):

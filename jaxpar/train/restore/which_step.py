@@ -1,5 +1,5 @@
-"""Which checkpoint of a run is read: the one that is asked for, the best or the newest, but for one
-that is damaged or that a run beside removes.
+"""The choice of the checkpoint of a run that is read: the one that is asked for, the best or the
+newest, without those that are damaged or that a run beside removes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxpar.train.runs.stores import StoreOf, store_of
 
 Read = TypeVar("Read")
 _TRIES = 100
-"""How many checkpoints are tried before it is said that a run removes them too fast."""
+"""The number of checkpoints that are tried before it is said that a run removes them too fast."""
 _REMOVAL_SECONDS = 2.0
-"""Within this time the files of a step that a run removes are gone."""
+"""The time within which the files of a step that a run removes are gone."""
 
 
 def read_whole_step(
@@ -34,9 +34,9 @@ def read_whole_step(
 ) -> tuple[int, Read]:
     """Read a checkpoint of a run that is not damaged. All processes must call this together.
 
-    One that is damaged is left out, and said, and the one that is chosen without it is taken. While
-    it is read it is marked, so that a run that trains beside keeps it; where that run has removed
-    it all the same, another is taken.
+    A damaged checkpoint is left out with a note, and the one that is chosen without it is taken.
+    While a checkpoint is read it is marked, so that a run that trains beside keeps it; where that
+    run has removed it all the same, another is taken.
 
     Args:
       folder: the run folder.
@@ -45,7 +45,7 @@ def read_whole_step(
       store: makes the store that keeps them.
 
     Returns:
-      The step, and what `read` returned.
+      The step, and the result of `read`.
 
     Raises:
       DamagedCheckpoint: the checkpoint of `step` is damaged, or all are.
@@ -82,7 +82,7 @@ def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | Non
     find the same.
 
     Raises:
-      UserError: the tokenizer is another.
+      UserError: the tokenizer is not the one that was saved.
     """
 
     def compare() -> DamagedCheckpoint | None:
@@ -102,10 +102,10 @@ def _find_damage(checkpoints: Checkpoints, step: int) -> DamagedCheckpoint | Non
 
 
 def _choose(checkpoints: Checkpoints, step: int, damaged: Container[int]) -> int:
-    """Return the step that is asked for, or the best of those that are not damaged, or the newest.
+    """Choose the step that is asked for, or the best of those that are not damaged, or the newest.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such step.
     """
     steps = checkpoints.steps()
     if step and step not in steps:
@@ -123,7 +123,7 @@ def _choose(checkpoints: Checkpoints, step: int, damaged: Container[int]) -> int
 
 
 def _is_removed(checkpoints: Checkpoints, step: int) -> bool:
-    """Whether a checkpoint goes away, as one that a run is removing does soon."""
+    """Return whether a checkpoint goes away, as one that a run is removing does soon."""
     until = time.monotonic() + _REMOVAL_SECONDS
     while step in checkpoints.steps():
         if time.monotonic() > until:
