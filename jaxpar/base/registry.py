@@ -234,7 +234,7 @@ def require_callable(what: str, function: object, arguments: tuple[str, ...]) ->
       what: the name of the function, with which a message begins.
 
     Raises:
-      UserError: it cannot be called so.
+      UserError: the function cannot be called so.
     """
     called = f"{what} is called with ({', '.join(arguments)})"
     if not callable(function):

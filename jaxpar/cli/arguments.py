@@ -248,7 +248,7 @@ def positional(
       usage: the command's docstring.
       default: the command's arguments, whose values help shows.
       words: the words behind the command.
-      count: how many names the command takes.
+      count: the number of names that the command takes.
       urls: whether these words may be URLs.
 
     Returns:

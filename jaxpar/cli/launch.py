@@ -33,7 +33,7 @@ class RayArgs(ConfigArgs):
     max_failures: Annotated[int, Range(0, 1_000_000)] = 0
     """The number of times that they start again after a crash."""
     elastic: str = ""
-    """The fewest and the most processes, 1:4: when one is gone for good, the run goes on with the
+    """The fewest and the most processes, 1:4: when one is gone for good, the run continues with the
     processes that are left, and with more at the next start when there is room.
     """
     at_size: tuple[str, ...] = ()

@@ -115,8 +115,8 @@ def evaluate_folder(
 ) -> Evaluation:
     """Evaluate a run's checkpoint or a Hugging Face folder.
 
-    The batches are those of `train.final_eval_batches`, by default all; the evaluation at the end
-    of a run takes no more of them than it has steps.
+    It takes `train.final_eval_batches` batches, by default all; the evaluation at the end of a run
+    takes no more batches than the run has steps.
 
     Args:
       config: the config of the run or of the Hugging Face folder; its mesh may be any.
@@ -170,7 +170,7 @@ def bits_per_byte(
       loss: the validation loss, in nats a token.
       stream: the validation data of that loss.
       tokenizer: the tokenizer of the data.
-      config: says which batches are evaluated.
+      config: the config, which says which batches are evaluated.
       say: gets a line where the tokenizer does not know some of the text.
 
     Returns:

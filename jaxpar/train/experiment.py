@@ -37,7 +37,7 @@ class Experiment:
       config: every setting.
       model: the model that is trained: the config's own, one with parts of a program's, or a whole
         model of a program's.
-      plan: how it runs on the devices of its mesh.
+      plan: the plan, by which it runs on the devices of its mesh.
       own_optimizer: the optimizer that a program gave, in place of the config's.
       corpus: the data, where they are loaded already.
     """

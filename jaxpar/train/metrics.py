@@ -201,7 +201,7 @@ class MetricsLog:
         """Wait until the lines have reached the disk, as the lines of saved steps must.
 
         Raises:
-          UserError: they cannot be written.
+          UserError: the lines cannot be written.
         """
         if self._file is not None:
             with writing(self._path):

@@ -1,4 +1,4 @@
-"""Settings with which a device's part of a step is smaller, as messages advise them."""
+"""The settings with which a device's part of a step is smaller, as messages advise them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from jaxpar.train.experiment import Experiment
 
 
 def more_devices(experiment: Experiment) -> str:
-    """Say how more devices share the parameters.
-
-    Args:
-      experiment: the experiment, with its plan.
+    """Name the setting with which more devices share the parameters.
 
     Returns:
-      `mesh.fsdp=8`, for one; on a mesh of a program's own the axes that it would be longer along.
+      A setting such as `mesh.fsdp=8`; on a program's own mesh, the axes to make longer.
     """
     plan = experiment.plan
     spec = experiment.config.mesh
@@ -23,14 +20,11 @@ def more_devices(experiment: Experiment) -> str:
 
 
 def more_microbatches(experiment: Experiment) -> str:
-    """Say how fewer sequences are on a device at a time.
-
-    Args:
-      experiment: the experiment, with its plan.
+    """Name the setting with which fewer sequences are on a device at a time.
 
     Returns:
-      `train.accumulation=4`, for one, or with stages `pipeline.microbatches=8`; empty where the
-      batch does not split into more microbatches.
+      A setting such as `train.accumulation=4`, or with stages `pipeline.microbatches=8`; empty
+      where the batch does not split into more microbatches.
     """
     train = experiment.config.train
     plan = experiment.plan

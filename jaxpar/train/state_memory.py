@@ -1,4 +1,4 @@
-"""Counts the bytes of a training state on a device, from shapes and shardings alone."""
+"""The bytes of a training state on a device, counted from shapes and shardings alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class BytesByMemory(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """What one device holds of a training state.
+    """The bytes of a training state that one device holds.
 
     Attributes:
       parameters, optimizer, gradients, batch: the bytes of each, by memory.
       update: the bytes that the optimizer's step works with on the device.
-      host_update: those that it works with in host memory, where the host computes it.
+      host_update: the bytes that the step works with in host memory, where the host computes it.
       streamed: the bytes that go to host memory or come from there in a step, without activations.
     """
 
@@ -102,8 +102,8 @@ def state_bytes(experiment: Experiment, platform: str) -> StateBytes:
 
 
 def _by_memory(tree: Any, away: Any, platform: str) -> BytesByMemory:
-    """Count the bytes of a pytree of ShapeDtypeStructs, of each of which `away` tells whether it
-    lies in host memory.
+    """Count the bytes of a pytree of ShapeDtypeStructs; `away` says of each whether it lies in host
+    memory.
     """
     whole = local_bytes(tree)
     flags = jax.tree.leaves(away)
@@ -120,8 +120,8 @@ def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
 
 
 def _update_bytes(experiment: Experiment) -> int:
-    """Return the bytes that the update needs besides the state: the float32 state of one layer,
-    and the state of the tables.
+    """Count the bytes that the update needs besides the state: the float32 state of one layer, and
+    the state of the tables.
 
     A state that stays on the device, or that the host updates, needs none there.
     """
@@ -157,12 +157,12 @@ def _update_bytes(experiment: Experiment) -> int:
 
 
 def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> int:
-    """Return the bytes of new parameters that are gathered beside the old ones, and of the new
+    """Count the bytes of new parameters that are gathered beside the old ones, and of the new
     pieces that wait for it, where the state is split further than they are (ZeRO-1).
 
-    What is updated where it lies takes the old one's place; what a gather makes does not, and the
-    compiler gathers all of them before an old one is let go. Where the state streams, they go layer
-    by layer, as it does.
+    A parameter that is updated where it lies takes the old one's place; the result of a gather does
+    not, and the compiler gathers all of them before an old one is let go. Where the state streams,
+    they go layer by layer, as it does.
     """
 
     def one(param: Shape, axes: Axes, by_layer: bool) -> int:
@@ -183,7 +183,7 @@ def _gathered_bytes(trained: Mapping[str, Any], model: AnyModel, plan: Plan) -> 
 
 
 def _whole_matrix_bytes(experiment: Experiment) -> int:
-    """Return the bytes of the matrices that an optimizer such as Muon gathers for its step.
+    """Count the bytes of the matrices that an optimizer such as Muon gathers for its step.
 
     A stack of matrices is one array of its step, in float32, and the compiler gathers all of it on
     every device; where the state goes layer by layer, so do they.
@@ -206,15 +206,15 @@ def _whole_matrix_bytes(experiment: Experiment) -> int:
 
 
 def _stacked_parts(params: Mapping[str, Any], model: AnyModel) -> set[str]:
-    """The parts of a model that are stacked over its layers, which a streamed update goes through
-    one by one.
+    """Find the parts of a model that are stacked over its layers, which a streamed update goes
+    through one by one.
     """
     axes = model.trained(model.axes)
     return {part for part in params if is_stacked(params[part], axes[part])}
 
 
 def _in(parts: Container[str], path: KeyPath) -> bool:
-    """Whether an array of an optimizer's state belongs to one of these parts of a model."""
+    """Return whether an array of an optimizer's state belongs to one of these parts of a model."""
     return any(getattr(key, "key", "") in parts for key in path)
 
 
@@ -224,7 +224,7 @@ def _gradient_bytes(
     plan: Plan,
     sums: bool,
 ) -> int:
-    """Return the bytes on a device of a microbatch's gradients, in the parameters' dtypes, or of
+    """Count the bytes on a device of a microbatch's gradients, in the parameters' dtypes, or of
     their sums.
     """
 

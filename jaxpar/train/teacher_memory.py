@@ -1,4 +1,4 @@
-"""Counts the bytes of a teacher that runs beside a training."""
+"""The bytes of a teacher that runs beside a training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from jaxpar.train.experiment import Experiment
 
 
 def teacher_bytes(experiment: Experiment) -> int:
-    """Return the bytes of a device that the parameters of a teacher take which runs beside the
+    """Count the bytes of a device that the parameters of a teacher take which runs beside the
     training; 0 where none does.
-
-    Args:
-      experiment: what is trained.
 
     Raises:
       UserError: the teacher's folder has no model, or its mesh does not fit the devices.

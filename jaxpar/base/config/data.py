@@ -109,7 +109,7 @@ _IN_ORDER = Idle(
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from, and how they become sequences."""
+    """The source of tokens, and how they become sequences."""
 
     source: Annotated[str, OneOf(SOURCES)] = "stdlib"
     """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a
@@ -153,7 +153,7 @@ class DataConfig:
     read it in order.
     """
     loss_on: Annotated[Literal["completions", "all"], _read_by("loss_on")] = "completions"
-    """Which tokens of a chat count: those that the assistant writes, or all."""
+    """The tokens of a chat that count in the loss: those that the assistant writes, or all."""
     template_args: Annotated[tuple[str, ...], _read_by("loss_on")] = ()
     """Names that the chat template reads, each with its value, as JSON or text:
     `["enable_thinking=false"]`.
@@ -163,8 +163,9 @@ class DataConfig:
     run's first start.
     """
     objective: Literal["next", "masked"] = "next"
-    """What a model is asked for: next = the token that follows each; masked = those that were
-    corrupted, of which it sees both sides (BERT, arXiv:1810.04805). See docs/encoders.md."""
+    """The task of the model: next = predict the token that follows each; masked = predict tokens
+    that were corrupted, of which it sees both sides (BERT, arXiv:1810.04805). See docs/encoders.md.
+    """
     mask_rate: Annotated[float, Range(1e-3, 1.0), _NOT_MASKED] = 0.15
     """The share of the tokens that the objective `masked` corrupts: 80 % of these are hidden, 10 %
     replaced, and 10 % stay."""

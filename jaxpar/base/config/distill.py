@@ -108,7 +108,7 @@ class TeacherMesh:
 
     @property
     def spec(self) -> MeshSpec:
-        """The sizes as a mesh of their own, without stages and slices."""
+        """The sizes of the teacher's mesh as a `MeshSpec`, with no stages and no slices."""
         return MeshSpec(**vars(self))
 
 
@@ -152,8 +152,9 @@ class DistillConfig:
         _NO_SHARE,
         Rule(_within_vocabulary, also=("model.vocab_size",)),
     ] = 32
-    """How many entries of a token are learned; what the others have is left out, and the teacher's
-    distribution is scaled to these."""
+    """The number of entries of a token that are learned; the others are left out, and the teacher's
+    distribution is scaled to these.
+    """
     hidden: Annotated[
         tuple[str, ...],
         _NO_TEACHER,

@@ -201,7 +201,7 @@ class ModelConfig:
     its probability for a weight.
     """
     router: Annotated[Literal["token_choice", "expert_choice"], NO_EXPERTS] = "token_choice"
-    """Who chooses: each token its experts, or each expert as many tokens of each sequence
+    """The side that chooses: each token its experts, or each expert as many tokens of each sequence
     (arXiv:2202.09368), so that a token goes to `experts_per_token` in the mean. Whether an expert
     takes a token depends on those after it, so such a model is for encoders.
     """
@@ -220,8 +220,10 @@ class ModelConfig:
     )
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: Annotated[tuple[str, ...], Rule(_some_mask)] = ("causal",)
-    """What the tokens of each layer see: layer i takes word i % len(masks) of causal, window(4096),
-    longformer(...), bigbird(...), and for encoders full and local(64). See docs/attention.md."""
+    """The masks by layer, which say what its tokens see: layer i takes word i % len(masks) of
+    causal, window(4096), longformer(...), bigbird(...), and for encoders full and local(64). See
+    docs/attention.md.
+    """
     attention_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
     """Scores of attention become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2);
     0 = no cap.
@@ -253,8 +255,8 @@ class ModelConfig:
     rope_factor: Annotated[float, Range(1e-3, 1e6)] = 1.0
     """Context extension of RoPE; 1 = no scaling."""
     rope_scaling: Annotated[Literal["llama3", "linear"], _NO_SCALING] = "llama3"
-    """How RoPE is extended: llama3 divides low frequencies by the factor, linear divides all
-    (arXiv:2306.15595).
+    """The way in which RoPE is extended: llama3 divides low frequencies by the factor, linear
+    divides all (arXiv:2306.15595).
     """
     rope_low_freq_factor: Annotated[float, Range(1e-3, 1e6), _NO_LLAMA3, Rule(_low_before_high)] = (
         1.0

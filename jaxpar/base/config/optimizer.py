@@ -256,7 +256,9 @@ _HAS_TABLE = Idle(
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The choice of an optimizer, and the settings of each: those of the others have no effect."""
+    """The choice of an optimizer, and the settings of each; only those of the chosen one have an
+    effect.
+    """
 
     name: Annotated[
         str,

@@ -119,16 +119,18 @@ class Pruning:
     ] = 0.75
     """The share of the entries of all pruned matrices that is zero in the end."""
     distribution: Annotated[Literal["uniform", "erdos_renyi"], _NOT_PRUNED] = "uniform"
-    """How much of each matrix: all alike, or those with a small side less, as Erdos-Renyi graphs
-    (arXiv:1911.11134, section 3): the share that is kept goes with (rows + columns) / (rows x
-    columns)."""
+    """The share that is pruned of each matrix: uniform, the same of all; or erdos_renyi, less of
+    matrices with a small side, as in Erdos-Renyi graphs (arXiv:1911.11134, section 3): the share
+    that is kept goes with (rows + columns) / (rows x columns).
+    """
     sparsity_by_depth: Annotated[
         tuple[Annotated[float, Range(0.0, 0.9999)], ...],
         _NOT_PRUNED,
         Rule(_shares_of_layers, training=True),
     ] = ()
-    """In place of `sparsity`: shares at even distances from the first layer to the last, with
-    straight lines between them; as many as there are layers are one of each."""
+    """Shares by depth in place of `sparsity`, at even distances from the first layer to the last,
+    with straight lines between them; as many as there are layers are one of each.
+    """
     targets: Annotated[tuple[str, ...], _NOT_PRUNED, Rule(_pruned_matrices, training=True)] = ()
     """The matrices of every block that are pruned: some of q, k, v, out, gate, up, down; none named
     = all that there are.
@@ -147,9 +149,7 @@ class Pruning:
         _NOT_PRUNED,
         _NOTHING_GROWS,
     ] = 0.3
-    """Of rigl: the share of the weights that is dropped and grown at first; it falls to zero as a
-    cosine.
-    """
+    """The share of the weights that rigl drops and grows at first; it falls to zero as a cosine."""
 
     def names(self, matrices: tuple[str, ...] = MATRICES) -> tuple[str, ...]:
         """List the pruned ones among some matrices, in the order of `MATRICES`."""

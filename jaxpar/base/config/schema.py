@@ -119,7 +119,9 @@ _NOTHING_OFFLOADED = Idle(
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What the backward pass keeps, where, and what it computes again: see docs/memory.md."""
+    """The arrays that the backward pass keeps, where they lie, and what is computed again: see
+    docs/memory.md.
+    """
 
     policy: Annotated[
         Policy,
@@ -129,10 +131,11 @@ class MemoryConfig:
             "activation_checkpoint recompute_granularity checkpoint_activations"
         ),
     ] = "none"
-    """What each block keeps: none (everything, nothing is computed again), full (its input),
-    block_inputs, attention_out, selective, dots."""
+    """The arrays that each block keeps: none (everything, nothing is computed again), full (its
+    input), block_inputs, attention_out, selective, dots.
+    """
     keep: Annotated[Keep, _FOUND_BY_BUDGET] = field(default_factory=Keep)
-    """What to do with single activations whatever the policy says: save, offload (to host memory)
+    """The treatment of single activations whatever the policy says: save, offload (to host memory)
     or recompute.
     """
     optimizer: Annotated[
@@ -159,7 +162,7 @@ class MemoryConfig:
         "optimizer",
         "parameters",
     )
-    """What a budget may decide as well: to offload the optimizer or the parameters, or to
+    """Further choices that a budget may make: to offload the optimizer or the parameters, or to
     accumulate.
     """
     offload_anyway: Annotated[
@@ -217,7 +220,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Which kernels compute; `auto` takes the first that can serve on the devices."""
+    """The kernels that compute; `auto` takes the first that can serve on the devices."""
 
     attention: Annotated[
         str,
@@ -230,7 +233,7 @@ class KernelsConfig:
 
 @dataclass(frozen=True)
 class CompilerConfig:
-    """What XLA is told when it compiles the training step: see docs/config.md."""
+    """Options of XLA for the compilation of the training step: see docs/config.md."""
 
     options: tuple[str, ...] = field(default=(), metadata=TABLE)
     """Options of XLA beside the library's own, which they win over: a table of names and values in
@@ -286,7 +289,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What is logged, and how often."""
+    """The metrics that are logged, and how often."""
 
     log_every: Annotated[
         int,
@@ -302,8 +305,8 @@ class MetricsConfig:
             "enable_tensorboard mlflow logger wandb_project logging"
         ),
     ] = ()
-    """Where each row of metrics.jsonl goes besides: tensorboard, wandb, mlflow, each of which needs
-    the extra of its name, or what was registered. See docs/metrics.md.
+    """The places that each row of metrics.jsonl is sent to besides: tensorboard, wandb, mlflow,
+    each of which needs the extra of its name, or sinks that were registered. See docs/metrics.md.
     """
     profile: Annotated[
         str, Rule(_profiled_steps), Called("profile profiler enable_profiling profile_steps")

@@ -65,7 +65,7 @@ def unknown_matrix(key: str, names: tuple[str, ...]) -> str:
 
     Args:
       key: the dotted key of the setting.
-      names: its value.
+      names: the matrices that it names.
     """
     unknown = [name for name in names if name not in MATRICES]
     if not unknown:
@@ -97,8 +97,9 @@ class Sparsity:
     """Rows and columns of the blocks that are kept or left out as a whole; empty = single entries.
     """
     pattern: Annotated[Literal["largest", "cyclic"], _DENSE, Rule(_blocks_of_pattern)] = "largest"
-    """Which of the neighbours multiply: the largest, as they change in training, or cyclic, a fixed
-    pattern of blocks, of which the others are not trained."""
+    """The choice of the neighbours that multiply: the largest, as they change in training, or
+    cyclic, a fixed pattern of blocks, of which the others are not trained.
+    """
     decay: Annotated[
         float,
         Range(0.0, 1.0),

@@ -261,11 +261,12 @@ class TrainConfig:
     likewise.
     """
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], Trait.MAY_CHANGE] = "stop"
-    """What to do after a step whose loss or gradients are not finite, which leaves its state as it
-    was: stop; skip, and go on with the next batch; or rollback, to the last checkpoint, and go on
-    with the batches after the bad one. See docs/reliability.md."""
+    """The reaction to a step whose loss or gradients are not finite, which leaves its state as it
+    was: stop; skip, and continue with the next batch; or rollback, to the last checkpoint, and
+    continue with the batches after the bad one. See docs/reliability.md.
+    """
     on_spike: Annotated[Literal["off", "stop", "rollback"], Trait.MAY_CHANGE] = "off"
-    """What to do after a step whose loss or gradient norm is far above those before it."""
+    """The reaction to a step whose loss or gradient norm is far above those before it."""
     spike_window: Annotated[int, Range(8, 65_536), Trait.MAY_CHANGE, _NO_SPIKES] = 128
     """The number of steps before it that a spike is compared with; the first steps of a run, as
     many, have no check.

@@ -207,7 +207,7 @@ class Bucket:
         """Remove objects, one after another; names without an object are passed over.
 
         Raises:
-          UserError: one cannot be removed.
+          UserError: an object cannot be removed.
         """
 
         def remove(name: str) -> None:

@@ -56,7 +56,7 @@ def make_experiment(
 ) -> Experiment:
     """Make what a config needs to run on these devices, and check it as a whole.
 
-    The rules are the config's, except where there are more devices than heads (see `fit_rules`).
+    The rules are the config's, except where there are more devices than heads (`fit_rules`).
     `plan_notes` says what was changed.
 
     Args:
@@ -77,13 +77,12 @@ def make_experiment(
       The experiment, whose `config` is the one given, but for the model's own sizes.
 
     Raises:
-      UserError: JAX has a setting that no step runs with (see `require_usual_settings`), `check`
-        refuses a setting, the devices cannot be had (see `jaxpar.start`), the mesh
-        does not fit them, mesh axes do not divide a dim or the batch, the optimizer state is split
-        neither as its parameters nor further, XLA does not know an option, the devices' host memory
-        cannot be used as it is asked for, `context.check_split` refuses the plan, documents are
-        packed and the blocks would mix them, or the optimizer cannot be run with it (see
-        `require_runnable`).
+      UserError: JAX has a setting that no step runs with (`require_usual_settings`), `check`
+        refuses a setting, the devices cannot be had (`jaxpar.start`), the mesh does not fit them,
+        mesh axes do not divide a dim or the batch, the optimizer state is split neither as its
+        parameters nor further, XLA does not know an option, the devices' host memory cannot be used
+        as it is asked for, `context.check_split` refuses the plan, documents are packed and the
+        blocks would mix them, or the optimizer cannot be run with it (`require_runnable`).
     """
     require_usual_settings()
     if model is not None and not model.has_blocks:

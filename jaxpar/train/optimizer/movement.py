@@ -1,8 +1,8 @@
 """The state of movement pruning (Sanh et al. 2020, arXiv:2005.07683): how far each weight has moved
 away from zero, and the value that a pruned one had.
 
-The masked forward multiplies zeros, and its gradient is known for them too. So a pruned weight goes
-on to be scored, by the value that it had, and is itself again when it is chosen again.
+The masked forward multiplies zeros, and its gradient is known for them too. So a pruned weight
+still gets a score, by the value that it had, and has that value again when it is chosen again.
 """
 
 from __future__ import annotations

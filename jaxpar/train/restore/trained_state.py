@@ -120,7 +120,7 @@ def require_optimizer(optimizer: Optimizer, saved: str | None, place: Path) -> N
       place: the folder of the checkpoint.
 
     Raises:
-      UserError: one of the two was given, and not the other.
+      UserError: one of the two optimizers was given, and not the other.
     """
     if saved is None or (saved == GIVEN) == (saved_name(optimizer) == GIVEN):
         return

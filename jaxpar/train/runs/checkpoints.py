@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as they are read: which steps there are, and their arrays on any mesh.
+"""The checkpoints of a run, to be read: which steps there are, and their arrays on any mesh.
 Nothing in their folder is made or removed here, as a training may be writing there.
 """
 
@@ -34,7 +34,7 @@ from jaxpar.train.runs.stores import StoreOf, store_of
 
 
 def warn(line: str) -> None:
-    """Say a line on standard error, where the program has no other way to say it."""
+    """Print a line on standard error, where a program has given no other way to say it."""
     PlainConsole(stderr=True, soft_wrap=True).print(line)
 
 
@@ -42,17 +42,17 @@ class Checkpoints:
     """The checkpoints of one run, to be read.
 
     Attributes:
-      store: keeps them.
-      folder: has each of them in a folder of its step, on this machine.
+      store: the store that keeps them.
+      folder: the folder on this machine that has each of them in a folder of its step.
     """
 
     def __init__(self, folder: Path, say: Say = warn, store: StoreOf = store_of):
         """Open the checkpoints of a run.
 
         Args:
-          folder: the folder that has them, which may be absent.
+          folder: the folder of the checkpoints, which may be absent.
           say: gets a line about each checkpoint that is damaged or has no manifest.
-          store: makes the store that keeps what is in the folder.
+          store: makes the store that keeps the checkpoints of the folder.
 
         Raises:
           UserError: the folder is a URL.
@@ -90,14 +90,13 @@ class Checkpoints:
         """Compare a step with its manifest, and say where it has none.
 
         Args:
-          step: the step.
-          depth: how much of it is read.
+          depth: how much of the step is read.
 
         Returns:
           The manifest, or None.
 
         Raises:
-          DamagedCheckpoint: it is not as it was saved.
+          DamagedCheckpoint: the step differs from what was saved.
         """
         place = self.folder / str(step)
         try:
@@ -113,14 +112,14 @@ class Checkpoints:
         return found
 
     def data(self, step: int) -> dict[str, Any]:
-        """Return what was saved beside the state of a step; raise a UserError where it cannot be
-        read.
+        """Read the data that were saved beside the state of a step; a UserError where they cannot
+        be read.
         """
         return self._read(step, data=ocp.args.JsonRestore()).data
 
     def names(self, step: int) -> list[str]:
-        """Return the names of the arrays of a finished step's state, as `params.blocks.q`; a
-        UserError says that they cannot be read.
+        """List the names of the arrays of a finished step's state, such as `params.blocks.q`; a
+        UserError where they cannot be read.
         """
         with self._readable(step):
             found: Any = self._saved_form(step)
@@ -130,18 +129,18 @@ class Checkpoints:
     def restore(
         self, step: int, shapes: PyTree, part: bool = False, besides: str | None = None
     ) -> PyTree:
-        """Return the state of a finished step.
+        """Read the state of a finished step.
 
         Args:
-          step: the step.
-          shapes: ShapeDtypeStructs with shardings, whose names, shapes and dtypes must be those
-            that were saved.
-          part: whether they are a dictionary of some fields of the state; nothing else is read.
-          besides: how names begin of arrays that may have been saved besides, and are not read.
+          shapes: ShapeDtypeStructs with shardings, whose names, shapes and dtypes must be the saved
+            ones.
+          part: whether `shapes` is a dictionary of some fields of the state; nothing else is read.
+          besides: the beginning of the names of arrays that may have been saved besides, and are
+            not read.
 
         Raises:
-          UserError: files are missing or cut short, or the state is of another model, precision or
-            optimizer.
+          UserError: files are missing or cut short, or the state belongs to another model,
+            precision or optimizer.
         """
         more = self._require_form(step, shapes, part, besides)
         arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
@@ -176,7 +175,7 @@ class Checkpoints:
         return bool(more)
 
     def _saved_form(self, step: int) -> Any:
-        """Return names, shapes and dtypes of what a step has, by item."""
+        """Read the names, shapes and dtypes of a step's arrays, by item."""
         self.store.read(step)
         return self._reader.metadata(self._place(step)).item_metadata
 
@@ -192,7 +191,7 @@ class Checkpoints:
     @contextmanager
     def _readable(self, step: int) -> Iterator[None]:
         """Turn Orbax's failure to read into a DamagedCheckpoint, and into an UnreadCheckpoint where
-        the disk did not give what is there: such a step is neither moved nor removed.
+        the disk did not give a file that is there: such a step is neither moved nor removed.
         """
         self._await_save()
         try:
@@ -212,15 +211,15 @@ class Checkpoints:
             ) from error
 
     def _await_save(self) -> None:
-        """Wait until what this process saves is there; who only reads saves nothing."""
+        """Wait until the save of this process is finished; a reader has none."""
 
 
 class Whole(NamedTuple):
-    """A step that is whole.
+    """The newest step that is whole.
 
     Attributes:
-      step: its number; None = there is none.
-      manifest: that of the step; None = it has none, or this process did not read it.
+      step: the step's number; None = there is none.
+      manifest: the step's manifest; None = it has none, or this process did not read it.
     """
 
     step: int | None = None
@@ -228,19 +227,18 @@ class Whole(NamedTuple):
 
 
 def find_newest_whole(checkpoints: Checkpoints, say: Say, may_lack: bool = False) -> Whole:
-    """Find the newest step that is whole, and move those aside that are newer. For one process
-    alone.
+    """Find the newest step that is whole, and move newer ones, which are damaged, aside. For one
+    process alone.
 
     Args:
-      checkpoints: those of the run.
       say: gets a line about each step that was moved.
-      may_lack: whether there may be none although there were some, as others are at hand.
+      may_lack: whether there may be no whole step although there were some, as others are at hand.
 
     Returns:
       The step; none where the run has no checkpoint yet.
 
     Raises:
-      UserError: all are damaged, or one cannot be read, which may be whole.
+      UserError: all are damaged, or one that may be whole cannot be read.
     """
     folder = checkpoints.folder
     steps = checkpoints.store.steps()
@@ -264,12 +262,12 @@ def find_newest_whole(checkpoints: Checkpoints, say: Say, may_lack: bool = False
 
 
 _OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
-"""How TensorStore ends a message where the operating system refused it a file."""
+"""The end of TensorStore's message where the operating system refused it a file."""
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is of the operating system, and none that says
-    that a file is missing: this is damage.
+    """Return whether an error, or one that it came from, is the operating system's, and does not
+    say that a file is missing, which is damage.
     """
     while error is not None:
         codes = [int(code) for code in _OF_TENSORSTORE.findall(str(error))]
@@ -282,12 +280,12 @@ def _is_of_the_disk(error: BaseException | None) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, or its name where it says nothing."""
+    """Return the first line of an error's text, or its name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _forms(tree: PyTree) -> dict[str, str]:
-    """The dtype and the shape of each leaf, by its name."""
+    """Return the dtype and the shape of each leaf, by its name."""
     return {
         path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -305,13 +303,12 @@ def require_same_form(
     """Refuse to save a state that could not be restored.
 
     Args:
-      state: the arrays.
-      wanted: the ShapeDtypeStructs that it is restored with.
-      what: what the message calls it.
+      wanted: the ShapeDtypeStructs by which it will be restored.
+      what: the name of the state in the message.
       advice: what to try.
 
     Raises:
-      UserError: a name, a shape or a dtype is another.
+      UserError: a name, a shape or a dtype differs.
     """
     here = _forms(state)
     there = _forms(wanted)
@@ -324,8 +321,8 @@ def require_same_form(
 
 
 def _is_wider_moment(name: str, there: str, here: str) -> bool:
-    """Whether a saved bfloat16 is the second moment of an earlier version, which is float32 now:
-    the same number.
+    """Return whether a saved bfloat16 is the second moment of an earlier version, which is float32
+    now: the same number.
     """
     return (
         ".nu." in name

@@ -1,4 +1,4 @@
-"""What a run's folder has of checkpoints: a row for each, with what is wrong with it."""
+"""The table of a run's checkpoints: a row for each, with what is wrong with it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxpar.train.runs.stores import CheckpointStore, store_of
 
 
 class CheckpointRow(NamedTuple):
-    """A checkpoint of a run.
+    """A checkpoint of a run, and whether it is damaged.
 
     Attributes:
-      step: its number.
-      size: bytes on disk.
+      step: the step's number.
+      size: the bytes on disk.
       loss: its validation loss, in nats a token; None = it was not evaluated.
-      has_manifest: whether there was anything to compare it with.
+      has_manifest: whether there was a manifest to compare it with.
       problem: what is wrong with it; empty = nothing was found.
     """
 
@@ -35,9 +35,10 @@ class RunCheckpoints(NamedTuple):
     """The checkpoints of a run.
 
     Attributes:
-      rows: one for each, from the oldest; none for one that a training has removed meanwhile.
-      notes: what else is damaged.
-      aside: the folders of damaged ones that a training has moved aside.
+      rows: a row for each checkpoint, from the oldest; none for one that a training has removed
+        meanwhile.
+      notes: lines on other damage.
+      aside: the folders of damaged checkpoints that a training has moved aside.
     """
 
     rows: list[CheckpointRow]
@@ -49,14 +50,10 @@ def list_checkpoints(folder: Path, depth: Depth) -> RunCheckpoints:
     """Look at the checkpoints of a run, and write nothing.
 
     Args:
-      folder: the run folder.
       depth: how much of each is compared with its manifest.
 
-    Returns:
-      What was found.
-
     Raises:
-      UserError: it is no run folder, or its config is damaged.
+      UserError: the folder is no run folder, or its config is damaged.
     """
     read_run_config(folder)
     store = store_of(folder / CHECKPOINTS)
@@ -72,7 +69,7 @@ def list_checkpoints(folder: Path, depth: Depth) -> RunCheckpoints:
 def _row(
     store: CheckpointStore, step: int, loss: float | None, depth: Depth
 ) -> CheckpointRow | None:
-    """Look at a step; None = it is removed meanwhile."""
+    """Look at a step; None = it was removed meanwhile."""
     place = store.folder / str(step)
     problem = ""
     has_manifest = True

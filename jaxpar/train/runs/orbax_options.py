@@ -1,4 +1,6 @@
-"""What Orbax is given: who writes which files, which steps stay, and what of its log is heard."""
+"""The options of Orbax: which processes write which files, which steps stay, and what of its log is
+shown.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from jaxpar.train.runs.stores import CheckpointStore, Disk
 SLOWEST_BYTES = 1e7
 """The bytes a second that a process writes at the least: 10 MB, a tenth of a slow hard disk."""
 ORBAX_SECONDS = 1200.0
-"""How long Orbax waits for a save by default."""
+"""The time for which Orbax waits for a save by default."""
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -40,9 +42,9 @@ logging.getLogger("asyncio").addFilter(_is_not_of_unread_future)
 
 
 class LiteralPath(PosixGPath):
-    """A folder as Orbax is given it. Orbax looks for files in it by patterns, of which the folder's
-    own name is no part: it would find nothing in `run[1]`, and a step would be saved without its
-    arrays.
+    """A folder's path for Orbax. Orbax looks for files in it by patterns, of which the folder's own
+    name is no part: with a plain path it would find nothing in `run[1]`, and a step would be saved
+    without its arrays.
     """
 
     def glob(self, pattern: str) -> Iterator[LiteralPath]:
@@ -64,8 +66,7 @@ class Manager(ocp.CheckpointManager):
         """Open the checkpoints in the folder of a store.
 
         Args:
-          store: keeps the steps.
-          options: those of Orbax.
+          store: the store that keeps the steps.
         """
         self._store = store
         handlers = item_handlers(store.disk)
@@ -76,29 +77,31 @@ class Manager(ocp.CheckpointManager):
         return False
 
     def _finalize_checkpoint(self, step: int) -> None:
-        """Orbax calls this in its thread when a step has its name, before it removes others."""
+        """Keep a step in the store: Orbax calls this in its thread when the step has its name,
+        before it removes others.
+        """
         super()._finalize_checkpoint(step)
         if (self._store.folder / str(step)).is_dir():
             self._store.write(step)
 
 
 class Retention:
-    """For Orbax, says which steps a save leaves: the newest, the best, and those that were being
-    read when the first process looked before it. Readers come and go, and all processes must keep
-    the same.
+    """The rule for Orbax on which steps a save leaves: the newest, the best, and those that were
+    being read when the first process looked before it. Readers come and go, and all processes must
+    keep the same.
 
     Attributes:
       removed: the steps that the save under way removes once it is written.
     """
 
     def __init__(self, store: CheckpointStore, newest: int, losses: Mapping[int, float]):
-        """Keep steps.
+        """Set the rule.
 
         Args:
           store: knows which steps are being read.
-          newest: how many of the newest are kept.
-          losses: the best is that with the lowest, and they grow while the run goes on; empty =
-            none is kept for its loss.
+          newest: the number of the newest steps that are kept.
+          losses: the known losses, which grow while the run trains; the step with the lowest is
+            kept. Empty = none is kept for its loss.
         """
         self._store = store
         self._newest = newest
@@ -110,38 +113,38 @@ class Retention:
         """Look which steps are being read; all processes must call this.
 
         Args:
-          steps: those that the run has.
+          steps: the steps that the run has.
         """
         main = jax.process_index() == 0
         self._read = steps_from_first(sorted(self._store.steps_in_use(steps)) if main else [])
 
     def old(self, steps: Sequence[int], read: Collection[int]) -> list[int]:
-        """Return the steps that are not kept.
+        """List the steps that are not kept.
 
         Args:
-          steps: those that the run has, sorted.
-          read: those that are being read.
+          steps: the steps that the run has, sorted.
+          read: the steps that are being read.
         """
         kept = {*steps[-self._newest :], lowest(self._losses, steps), *read}
         return [step for step in steps if step not in kept]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for each checkpoint whether it is kept; Orbax asks this at each save."""
+        """Say for each checkpoint whether it is kept; Orbax asks this at each save."""
         steps = [info.step for info in checkpoints]
         self.removed = self.old(steps, self._read)
         return [step not in self.removed for step in steps]
 
 
 def steps_from_first(steps: Sequence[int]) -> list[int]:
-    """Return on every process the steps that the first one gives; all must call this."""
+    """Give every process the steps of the first one; all must call this."""
     count = number_from_first(len(steps))
     padded = [*steps, *[0] * count][:count]
     return [number_from_first(step) for step in padded]
 
 
 def writing_processes(disk: Disk) -> MultiprocessingOptions:
-    """Return who writes: the first process writes what all have, or, where each has a folder of its
-    own, each does.
+    """Choose the processes that write: the first process writes what all have, or, where each has a
+    folder of its own, each does.
 
     Processes are named one by one, so that they wait for each other by JAX's coordination service,
     which ends after a time: by default Orbax waits in a collective, without end where one of them
@@ -158,21 +161,18 @@ def writing_processes(disk: Disk) -> MultiprocessingOptions:
 
 
 def longest_save(state: Any) -> float:
-    """How long a process may take to write its part of a state: `ORBAX_SECONDS`, and besides
-    what the bytes take at `SLOWEST_BYTES`.
+    """Estimate how many seconds a process may take to write its part of a state: `ORBAX_SECONDS`,
+    and besides the time of its bytes at `SLOWEST_BYTES`.
 
     Args:
       state: arrays, or ShapeDtypeStructs with shardings.
-
-    Returns:
-      Seconds.
     """
     return ORBAX_SECONDS + held_at_most(state) / SLOWEST_BYTES
 
 
 def held_at_most(state: Any) -> float:
-    """The bytes of a state that this process holds, at the most: a part that several of its devices
-    hold is counted for each, up to the whole array.
+    """Count the bytes of a state that this process holds, at the most: a part that several of its
+    devices hold is counted for each, up to the whole array.
 
     Args:
       state: arrays, or ShapeDtypeStructs with shardings.
@@ -187,9 +187,9 @@ def held_at_most(state: Any) -> float:
 
 
 def item_handlers(disk: Disk) -> dict[str, Any]:
-    """Return what writes the parts of a checkpoint. Where each process has a folder of its own, a
-    part of an array is a file of its own too (by default those of a process are in few files, which
-    the first one joins).
+    """Make the handlers that write the parts of a checkpoint. Where each process has a folder of
+    its own, a part of an array is a file of its own too (by default the parts of a process are in
+    few files, which the first one joins).
     """
     processes = writing_processes(disk)
     data = ocp.JsonCheckpointHandler(multiprocessing_options=processes)

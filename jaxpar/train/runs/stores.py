@@ -1,9 +1,9 @@
-"""Where the steps of a run are kept: in its folder, in a bucket, on the disk of each process, or
-wherever a program's own store keeps them.
+"""The stores that keep the steps of a run: in its folder, in a bucket, on the disk of each process,
+or wherever a program's own store keeps them.
 
 Orbax reads and writes a step as a folder of this machine, so every store has a folder with a folder
-for each step: a store that keeps them elsewhere brings them there and takes them from there. What
-reads and writes checkpoints asks the store, and never which kind it is.
+for each step: a store that keeps them elsewhere brings them there and takes them from there. The
+code that reads and writes checkpoints asks the store, and never which kind it is.
 
 Whose disk the folder is on (`Disk`) says which processes do what:
 
@@ -38,22 +38,22 @@ from jaxpar.train.runs.folder.steps import clear_up, steps_in
 from jaxpar.train.runs.locks.in_use import in_use, steps_in_use
 
 Disk = Literal["shared", "copy", "own"]
-"""Whose disk a checkpoint is on: one that all processes see; that of a process, which has a copy of
-a run in a bucket with the files that it sends; or that of a process, with all that it holds.
+"""The kind of disk that a checkpoint is on: one that all processes see; a process's own, with a
+copy of a run in a bucket and the files that it sends; or a process's own, with all that it holds.
 """
 
 
 class CheckpointStore:
-    """Where the steps of a run are kept: as it stands, in a folder that all processes see.
+    """The store of a run's steps; this class keeps them in a folder that all processes see.
 
     A store that keeps them elsewhere overrides what differs: `read`, `write`, `update`, `remove`
     and `steps`, and `clear_up`. It is made with the folder, and from then on has in it a folder for
     each of its steps, from which the arrays (`state`) may be missing until they are read.
 
     Attributes:
-      folder: has a folder for each step, by its number.
-      disk: whose disk the folder is on.
-      seconds: how long the last step took to be kept, once it was written to the folder, where
+      folder: the folder that has a folder for each step, by its number.
+      disk: the kind of disk that the folder is on.
+      seconds: the time that it took to keep the last step, once it was written to the folder, where
         `write` leaves that to a thread.
     """
 
@@ -61,7 +61,7 @@ class CheckpointStore:
     seconds: float = 0.0
 
     def __init__(self, folder: Path):
-        """Look at nothing yet.
+        """Name the folder, without a look at it yet.
 
         Args:
           folder: the folder, which may be absent.
@@ -74,44 +74,46 @@ class CheckpointStore:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes what all have: the first one, or each on its own disk."""
+        """Whether this process writes the files that all have: the first one does, or each on its
+        own disk.
+        """
         return self.disk != "shared" or jax.process_index() == 0
 
     @property
     def hashes(self) -> bool:
-        """Whether this process writes manifests: the first one, as that of a run in a bucket is its
-        own; or each on its own disk.
+        """Whether this process writes manifests: the first one does, as its copy of a run in a
+        bucket is its own; or each on its own disk.
         """
         return self.disk == "own" or jax.process_index() == 0
 
     def steps(self) -> list[int]:
-        """Return the steps that are kept, sorted."""
+        """List the steps that are kept, sorted."""
         return steps_in(self.folder)
 
     def read(self, step: int) -> None:
-        """Have all files of a step in its folder, as its arrays are about to be read.
+        """Bring all files of a step into its folder, as its arrays are about to be read.
 
         Args:
           step: the step, which may be one that is not kept any more.
 
         Raises:
-          DamagedCheckpoint: it is not as it was written.
-          UserError: it cannot be read.
+          DamagedCheckpoint: the step differs from what was written.
+          UserError: the step cannot be read.
         """
 
     def in_use(self, step: int) -> AbstractContextManager[None]:
-        """Mark a step as being read, so that a training beside keeps it as long.
+        """Mark a step as being read, so that a training beside keeps it for that time.
 
         Args:
-          step: the step that is read inside.
+          step: the step that is read in the context.
         """
         return in_use(self.folder.parent, step)
 
     def steps_in_use(self, steps: Sequence[int]) -> set[int]:
-        """Return the steps that are being read, or may be.
+        """Find the steps that are being read, or may be.
 
         Args:
-          steps: those that there are.
+          steps: the steps that there are.
         """
         return steps_in_use(self.folder.parent, steps)
 
@@ -119,7 +121,7 @@ class CheckpointStore:
         """Begin to write. All processes must call this.
 
         Raises:
-          UserError: nothing can be written there.
+          UserError: the folder cannot be written.
         """
 
         def make() -> None:
@@ -130,29 +132,27 @@ class CheckpointStore:
         run_together(make)
 
     def clear_up(self, keep: int, best: int | None) -> list[str]:
-        """Take out of the folder what Orbax would take for a step and is none, before a training
-        goes on: of what is kept elsewhere a part may be missing that is not damaged.
+        """Take folders out that Orbax would take for a step and that are none, before a training is
+        resumed. A store elsewhere overrides this: a part of its steps may be missing without
+        damage.
 
         Args:
-          keep: how many of the newest steps are kept.
+          keep: the number of the newest steps that are kept.
           best: the step that is kept besides; None = none is.
 
         Returns:
-          A line for each that was moved aside, or that could not be read and is left.
+          A line for each folder that was moved aside, or that could not be read and is left.
 
         Raises:
-          UserError: one cannot be moved.
+          UserError: a folder cannot be moved.
         """
         return clear_up(self.folder, keep, best) if self.writes else []
 
     def require_room(self, state: PyTree) -> None:
         """Require that this process can write its part of a step.
 
-        Args:
-          state: the arrays.
-
         Raises:
-          UserError: it cannot, and the message says what to do.
+          UserError: the step cannot be written, and the message says what to do.
         """
         if self.writes:
             require_space(self.folder, bytes_to_write(state, self.disk), self._disk_name)
@@ -160,22 +160,22 @@ class CheckpointStore:
 
     @property
     def _disk_name(self) -> str:
-        """What a message calls the disk of the folder."""
+        """The name of the folder's disk in messages."""
         return f"the disk of {self.folder}"
 
     def write(self, step: int) -> None:
         """Keep a step, whose folder has its name now. Each process calls this in a thread of
         Orbax's, before older steps are removed.
 
-        Once this has returned, or `wait`, the step is durable: the run goes on from it, also after
-        a power cut.
+        Once this has returned, or `wait`, the step is durable: the run can be resumed from it, also
+        after a power cut.
 
         Args:
-          step: the step, all of whose files are there and have reached the disk, but for when it
-            was whole, which Orbax notes last, and its name.
+          step: the step, all of whose files are there and have reached the disk, but for its name
+            and the time when it was whole, which Orbax notes last.
 
         Raises:
-          Exception: it cannot be kept; whatever it is, the older steps stay.
+          Exception: the step cannot be kept; whatever the error is, the older steps stay.
         """
         place = self.folder / str(step)
         sync(place / STEP_METADATA)
@@ -183,32 +183,27 @@ class CheckpointStore:
         sync(self.folder)
 
     def update(self, step: int) -> None:
-        """Keep what was added to the folder of a step after it was written: its validation loss.
-
-        Args:
-          step: the step.
+        """Keep a file that was added to the folder of a step after it was written: its validation
+        loss.
         """
 
     def wait(self) -> None:
         """Wait until what was written is kept.
 
         Raises:
-          UserError: it could not be.
+          UserError: a step could not be kept.
         """
 
     def remove(self, step: int) -> None:
-        """Keep a step no longer, as newer ones are there, or the run does not go on from it. Each
-        process calls this; of the folder Orbax has removed it, or it was moved aside.
-
-        Args:
-          step: the step.
+        """Keep a step no longer, as newer ones are there, or the run is not resumed from it. Each
+        process calls this; in the folder, Orbax has removed the step, or it was moved aside.
         """
 
     def close(self) -> None:
         """Keep what is left, as nothing more is written.
 
         Raises:
-          UserError: it cannot be kept.
+          UserError: the rest cannot be kept.
         """
 
     def stop(self) -> None:
@@ -218,21 +213,23 @@ class CheckpointStore:
 
 
 class OwnDiskStore(CheckpointStore):
-    """Keeps the part of each process in a folder of its own machine, with all that it holds."""
+    """A store that keeps the part of each process in a folder of its own machine, with all that it
+    holds.
+    """
 
     disk: Disk = "own"
 
 
 class BucketStore(CheckpointStore):
-    """Keeps the steps of a run in a bucket, of which each process has a copy."""
+    """A store that keeps the steps of a run in a bucket, of which each process has a copy."""
 
     disk: Disk = "copy"
 
     def __init__(self, folder: Path, copy: RunCopy):
-        """Look at nothing yet.
+        """Name the folder and the copy, without a look at them yet.
 
         Args:
-          folder: that of the checkpoints in the copy.
+          folder: the folder of the checkpoints in the copy.
           copy: the copy of the run.
         """
         super().__init__(folder)
@@ -278,12 +275,11 @@ class BucketStore(CheckpointStore):
 
 
 StoreOf = Callable[[Path], CheckpointStore]
-"""Makes the store of a folder of checkpoints."""
+"""A function that makes the store of a folder of checkpoints."""
 
 
 def store_of(folder: Path) -> CheckpointStore:
-    """Return the store of a folder of checkpoints: that of a bucket where its run is the copy of
-    one.
+    """Make the store of a folder of checkpoints: a bucket's where its run is the copy of one.
 
     Args:
       folder: the folder, which may be absent.
@@ -293,21 +289,22 @@ def store_of(folder: Path) -> CheckpointStore:
 
 
 _BESIDE = 2**20
-"""Bytes for what is written beside the arrays: the form of the state, the manifest, metrics."""
+"""The bytes of what is written beside the arrays: the form of the state, the manifest, metrics."""
 
 
 def require_space(folder: Path, size: int, disk: str) -> None:
     """Require room for one more checkpoint.
 
-    It needs as much as the last one took, which was compressed, or else the bytes of the state.
+    A checkpoint needs as much as the last one took, which was compressed, or else the bytes of the
+    state.
 
     Args:
       folder: the folder of the run's checkpoints.
-      size: bytes of the state.
-      disk: what a message calls the disk.
+      size: the bytes of the state.
+      disk: the name of the disk in messages.
 
     Raises:
-      UserError: there is less; the message says how much.
+      UserError: there is less room; the message says how much.
     """
     steps = steps_in(folder)
     needed = size
@@ -346,8 +343,8 @@ def _require_writable(folder: Path) -> None:
 
 
 def bytes_to_write(state: PyTree, disk: Disk) -> int:
-    """Return the bytes of a state that are written to a disk: on one that all see, by all of them;
-    into a copy of its own, by this process; or on a disk of its own, each part that it holds, once.
+    """Count the bytes of a state that are written to a disk: to one that all see, by all of them;
+    into a copy of its own, by this process; or to a disk of its own, each part that it holds, once.
     """
     leaves = jax.tree.leaves(state)
     if disk == "shared":

@@ -1,8 +1,8 @@
 """The checkpoints of a run that trains: they are written in the background, and the newest few and
 the best one are kept. A second writer would clear away an unfinished one of the first as a
-leftover, so who writes has the lock of the run.
+leftover, so the writer must hold the lock of the run.
 
-What becomes of a step, in this order:
+A step is saved in this order:
 
     thread           what it does
     the caller's     `save` waits until the step before is there, and asks for lock and room
@@ -17,8 +17,8 @@ What becomes of a step, in this order:
     the caller's     the next `save`, `wait` or `close` waits for both threads (`_finish_save`),
                      raises what failed there, and writes the losses that waited for the step
 
-`_saving` is the step of which this is under way: set before Orbax is called, as its thread reads it
-there; None again once both threads are done, or have failed.
+`_saving` is the step that is being saved: it is set before Orbax is called, as Orbax's thread reads
+it, and is None again once both threads are done, or have failed.
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ class TrainingCheckpoints(Checkpoints):
         store: StoreOf = store_of,
         seconds: float = ORBAX_SECONDS,
     ):
-        """Open the checkpoints of a run, and clear away what is none.
+        """Open the checkpoints of a run, and clear away folders that are none.
 
         Args:
-          folder: the folder that has them, each in a folder of its step; it is made.
-          config: which are kept.
-          identity: what tells the data and the tokenizer of the run from others.
+          folder: the folder of the checkpoints, each in a folder of its step; it is made.
+          config: the settings, which say which checkpoints are kept.
+          identity: the hashes by which the data and the tokenizer of the run are told from others.
           say: gets a line about each checkpoint that is damaged or has no manifest.
           require_lock: is called by each process before a save, and raises where another training
             has the run, or its folder is gone.
-          store: makes the store that keeps what is in the folder.
-          seconds: how long a save may take, as `longest_save` says of a state.
+          store: makes the store that keeps the checkpoints of the folder.
+          seconds: how long a save may take, by `longest_save`.
 
         Raises:
-          UserError: Orbax cannot open them, or one that is damaged cannot be moved aside.
+          UserError: Orbax cannot open them, or a damaged one cannot be moved aside.
         """
         super().__init__(folder, say, store)
         self._config = config
@@ -100,12 +100,12 @@ class TrainingCheckpoints(Checkpoints):
         self._manager = self._open()
 
     def _clear_up(self) -> None:
-        """Take away what Orbax would stumble over, and say what."""
+        """Take away the folders that Orbax would stumble over, and say which."""
         for line in run_together(lambda: self.store.clear_up(self._config.keep, self._kept())):
             self._say(line)
 
     def _kept(self) -> int | None:
-        """The step that is kept besides the newest, before Orbax has looked at the folder."""
+        """Find the step that is kept besides the newest, before Orbax has looked at the folder."""
         if not self._config.keep_best:
             return None
         self._losses.read()
@@ -134,11 +134,11 @@ class TrainingCheckpoints(Checkpoints):
             raise UserError(f"the checkpoints in {self.folder} cannot be opened ({why})") from error
 
     def steps(self) -> list[int]:
-        """Return every finished step, sorted, and that which is being saved."""
+        """List every finished step, sorted, and the step that is being saved."""
         return sorted(self._manager.all_steps())
 
     def best(self, without: Container[int] = ()) -> int | None:
-        """Return the step with the lowest validation loss among those kept, or None.
+        """Find the step with the lowest validation loss among those kept, or None.
 
         Args:
           without: steps that are left out.
@@ -146,18 +146,19 @@ class TrainingCheckpoints(Checkpoints):
         return lowest(self._losses.known, [step for step in self.steps() if step not in without])
 
     def newest_whole(self, may_lack: bool = False) -> Whole:
-        """Find the step to go on after, and move those aside that are newer and damaged.
+        """Find the step to resume after, and move newer ones, which are damaged, aside.
 
         All processes must call this.
 
         Args:
-          may_lack: whether there may be none although there were some, as others are at hand.
+          may_lack: whether there may be no whole step although there were some, as others are at
+            hand.
 
         Returns:
           The step; its manifest is known to the first process.
 
         Raises:
-          UserError: all are damaged, or one cannot be read, which may be whole.
+          UserError: all are damaged, or one that may be whole cannot be read.
         """
         main = jax.process_index() == 0
 
@@ -178,7 +179,6 @@ class TrainingCheckpoints(Checkpoints):
         """Move a step aside that cannot be read, and say so. For one process alone.
 
         Args:
-          step: the step.
           problem: what is wrong with it.
         """
         self._say(set_aside(self.folder / str(step), problem))
@@ -191,10 +191,9 @@ class TrainingCheckpoints(Checkpoints):
         """Save in the background, unless the step is already saved. All processes must call this.
 
         Args:
-          step: the number of the step.
-          state: the arrays.
-          data_state: what is kept beside them, as JSON has it; `data` returns it.
-          val_loss: its validation loss, in nats a token, which may also follow: see `record`.
+          data_state: the data that are saved beside the arrays, as JSON has them; `data` returns
+            them.
+          val_loss: the step's validation loss, in nats a token; `record` may also add it later.
 
         Raises:
           UserError: the save before failed, the disk is too full, another training has the run, a
@@ -231,8 +230,8 @@ class TrainingCheckpoints(Checkpoints):
             )
 
     def _require_room(self, state: PyTree) -> None:
-        """Require that the run is still this one's, and that a save has room. What keeps a process
-        from writing is found here, where all leave together, and not inside of Orbax.
+        """Require that the run is still this one's, and that a save has room. An obstacle of one
+        process is found here, where all leave together, and not inside of Orbax.
         """
         self._require_lock()
         self.store.require_room(state)
@@ -252,7 +251,7 @@ class TrainingCheckpoints(Checkpoints):
                 sync_below(folder)
 
     def _finish_save(self) -> None:
-        """Wait until what was saved is there, with its manifest and its loss."""
+        """Wait until the step that was saved is there, with its manifest and its loss."""
         try:
             self._await_save()
             self.store.wait()
@@ -277,7 +276,7 @@ class TrainingCheckpoints(Checkpoints):
         self._retention.removed = []
 
     def _write_losses(self) -> None:
-        """Write the losses of those steps that have been written to their end."""
+        """Write the losses of the steps that have been written to their end."""
         for step in self._losses.write():
             self.store.update(step)
 
@@ -295,8 +294,8 @@ class TrainingCheckpoints(Checkpoints):
             self._write_losses()
 
     def wait(self) -> None:
-        """Wait until what was saved is there, with its losses; raise a UserError where it could not
-        be written. All processes must call this.
+        """Wait until the step that was saved is there, with its losses; raise a UserError where it
+        could not be written. All processes must call this.
         """
         run_together(self._finish)
 
@@ -308,14 +307,14 @@ class TrainingCheckpoints(Checkpoints):
         self._manager.wait_until_finished()
 
     def close(self, together: bool = True) -> None:
-        """Wait for what is being written.
+        """Wait for the save in the background, and close the checkpoints.
 
         Args:
-          together: whether all processes call this, and then they end alike; otherwise this one
-            ends alone.
+          together: whether all processes call this, and so end alike; otherwise this one ends
+            alone.
 
         Raises:
-          UserError: something went wrong in the background (a full disk, say).
+          UserError: a save failed in the background (a full disk, say).
         """
         try:
             if together:
@@ -326,11 +325,11 @@ class TrainingCheckpoints(Checkpoints):
             self.stop_sending()
 
     def stop_sending(self) -> None:
-        """Keep nothing more, as in a bucket, unless it is asked for."""
+        """Stop the store, which then keeps no more steps, unless it is asked for one."""
         self.store.stop()
 
     def abandon(self) -> None:
-        """Give up what works in the background for a run that could not be opened: nothing is being
+        """End the work in the background for a run that could not be opened: nothing is being
         saved, and nothing is sent.
         """
         self.stop_sending()
@@ -369,8 +368,8 @@ class TrainingCheckpoints(Checkpoints):
             ) from error
 
     def remove_old(self) -> None:
-        """Remove what is neither among the newest nor the best nor being read: a save cannot know
-        how its own step evaluates. All processes must call this.
+        """Remove the steps that are neither among the newest nor the best nor being read: a save
+        cannot know how its own step evaluates. All processes must call this.
         """
         self.wait()
         steps = self.steps()
@@ -382,5 +381,7 @@ class TrainingCheckpoints(Checkpoints):
 
 
 def _took_too_long(error: Exception) -> bool:
-    """Whether an error of Orbax is that of waiting in vain, for a disk or for another process."""
+    """Return whether an error of Orbax says that it waited in vain, for a disk or for another
+    process.
+    """
     return isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error)

@@ -36,21 +36,21 @@ from jaxpar.train.runs.folder.steps import CHECKPOINTS, DAMAGED
 
 _FRESH_SECONDS = 5.0
 _LISTINGS = 10
-"""How often a bucket is listed from which objects go while they are fetched."""
+"""The number of times that a bucket is listed from which objects go while they are fetched."""
 _LEFT_SECONDS = 7 * 24 * 3600.0
-"""After so long a copy of another machine that nobody has touched was left behind."""
+"""The time after which a copy of another machine that nobody has touched was left behind."""
 
 
 class NotAsSent(UserError):
-    """A step in a bucket is not as it was sent: an object is missing, or is another."""
+    """A step in a bucket differs from what was sent: an object is missing, or is another."""
 
 
 class RunCopy:
-    """The copy of a run folder that this process has.
+    """The copy of a run folder in a bucket that this process has.
 
     Attributes:
-      url: that of the run.
-      folder: the copy.
+      url: the URL of the run.
+      folder: the folder of the copy.
     """
 
     def __init__(self, url: str):
@@ -61,29 +61,29 @@ class RunCopy:
         self._steps: dict[int, Sizes] = {}
         """The files of the steps in the bucket that are whole."""
         self._absent: dict[int, Sizes] = {}
-        """Those files of them that were not fetched yet."""
+        """The files of these steps that were not fetched yet."""
         self._unfinished: set[int | None] = set()
-        """The steps of which the bucket has something, and not all."""
+        """The steps of which the bucket has a part, and not all."""
         self._known: dict[str, Found] = {}
         """The small objects as they were fetched."""
         self._fetched: dict[str, State] = {}
         """The files of the copy, as they were when they were fetched."""
         self.sender: Sender | None = None
         self._looked = 0.0
-        """When it was last made equal to the bucket, by `time.monotonic`."""
+        """The time when the copy was last made equal to the bucket, by `time.monotonic`."""
         self.refresh()
 
     @property
     def is_stale(self) -> bool:
-        """Whether the bucket may have something else by now: the copy is not being trained in, and
-        was not made within the last seconds, as the parts of one command ask for it again.
+        """Whether the bucket may have changed by now: the copy is not being trained in, and was not
+        made within the last seconds, as the parts of one command ask for it again.
         """
         if self.sender is not None and not self.sender.stopped:
             return False
         return time.monotonic() - self._looked > _FRESH_SECONDS
 
     def refresh(self) -> None:
-        """Fetch what has changed in the bucket, but no arrays.
+        """Fetch the files that have changed in the bucket, but no arrays.
 
         Raises:
           UserError: the bucket cannot be read.
@@ -119,7 +119,7 @@ class RunCopy:
         self._looked = time.monotonic()
 
     def _say_unfinished(self, steps: set[int | None]) -> None:
-        """Say once of each step without its last object that it is left out."""
+        """Print once for each step without its last object that it is left out."""
         for step in steps - self._unfinished:
             say(
                 f"{self.url}: step {step} is left out, as it has no {UPLOADED}: it is being sent, "
@@ -128,8 +128,8 @@ class RunCopy:
         self._unfinished = steps
 
     def refresh_page(self) -> None:
-        """Fetch what a page about the run needs: its config and its metrics, and which steps there
-        are.
+        """Fetch the files that a page about the run needs: its config and its metrics, and which
+        steps there are.
 
         Raises:
           UserError: the bucket cannot be read.
@@ -146,14 +146,11 @@ class RunCopy:
             _set_time(folder, marker)
 
     def complete(self, step: int) -> None:
-        """Fetch the arrays of a step, as far as they are not here yet.
-
-        Args:
-          step: the step.
+        """Fetch the arrays of a step that are not here yet.
 
         Raises:
-          NotAsSent: a file is missing, or is not as it was sent. Where a run beside has removed the
-            step, the copy is refreshed, and has it no longer.
+          NotAsSent: a file is missing, or differs from what was sent. Where a run beside has
+            removed the step, the copy is refreshed, and has it no longer.
           UserError: the bucket cannot be read.
         """
         absent = self._absent.get(step) or self._of_others(step)
@@ -178,8 +175,8 @@ class RunCopy:
         self._absent.pop(step, None)
 
     def _of_others(self, step: int) -> Sizes:
-        """The arrays' files of a step that this training has saved which other processes have sent,
-        and this one does not have.
+        """Find the files of arrays that other processes have sent for a step of this training, and
+        that this process does not have.
         """
         if self.sender is None or not self.sender.has_peers or step in self._steps:
             return {}
@@ -193,8 +190,8 @@ class RunCopy:
         return {name: files[name] for name in arrays if not (folder / name).exists()}
 
     def leave_out(self, step: int) -> None:
-        """Take a step that the run does not go on after out of the copy; what the bucket has of it
-        stays, and is not fetched again by `complete`.
+        """Take a step out of the copy that the run is not resumed after; the objects in the bucket
+        stay, and `complete` does not fetch them again.
 
         Args:
           step: the step, which may be absent.
@@ -203,9 +200,9 @@ class RunCopy:
         self._absent.pop(step, None)
 
     def start_sending(self) -> None:
-        """Begin to send what changes in the copy; all processes must call this. What an earlier
-        training left unfinished in the bucket is removed; what one of this process could not send
-        is no step of the copy any more.
+        """Begin to send changes of the copy to the bucket; all processes must call this. Objects
+        that an earlier training left unfinished are removed from the bucket; a step that this
+        process could not send leaves the copy.
 
         Raises:
           UserError: the bucket cannot be read and written.
@@ -219,8 +216,8 @@ class RunCopy:
         self.sender = Sender(self.folder, self._bucket, set(self._steps), self._fetched)
 
     def _read_steps(self, steps: Iterable[int]) -> dict[int, Sizes]:
-        """Read the last objects of steps; a step whose last object is damaged is left out, and
-        said.
+        """Read the last objects of steps; a step whose last object is damaged is left out with a
+        note.
         """
         found = {}
         for step in steps:
@@ -247,8 +244,8 @@ class RunCopy:
 
 
 def _while_objects_go(fetch: Callable[[], None]) -> None:
-    """List objects and fetch them, again where one has gone meanwhile, as where a training beside
-    has removed a step.
+    """List objects and fetch them, again where an object has gone meanwhile, as where a training
+    beside has removed a step.
     """
     for _ in range(_LISTINGS - 1):
         try:
@@ -260,14 +257,14 @@ def _while_objects_go(fetch: Callable[[], None]) -> None:
 
 
 def _is_array_aside(name: str) -> bool:
-    """Whether an object is an array of a damaged step, which nobody reads here."""
+    """Return whether an object is an array of a damaged step, which nobody reads here."""
     top, _, rest = name.partition("/")
     return top == DAMAGED and rest.partition("/")[2].startswith(ARRAYS)
 
 
 def new_folder(url: str) -> Path:
-    """Make the folder of a copy, which is removed when this process ends; so are those of processes
-    that were killed, and those of other machines that nobody has touched for a week.
+    """Make the folder of a copy, which is removed when this process ends. Copies of processes that
+    were killed are removed too, and copies of other machines that nobody has touched for a week.
     """
     above = cache_folder() / "buckets" / "runs"
     above.mkdir(parents=True, exist_ok=True)
@@ -286,7 +283,7 @@ def new_folder(url: str) -> Path:
 
 
 def _is_left(folder: Path, here: str) -> bool:
-    """Whether a process that is gone has left a copy behind."""
+    """Return whether a process that is gone has left a copy behind."""
     pid, _, of = folder.name.partition("@")
     if of.rpartition("-")[0] == here:
         return pid.isdecimal() and process_start(int(pid)) is None

@@ -1,5 +1,6 @@
-"""What a run folder is in a bucket: the names of its objects, and which of its steps are whole. The
-last object of a step has the size and the hash of every other, and without it there is no step.
+"""The layout of a run folder in a bucket: the names of its objects, and which of its steps are
+whole. The last object of a step has the size and the hash of every other, and without it there is
+no step.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from jaxpar.train.runs.folder.steps import CHECKPOINTS
 UPLOADED = "uploaded.json"
 """The last object of a step: the size and the hash of each file of it."""
 LOCK = "lock.json"
-"""Says which training has a run folder (`jaxpar.train.runs.locks.run_lock`); it is no part of the
-run.
+"""The object that says which training has a run folder (`jaxpar.train.runs.locks.run_lock`); it is
+no part of the run.
 """
 ARRAYS = f"{STATE}/"
 PARTS = "parts/"
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
-"""A file on its way to its name (`whole_files.replacing`)."""
+"""The name of a file that is being written before it gets its own (`whole_files.replacing`)."""
 
 Sizes = dict[str, tuple[int, str]]
 """The size and the hash of files, by name."""
@@ -36,7 +37,7 @@ State = tuple[int, int]
 
 
 def steps_below(folder: Path) -> set[int]:
-    """The steps that are on this machine."""
+    """List the steps that are on this machine."""
     names = (path.name for path in (folder / CHECKPOINTS).glob("[0-9]*"))
     return {int(name) for name in names if name.isdecimal()}
 
@@ -49,7 +50,7 @@ def step_of(name: str) -> int | None:
 
 
 def whole_steps(found: Mapping[str, Found]) -> dict[int, Found]:
-    """The steps that have their last object, with that."""
+    """Find the steps that have their last object, with that object."""
     steps = {}
     for name, one in found.items():
         step = step_of(name)
@@ -77,7 +78,7 @@ def size_and_hash(file: Path) -> tuple[int, str]:
 
 
 def names_below(folder: Path) -> list[str]:
-    """The files below a folder; `os.walk` passes over a folder that is renamed meanwhile."""
+    """List the files below a folder; `os.walk` passes over a folder that is renamed meanwhile."""
     return sorted(
         (Path(place) / name).relative_to(folder).as_posix()
         for place, _, names in os.walk(folder)
@@ -87,7 +88,9 @@ def names_below(folder: Path) -> list[str]:
 
 
 def states_below(folder: Path) -> Iterator[tuple[str, State]]:
-    """The size and the time of each file below a folder, the arrays of its checkpoints too."""
+    """Yield the size and the time of each file below a folder, the arrays of its checkpoints
+    too.
+    """
     for name in names_below(folder):
         with suppress(FileNotFoundError):  # Orbax has renamed its folder meanwhile
             stat = (folder / name).stat()

@@ -29,14 +29,14 @@ _COPIES: dict[str, RunCopy] = {}
 
 
 def run_here(path: str | Path) -> Path:
-    """Find the folder of a run, which need not be there yet, on this machine.
+    """Find the folder of a run, which need not exist yet, on this machine.
 
     Args:
       path: a folder of this machine, which is returned as it is, or a URL.
 
     Returns:
-      The folder; of a URL, the copy that this process has, with what has changed in the bucket
-      since it was last looked at.
+      The folder; for a URL, this process's copy, with what has changed in the bucket since the last
+      look.
 
     Raises:
       UserError: the bucket cannot be read.
@@ -60,7 +60,7 @@ def folder_here(path: str | Path) -> Path:
         Face Hub, `hf://org/name`.
 
     Returns:
-      The folder; of a URL, a copy.
+      The folder; for a URL, a copy.
 
     Raises:
       UserError: the bucket or the Hub cannot be read.
@@ -77,13 +77,13 @@ def folder_here(path: str | Path) -> Path:
 
 @contextmanager
 def writing_folder(path: str | Path) -> Iterator[Path]:
-    """Give a folder of this machine to write into; that of a URL is sent once all of it is written.
+    """Give a folder of this machine to write into; for a URL, send it once all of it is written.
 
     Args:
       path: a folder of this machine, which is given as it is, or a URL.
 
     Yields:
-      The folder, which need not be there yet.
+      The folder, which need not exist yet.
 
     Raises:
       UserError: there is something under the URL already, or the bucket cannot be written.
@@ -103,15 +103,12 @@ def writing_folder(path: str | Path) -> Iterator[Path]:
 
 
 def copy_of(folder: Path) -> RunCopy | None:
-    """Find the copy that a folder is; None = it is a folder of this machine like any other."""
+    """Find the copy of a run that a folder is; None = the folder is no copy."""
     return next((copy for copy in _COPIES.values() if copy.folder == folder.absolute()), None)
 
 
 def send(folder: Path) -> None:
-    """Send what has changed in a run folder that is a copy; all processes may call this.
-
-    Args:
-      folder: any run folder.
+    """Send the changes in a run folder that is a copy; all processes may call this.
 
     Raises:
       UserError: the bucket cannot be written.

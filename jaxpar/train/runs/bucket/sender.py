@@ -1,5 +1,5 @@
-"""Sends what changes in the copy of a run to its bucket: each process its own files of a step, and
-the first one the rest, with the last object of a step when all have sent theirs.
+"""The sender of changes in the copy of a run to its bucket: each process sends its own files of a
+step, and the first one the rest, with the last object of a step when all have sent theirs.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from jaxpar.train.runs.folder.steps import CHECKPOINTS
 
 _EVERY_SECONDS = 30.0
 _PEERS_SECONDS = 1800.0
-"""How long the first process waits for the files of another."""
+"""The time for which the first process waits for the files of another."""
 
 
 class Sender:
-    """Sends what changes in the copy of a run, in a thread of its own, one thing after another."""
+    """A sender of changes in the copy of a run, in a thread of its own, one thing after another."""
 
     def __init__(self, folder: Path, bucket: Bucket, steps: set[int], fetched: Mapping[str, State]):
-        """Begin; all processes must call this.
+        """Start the thread; all processes must call this.
 
         Args:
-          folder: the copy.
+          folder: the folder of the copy.
           bucket: the run folder in the bucket.
-          steps: those that are whole there.
+          steps: the steps that are whole in the bucket.
           fetched: the small files of the copy, as they are in the bucket.
         """
         self._folder = folder
@@ -65,10 +65,10 @@ class Sender:
         self._thread = ThreadPoolExecutor(1)
         self._step: Future[None] | None = None
         self._again: int | None = None
-        """The last step, until it is sent once more."""
+        """The last step, if it may be sent once more; None = it may not."""
         self._stopped = threading.Event()
         self.seconds = 0.0
-        """How long the last step took to be sent, once it was written."""
+        """The seconds that it took to send the last step, once it was written."""
         if self._main:
             self._remove_unfinished()
             threading.Thread(target=self._send_now_and_then, daemon=True).start()
@@ -76,8 +76,8 @@ class Sender:
             multihost_utils.sync_global_devices("jaxpar_bucket_run")
 
     def send_step(self, step: int) -> None:
-        """Send a step that is on this machine as a whole; `wait` says how that ended. Where it was
-        stopped meanwhile, the run may be another training's, and nothing is sent.
+        """Send a step that is on this machine as a whole; `wait` says how that ended. Where the
+        sender was stopped meanwhile, the run may be another training's, and nothing is sent.
         """
         if self.stopped:
             return
@@ -86,8 +86,8 @@ class Sender:
         self._step = self._thread.submit(self._send_step, step)
 
     def wait(self) -> None:
-        """Wait for the last step, and raise what kept it from being sent. It may have failed long
-        ago, so it is sent once more before that.
+        """Wait for the last step, and raise the error that kept it from being sent. It may have
+        failed long ago, so it is sent once more before that.
         """
         if self._step is None:
             return
@@ -102,7 +102,7 @@ class Sender:
             self._step.result()
 
     def stop(self) -> None:
-        """Send no more of itself. `send` still sends."""
+        """Stop the sending of steps and changes by the thread itself. `send` still sends."""
         self._stopped.set()
 
     @property
@@ -116,7 +116,7 @@ class Sender:
         return self._stopped.is_set()
 
     def close(self) -> None:
-        """Stop, once what is being sent has been sent or has failed."""
+        """Stop, once the thread has sent what it is sending or has failed."""
         self.stop()
         self._thread.shutdown()
 
@@ -162,7 +162,9 @@ class Sender:
         self._remove_retired()
 
     def _part(self, step: int, process: int) -> str:
-        """What a process has sent of a step, in this call of the command."""
+        """Return the name of the object that lists a process's files of a step, in this call of the
+        command.
+        """
         return f"{CHECKPOINTS}/{step}/{PARTS}{self._call}.{process}.json"
 
     def _await_part(self, part: str) -> Sizes:
@@ -177,7 +179,7 @@ class Sender:
         return read_sizes(self._bucket.read(part), part)
 
     def _send_small(self) -> None:
-        """Send the files beside the checkpoints, and the losses in these, as far as they have
+        """Send the files beside the checkpoints, and the losses in these, where they have
         changed.
         """
         now = {name: state for name, state in states_below(self._folder) if self._is_small(name)}
@@ -197,8 +199,9 @@ class Sender:
         return step.isdecimal() and int(step) in self._steps and later
 
     def _remove_retired(self) -> None:
-        """Remove the steps that are gone here, each with its last object first. A step that is here
-        and not in the bucket may be what they have gone for: then they stay until it is there.
+        """Remove the steps that are gone here from the bucket, each with its last object first.
+        They may have been removed for a step that is here and not yet in the bucket: then they stay
+        until it is there.
         """
         if steps_below(self._folder) - self._steps:
             return
@@ -221,7 +224,7 @@ class Sender:
 
 
 def _told_by_first() -> str:
-    """A text that tells this call of a command from others, the same on all processes."""
+    """Make a text that tells this call of a command from others, the same on all processes."""
     own = uuid.uuid4().bytes
     if jax.process_count() > 1:
         rows = np.frombuffer(own, np.uint8)

@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: which step it is, what it was made with, and the size and hashes of
-all its files. By it damage is found before anything is read.
+"""The manifest of a checkpoint: its step, the data and tokenizer that it was trained with, and the
+size and hashes of all its files. By it damage is found before anything is read.
 
 Orbax and TensorStore check nothing: a flipped bit is restored without a word. A manifest is written
 into the folder of its step while that has its temporary name, so a step is there only with it.
@@ -27,17 +27,19 @@ from jaxpar.train.runs.folder.orbax_names import METRICS, OF_ZARR, STEP_METADATA
 MANIFEST = "manifest.json"
 LOSS = "val_loss.json"
 _LATER = (MANIFEST, LOSS, STEP_METADATA, METRICS)
-"""What lies in the folder of a step and is written after the rest: its manifest, its loss, and when
-it was finished.
+"""The files in the folder of a step that are written after the rest: its manifest, its loss, and
+when it was finished.
 """
 _PIECE = 2**26
-"""Bytes of a file that have a hash of their own: what is read of a large file is some of these."""
+"""The bytes of a file that have a hash of their own; a sample of a large file is some of these
+pieces.
+"""
 SAMPLED = 2**32
-"""Bytes that a check by sample reads at most, besides the first piece of each file."""
+"""The most bytes that a check by sample reads, besides the first piece of each file."""
 _BLOCK = 2**21
-"""Bytes that are read at once, which stay in a processor's cache while they are hashed."""
+"""The bytes that are read at once, which stay in a processor's cache while they are hashed."""
 _SETTLE = 0.5
-"""Seconds after which a file is read again that the file system did not give."""
+"""The seconds after which a file is read again that the file system did not give."""
 _PACKAGES = ("jaxpar", "jax", "jaxlib", "orbax-checkpoint")
 _KINDS = {
     "check": str,
@@ -49,16 +51,16 @@ _KINDS = {
 }
 
 Depth = Literal["sizes", "sample", "whole"]
-"""How much of a step is compared: the sizes of its files alone; all that is small and a sample of
-what is large; or every byte.
+"""The part of a step that is compared: the sizes of its files alone; all small files and a sample
+of the large ones; or every byte.
 """
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not as it was saved, or cannot be read.
+    """A checkpoint differs from what was saved, or cannot be read.
 
     Attributes:
-      place: the folder of its step; None = it is not known here.
+      place: the folder of its step; None = the folder is not known.
     """
 
     def __init__(self, message: object = "", place: Path | None = None):
@@ -67,18 +69,18 @@ class DamagedCheckpoint(UserError):
 
 
 class UnreadCheckpoint(DamagedCheckpoint):
-    """The file system does not give a file that is there: whether it is damaged is not known."""
+    """The file system does not give a file that is there: it is not known whether it is damaged."""
 
 
 class Manifest(NamedTuple):
-    """What a step was when it was saved.
+    """The record of a step when it was saved.
 
     Attributes:
-      step: its number.
-      sizes: bytes of each file, by its path inside the folder of the step.
-      hashes: one for each `piece` of a file.
-      piece: bytes.
-      identity: what tells the data and the tokenizer of the run from others.
+      step: the step's number.
+      sizes: the bytes of each file, by its path inside the folder of the step.
+      hashes: a hash of each `piece` of a file.
+      piece: the number of bytes of a piece.
+      identity: the hashes by which the data and the tokenizer of the run are told from others.
     """
 
     step: int
@@ -89,24 +91,25 @@ class Manifest(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(self.sizes.values())
 
 
 class _Piece(NamedTuple):
-    """Some bytes of a file: the `number`-th of its pieces."""
+    """A piece of a file, the `number`-th."""
 
     name: str
     number: int
 
 
 def write_manifest(folder: Path, step: int, identity: Mapping[str, Any]) -> None:
-    """Write the manifest of a step, all of whose other files are there.
+    """Write the manifest of a step, once all of its other files are there.
 
     Args:
       folder: the folder of the step, which may still have its temporary name.
-      step: its number.
-      identity: what tells the data and the tokenizer of the run from others, as JSON has it.
+      step: the step's number.
+      identity: the hashes by which the data and the tokenizer of the run are told from others, as
+        JSON has them.
 
     Raises:
       OSError: a file cannot be read.
@@ -135,14 +138,11 @@ def write_manifest(folder: Path, step: int, identity: Mapping[str, Any]) -> None
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a step.
 
-    Args:
-      folder: the folder of the step.
-
     Returns:
       The manifest; None = there is none, as in a run of an earlier version.
 
     Raises:
-      DamagedCheckpoint: it is there and damaged.
+      DamagedCheckpoint: the manifest is damaged.
     """
     file = folder / MANIFEST
     try:
@@ -173,7 +173,9 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _says_file(row: Any, piece: int) -> bool:
-    """Whether a row of a manifest is the size of a file, and a hash for each of its pieces."""
+    """Return whether a row of a manifest has the size of a file, and a hash for each of its
+    pieces.
+    """
     if not is_kind(row, list[Any]) or not row:
         return False
     size, *hashes = row
@@ -183,20 +185,20 @@ def _says_file(row: Any, piece: int) -> bool:
 
 
 def require_whole(folder: Path, step: int, depth: Depth = "sample") -> Manifest | None:
-    """Compare a step with its manifest.
+    """Compare a step with its manifest, and return the manifest.
 
     Args:
       folder: the folder of the step.
-      step: the number that the folder's name says.
-      depth: how much is compared.
+      step: the number in the folder's name.
+      depth: how much of the step is compared.
 
     Returns:
       The manifest; None = there is none, and nothing was compared.
 
     Raises:
-      DamagedCheckpoint: it is another step, or a file is missing, of another size or of another
-        content. The message has no name of the step in it.
-      UnreadCheckpoint: the file system does not give a file, also a moment later.
+      DamagedCheckpoint: the folder has another step, or a file is missing, of another size or of
+        another content. The message does not name the step.
+      UnreadCheckpoint: the file system does not give a file, not even a moment later.
     """
     try:
         return _require_whole(folder, step, depth)
@@ -243,12 +245,12 @@ def _require_content(folder: Path, manifest: Manifest, depth: Depth) -> None:
 
 
 def _all_of(manifest: Manifest, name: str) -> range:
-    """The numbers of the pieces of a file."""
+    """Return the numbers of the pieces of a file."""
     return range(len(manifest.hashes[name]))
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file of a step, but of those that are written later, by path."""
+    """Find the bytes of each file of a step, but of those that are written later, by path."""
     return dict(_sizes_below(folder, ""))
 
 
@@ -264,21 +266,17 @@ def _sizes_below(folder: Path, inside: str) -> Iterator[tuple[str, int]]:
 
 
 def bytes_of(folder: Path) -> int:
-    """Return the bytes of the files of a step, but of those that are written later.
-
-    Args:
-      folder: the folder of the step.
-    """
+    """Count the bytes of the files of a step, but of those that are written later."""
     return sum(_sizes(folder).values())
 
 
 def _numbers(size: int, piece: int) -> range:
-    """The numbers of the pieces of a file of so many bytes; an empty file has one."""
+    """Return the numbers of the pieces of a file of so many bytes; an empty file has one."""
     return range(max(-(-size // piece), 1))
 
 
 _Hash = Callable[[Path, int, int], str]
-"""Hashes the bytes of a file from a place on, at most so many."""
+"""A function that hashes the bytes of a file from a place on, at most so many."""
 
 
 def _hash_pieces(
@@ -295,7 +293,7 @@ def _hash_pieces(
 
 
 def _hash_read(file: Path, start: int, most: int) -> str:
-    """Hash by reading, which survives that the file is cut meanwhile."""
+    """Hash by reading, which survives a file that is cut meanwhile."""
     made = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_BLOCK, most)))
     left = most
@@ -319,6 +317,6 @@ def _hash_mapped(file: Path, start: int, most: int) -> str:
 
 
 def _check(content: Mapping[str, Any]) -> str:
-    """The hash of what a manifest says, whatever its order and white space."""
+    """Hash the content of a manifest, whatever its order and white space."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(text.encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""A run's folder and its config: what makes a folder one, and whether a config is still the
-experiment that it is a run of.
+"""A run's folder and its config: what makes a folder a run folder, and whether a config is still
+the run's experiment.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxpar.train.runs.folder.steps import CHECKPOINTS, steps_in
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is a run folder; a URL is refused (UserError)."""
+    """Return whether a folder is a run folder; a URL is refused (UserError)."""
     require_local(folder)
     return os.path.exists(folder / "config.toml")  # which is False of a name that is too long
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run folders in a folder and in its subfolders; a run folder is its own.
+    """List the run folders in a folder and in its subfolders; a run folder is its own.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no run folder.
     """
     if is_run(folder):
         return [folder]
@@ -48,8 +48,8 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def read_run_config(folder: Path) -> Config:
-    """Read the config that a run folder was made with, or last went on with; without one it is
-    refused (UserError).
+    """Read the config that a run folder was made with, or was last resumed with; a folder without
+    one is refused (UserError).
     """
     path = folder / "config.toml"
     if not is_run(folder):
@@ -61,27 +61,27 @@ def read_run_config(folder: Path) -> Config:
 
 
 def finished_steps(folder: Path) -> list[int]:
-    """Return the steps of a run folder's finished checkpoints, as they are at the moment."""
+    """List the steps of a run folder's finished checkpoints, as they are at the moment."""
     return steps_in(folder / CHECKPOINTS)
 
 
 def moved_data(changes: Sequence[str]) -> list[str]:
-    """Return the changes of a config (see `incompatible_changes`) that are more than another place
-    of its data.
+    """Leave out of the changes of a config (`incompatible_changes`) those that only move its data
+    to another place.
     """
     return [text for text in changes if not text.startswith(("data.path: ", "data.val_path: "))]
 
 
 def refused_changes(folder: Path, before: Config, config: Config) -> list[str]:
-    """Return the changes that make a config another experiment than the run in a folder.
+    """List the changes that make a config another experiment than the run in a folder.
 
     A run without a finished checkpoint is no experiment yet. An import that has not trained has its
-    arrays alone. What a run of an earlier version has and is refused today may be replaced.
+    arrays alone. A value in a run of an earlier version that is refused today may be replaced.
 
     Args:
       folder: the run folder.
-      before: the config in it.
-      config: the config that it is to go on with.
+      before: the config in the folder.
+      config: the config that the run is to be resumed with.
 
     Returns:
       The changes, as `incompatible_changes` writes them.
@@ -108,7 +108,7 @@ def replaced_values(before: Config, config: Config) -> str:
 
 
 def resized_note(before: Config, config: Config) -> str:
-    """Say how the layout of a run differs from that of its last call; empty = it does not."""
+    """Say how the layout of a run differs from the layout of its last call; empty = it does not."""
     was = flatten(before)
     now = flatten(config)
     keys = [*(f"mesh.{axis}" for axis in MESH_AXES), "train.accumulation"]
@@ -123,21 +123,19 @@ def resized_note(before: Config, config: Config) -> str:
 
 
 def compare_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
-    """Require that a folder is no run yet, or that its run is the same experiment. Nothing is
-    written.
+    """Refuse a folder that has the run of another experiment. Nothing is written.
 
     Only process 0 looks, and tells the others what it found.
 
     Args:
-      folder: the run folder, or where it will be.
-      config: the experiment.
-      data_compared: whether the data are known to be those of the run, wherever they lie now.
+      folder: the run folder, which may be absent.
+      data_compared: whether the data are known to be the run's, wherever they lie now.
 
     Returns:
-      On process 0 the config that is in the folder, or None; None elsewhere.
+      On process 0 the config in the folder, or None; None elsewhere.
 
     Raises:
-      UserError: the folder is of another experiment, is no run folder or cannot be used; or it is a
+      UserError: the folder has another experiment, is no run folder or cannot be used; or it is a
         URL.
     """
     require_local(folder)
@@ -180,5 +178,5 @@ def keep_config(folder: Path, config: Config) -> None:
 
 
 def _for_next_call(config: Config) -> Config:
-    """Return the config without what it says for one call alone."""
+    """Reset the settings of a config that hold for one call alone."""
     return replace(config, data=replace(config.data, accept_changed=False))

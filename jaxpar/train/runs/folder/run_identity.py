@@ -1,6 +1,6 @@
-"""What a checkpoint was trained with: its manifest says which data and which files of a tokenizer.
-Whoever loads it compares the tokenizer's with those of the run folder; the data are said there for
-whoever looks.
+"""The identity of a run's data and tokenizer, which the manifest of a checkpoint has. A reader of
+the checkpoint compares the tokenizer's files with the run folder's; the data are there for people
+to look at.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxpar.train.runs.folder.manifest import Manifest
 _DATA = "data"
 _TOKENIZER = "tokenizer"
 _MEANING = (TOKENIZER, TOKEN_IDS)
-"""The files that say what ids mean: weights are good for nothing with others."""
+"""The files that give ids their meaning: weights are good for nothing with others."""
 
 
 def run_identity(folder: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Return what tells the data and the tokenizer of a run from others.
+    """Make the hashes by which the data and the tokenizer of a run are told from others.
 
     Args:
       folder: the run folder.
-      pieces: what the data are made of.
+      pieces: the parts of the data.
 
     Raises:
       UserError: a file of the tokenizer cannot be read.
@@ -38,7 +38,7 @@ def run_identity(folder: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _tokenizer_hashes(folder: Path) -> dict[str, str]:
-    """Return a hash of each file of a run's tokenizer, by name."""
+    """Hash each file of a run's tokenizer, by name."""
     own = folder / TOKENIZER
     names = [TOKENIZER] if own.exists() else []
     found = dict[str, str]()
@@ -54,13 +54,12 @@ def require_tokenizer_files(folder: Path, manifest: Manifest | None, say: Say) -
     An import may be given another tokenizer, or other files beside it, until it is trained.
 
     Args:
-      folder: the run folder.
-      manifest: that of the step; None = it has none, and nothing is compared.
-      say: gets a line about each file that is not what ids mean and has changed, as a chat
-        template that somebody has mended.
+      manifest: the manifest of the step; None = it has none, and nothing is compared.
+      say: gets a line about each changed file that does not change the meaning of ids, such as a
+        chat template that somebody has mended.
 
     Raises:
-      UserError: a file that says what ids mean has changed or is gone.
+      UserError: a file that gives ids their meaning has changed or is gone.
     """
     before = {} if manifest is None else manifest.identity.get(_TOKENIZER, {})
     if manifest is None or not manifest.step or not is_kind(before, dict[str, str]):

@@ -1,4 +1,6 @@
-"""Which steps a folder of checkpoints has, and what becomes of those that are none, or damaged."""
+"""The steps in a folder of checkpoints, and the clearing away of folders that are no step, or
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ DAMAGED = "damaged"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of a folder of checkpoints, sorted: folders whose name is a number, with a
-    state in them. A copy of one under way counts.
+    """List the steps of a folder of checkpoints, sorted: folders whose name is a number, with a
+    state in them. A step that is still being copied there counts.
 
     Args:
       folder: the folder, which may be absent.
@@ -31,14 +33,12 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """Whether there is anything of a checkpoint in a folder. The arrays may still be in a
-    bucket.
-    """
+    """Return whether a folder has any part of a checkpoint. The arrays may still be in a bucket."""
     return (path / STATE).exists() or (path / STEP_METADATA).exists()
 
 
 def _is_number(name: str) -> bool:
-    """Whether a name is a number as it is written here, so not 040."""
+    """Return whether a name is a number as steps are written, so not 040."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
@@ -51,14 +51,14 @@ def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
 
     Args:
       folder: the folder of checkpoints.
-      keep: how many of the newest are kept.
+      keep: the number of the newest steps that are kept.
       best: the step that is kept besides; None = none is.
 
     Returns:
-      A line for each that was moved aside, or that could not be read and is left.
+      A line for each folder that was moved aside, or that could not be read and is left.
 
     Raises:
-      UserError: it cannot be moved.
+      UserError: a folder cannot be moved.
     """
     if not os.path.isdir(folder):
         return []
@@ -81,7 +81,7 @@ def clear_up(folder: Path, keep: int, best: int | None) -> list[str]:
 
 
 def _missing(path: Path) -> str:
-    """Say what keeps a folder from being the step of its name, without reading what is large; an
+    """Say why a folder is not the step of its name, without reading large files; empty = it is. An
     UnreadCheckpoint says that this cannot be known.
     """
     try:
@@ -102,17 +102,15 @@ def _missing(path: Path) -> str:
 
 
 def set_aside(path: Path, problem: str) -> str:
-    """Move a damaged step out of the way of the run, where nothing removes it.
+    """Move a damaged step out of the way of the run, where nothing removes it, and return a line
+    that says so.
 
     Args:
       path: the folder of the step, in the run's folder of checkpoints.
       problem: what is wrong with it.
 
-    Returns:
-      A line that says so.
-
     Raises:
-      UserError: it cannot be moved.
+      UserError: the folder cannot be moved.
     """
     aside = path.parent.parent / DAMAGED
     names = (path.name, *(f"{path.name}-{number}" for number in range(1, 1000)))

@@ -1,5 +1,5 @@
-"""The validation losses of a run's checkpoints: which step is the best. Each lies in the folder of
-its step, in a file that checks itself.
+"""The validation losses of a run's checkpoints, which say which step is the best. Each lies in the
+folder of its step, in a file that checks itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CHECK = "check"
 
 
 def lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
-    """Return the step with the lowest loss, or None where none of the steps has one.
+    """Find the step with the lowest loss; None where none of the steps has one.
 
     Args:
-      losses: by step.
-      steps: those that are asked about.
+      losses: the known losses, by step.
+      steps: the steps to choose from.
     """
     return min(
         (step for step in steps if step in losses), key=lambda step: losses[step], default=None
@@ -37,10 +37,10 @@ def lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
 
 
 class Losses:
-    """The losses of the checkpoints in a folder, which grow while a run goes on.
+    """The losses of the checkpoints in a folder, which grow in number while a run trains.
 
     Attributes:
-      known: by step.
+      known: the known losses, by step.
     """
 
     def __init__(self, folder: Path, say: Say):
@@ -51,7 +51,7 @@ class Losses:
         self._unwritten: dict[int, float] = {}
 
     def read(self) -> None:
-        """Read the losses that are there. One that is damaged is none, and is said once."""
+        """Read the losses in the folder. A damaged one is left out, with a note the first time."""
         steps = steps_in(self._folder)
         if all((self._folder / str(step) / LOSS).exists() for step in steps):
             logged = {}
@@ -92,14 +92,13 @@ class Losses:
         self._unwritten.pop(step, None)
 
     def write(self) -> list[int]:
-        """Write the losses of those steps that have been written to their end; the others wait for
-        it.
+        """Write the losses of the steps that have been written to their end; the others wait.
 
         Returns:
-          The steps.
+          The steps whose losses were written.
 
         Raises:
-          UserError: one cannot be written.
+          UserError: a loss cannot be written.
         """
         there = [step for step in self._unwritten if (self._folder / str(step)).exists()]
         for step in there:
@@ -111,7 +110,7 @@ class Losses:
 
 
 def _read_older(place: Path) -> float | None:
-    """The loss where earlier versions have it, unchecked."""
+    """Read a loss from the file of earlier versions, unchecked."""
     with suppress(UserError):
         loss = read_json(place / METRICS_FILE).get(METRIC)
         if is_kind(loss, float):
@@ -120,5 +119,5 @@ def _read_older(place: Path) -> float | None:
 
 
 def _check(step: int, loss: float) -> str:
-    """A hash of a loss and the step that it is of."""
+    """Hash a loss and its step."""
     return xxhash.xxh3_128(f"{step} {loss!r}".encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""Checkpoints in a second tier, on the disks of the machines. To be read in this order: when each
-training of a run started, by which a checkpoint on another disk is known as one that the run has
+"""Checkpoints in a second tier, on the disks of the machines. Read the modules in this order: the
+starts of a run's trainings, by which a checkpoint on another disk is known as one that the run has
 come through (`starts`), and the tier itself (`tier`).
 """
 

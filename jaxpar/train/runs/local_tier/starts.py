@@ -1,5 +1,5 @@
-"""The starts of a run: a name that tells it from all others, and after which step each training of
-it began. By these a checkpoint on the disk of a machine is known as one of this run, and as one
+"""The starts of a run: a name that tells it from all others, and the step after which each training
+of it began. By these a checkpoint on the disk of a machine is known as one of this run, and as one
 that the run has not gone back behind meanwhile, on other machines.
 """
 
@@ -16,31 +16,31 @@ from jaxpar.base.errors import UserError, read_json
 from jaxpar.train.runs.bucket import send
 
 STARTS = "starts.json"
-"""The file of a run folder that has them, once `checkpoint.local` was used."""
+"""The file of a run folder that has the starts, once `checkpoint.local` was used."""
 _NAME = re.compile("[0-9a-f]{32}")
 _KINDS = {"run": str, "first": list[int]}
 
 
 class Starts(NamedTuple):
-    """The starts of a run.
+    """The name of a run, and where each of its trainings started.
 
     Attributes:
       run: a name that no other run has.
-      first: for each training, the step that it went on after.
+      first: the step after which each training started.
     """
 
     run: str
     first: tuple[int, ...]
 
     def went_through(self, start: int, step: int) -> bool:
-        """Whether what the run is now has come through a step.
+        """Return whether the run as it is now has come through a step.
 
         Args:
-          start: which of the trainings saved the step.
-          step: its number.
+          start: the number of the training that saved the step.
+          step: the step's number.
 
         Returns:
-          False where a later training began before it, with other steps from there on.
+          False where a later training began before that step, with other steps from there on.
         """
         later = self.first[start + 1 :]
         return start < len(self.first) and all(step <= first for first in later)
@@ -49,11 +49,8 @@ class Starts(NamedTuple):
 def read_starts(folder: Path) -> Starts | None:
     """Read the starts of a run; None = it has none, as `checkpoint.local` was never used.
 
-    Args:
-      folder: the run folder.
-
     Raises:
-      UserError: they are damaged.
+      UserError: the file is damaged.
     """
     file = folder / STARTS
     if not file.exists():
@@ -68,13 +65,10 @@ def read_starts(folder: Path) -> Starts | None:
 
 
 def begin_starts(folder: Path) -> Starts:
-    """Read the starts of a run, which get a name if they have none. For one process alone.
-
-    Args:
-      folder: the run folder.
+    """Read the starts of a run, which gets a name if it has none. For one process alone.
 
     Raises:
-      UserError: they are damaged, or cannot be written.
+      UserError: the file is damaged, or cannot be written.
     """
     found = read_starts(folder)
     if found is None:
@@ -88,10 +82,10 @@ def note_start(folder: Path, first: int) -> None:
 
     Args:
       folder: the run folder.
-      first: the step that it goes on after.
+      first: the step after which the training starts.
 
     Raises:
-      UserError: they are damaged, or cannot be written.
+      UserError: the file is damaged, or cannot be written.
     """
     found = read_starts(folder)
     if found is not None:

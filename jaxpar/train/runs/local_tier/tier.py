@@ -1,9 +1,10 @@
-"""Checkpoints in two tiers: beside those of the run folder, which may be in a bucket or on a disk
-that all share, each process has newer ones in a folder of its own machine (`checkpoint.local`).
+"""Checkpoints in two tiers: beside the checkpoints of the run folder, which may be in a bucket or
+on a disk that all share, each process has newer ones in a folder of its own machine
+(`checkpoint.local`).
 
-A local step is one only if every process has its part of it whole, so all agree on which they have.
-With several processes each has the parts of the arrays that its devices hold, which are good for
-the same layout alone; a single process has all of them.
+A local step counts only if every process has its part of it whole, so all agree on which steps they
+have. With several processes each has the parts of the arrays that its devices hold, which are good
+for the same layout alone; a single process has all of them.
 """
 
 from __future__ import annotations
@@ -36,30 +37,31 @@ from jaxpar.train.runs.stores import OwnDiskStore
 from jaxpar.train.runs.training_checkpoints import TrainingCheckpoints
 
 _OWNER = "run.json"
-"""Says which run the checkpoints of a folder are of."""
+"""The file that says which run the checkpoints of a folder belong to."""
 _KEPT = 2
 _MOST = 8
-"""Of how many steps, the newest, processes tell each other."""
+"""The number of the newest steps that processes tell each other."""
 _LOCAL = "local"
-"""What a manifest has of a local step, in its identity."""
+"""The key of a local step's record, in the identity of its manifest."""
 _NONE = -1
 
 
 class LocalTier:
-    """The local checkpoints of a run, as this process has them.
+    """The local checkpoints of a run that this process has.
 
     Attributes:
-      steps: those that every process had whole when the run was opened, sorted.
-      checkpoints: what reads and writes them, once `open` was called.
+      steps: the steps that every process had whole when the run was opened, sorted.
+      checkpoints: reads and writes them, once `open` was called.
     """
 
     checkpoints: TrainingCheckpoints
 
     def __init__(self, local: str, run: Path, state: PyTree, order: Any):
-        """Look at what there is. All processes must call this, and then `release`.
+        """Take the local folder, and find its whole steps. All processes must call this, and then
+        `release`.
 
         Args:
-          local: `checkpoint.local`.
+          local: the path in `checkpoint.local`.
           run: the run folder, whose lock is held.
           state: the arrays that are saved, as ShapeDtypeStructs with their shardings.
           order: the order in which layers are saved.
@@ -103,8 +105,8 @@ class LocalTier:
         return lock
 
     def _find_whole(self) -> dict[int, Manifest]:
-        """The steps of this process that can be used; of the others it says what is wrong, on
-        standard error, as no other process knows of them.
+        """Find the steps of this process that can be used; say on standard error what is wrong with
+        the others, as no other process knows of them.
         """
         found = {}
         store = OwnDiskStore(self._place / CHECKPOINTS)
@@ -123,7 +125,7 @@ class LocalTier:
         return found
 
     def _problem(self, step: int, manifest: Manifest | None) -> str:
-        """Why a step that is as it was saved cannot be used; empty = it can."""
+        """Say why an undamaged step cannot be used; empty = it can."""
         noted = {} if manifest is None else manifest.identity.get(_LOCAL, {})
         start = noted.get("start")
         if start is None:
@@ -135,18 +137,18 @@ class LocalTier:
         return ""
 
     def manifest(self, step: int) -> Manifest:
-        """Return what this process's part of a step was when it was saved.
+        """Return the manifest of this process's part of a step.
 
         Args:
-          step: one of `steps`.
+          step: a step of `steps`.
         """
         return self._whole[step]
 
     def why_not(self, step: int) -> str:
-        """Say why the run folder's step is taken, and none of these.
+        """Say why the run folder's step is taken, and none of the local ones.
 
         Args:
-          step: that of the run folder.
+          step: the step of the run folder.
         """
         lacking = [str(index) for index, row in enumerate(self._rows) if not row]
         if self.steps:
@@ -158,16 +160,16 @@ class LocalTier:
         return "has none that every process has whole"
 
     def open(self, first: int, config: CheckpointConfig, identity: Mapping[str, Any]) -> None:
-        """Begin to write. Steps that the run does not go on from are removed. All processes must
+        """Begin to write. Steps that the run is not resumed from are removed. All processes must
         call this.
 
         Args:
-          first: the step that the run goes on after.
-          config: that of the run folder's checkpoints.
-          identity: what tells the data and the tokenizer of the run from others.
+          first: the step after which the run is resumed.
+          config: the settings of the run folder's checkpoints.
+          identity: the hashes by which the data and the tokenizer of the run are told from others.
 
         Raises:
-          UserError: they cannot be opened.
+          UserError: the checkpoints cannot be opened.
         """
         run_together(lambda: self._remove_others([s for s in self.steps if s <= first]))
         noted = {"start": len(self._starts.first), "parts": self._parts}
@@ -195,11 +197,12 @@ class LocalTier:
 
 
 def _parts_of(state: PyTree, order: Any) -> str:
-    """A hash of what a process has of a state; of a single process, which has all, there is none.
+    """Hash the layout of a process's parts of a state; for a single process, which has all, return
+    a fixed word.
 
     Args:
       state: ShapeDtypeStructs with their shardings.
-      order: the order of the layers in it.
+      order: the order of the layers in the state.
     """
     count = jax.process_count()
     if count == 1:
@@ -213,7 +216,7 @@ def _parts_of(state: PyTree, order: Any) -> str:
 
 
 def _steps_of_all(steps: list[int]) -> list[set[int]]:
-    """Return the steps that each process has; all must call this."""
+    """Tell all processes the steps that each of them has; all must call this."""
     newest = steps[-_MOST:]
     row = np.full(_MOST, _NONE, np.int32)
     row[: len(newest)] = newest
@@ -225,7 +228,7 @@ def _steps_of_all(steps: list[int]) -> list[set[int]]:
 
 
 def _starts_from_first(starts: Starts) -> Starts:
-    """Return on every process the starts that the first one has read; all must call this."""
+    """Give every process the starts that the first one has read; all must call this."""
     if jax.process_count() == 1:
         return starts
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(starts.first))))

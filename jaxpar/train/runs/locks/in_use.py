@@ -1,5 +1,5 @@
-"""Which checkpoints are being read: a reader marks the step that it reads, and a training beside it
-waits to remove that step.
+"""Marks on checkpoints that are being read: a reader marks the step that it reads, and a training
+beside it waits to remove that step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from jaxpar.base.process.processes import machine, process_start
 
 _MARK = ".reading-"
 _HOURS = 2
-"""How long a mark counts whose reader is on another machine, where nobody sees whether it runs."""
+"""The hours for which a mark counts whose reader is on another machine, where nobody sees whether
+it runs.
+"""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
-"""What the system says of a mark, or a run folder, that is not there."""
+"""The errors that say that a mark, or a run folder, does not exist."""
 _KINDS = {"step": int, "machine": str, "pid": int, "began": str}
 
 
@@ -29,8 +31,7 @@ def in_use(run: Path, step: int) -> Iterator[None]:
     marked.
 
     Args:
-      run: the run folder.
-      step: the step that is read inside.
+      step: the step that is read in the context.
     """
     pid = os.getpid()
     content = {
@@ -52,12 +53,12 @@ def in_use(run: Path, step: int) -> Iterator[None]:
 
 
 def steps_in_use(run: Path, steps: Iterable[int]) -> set[int]:
-    """Return the steps of a run that are being read, or may be: a mark that the file system does
-    not give stays, and counts. The mark of a reader that has died is removed.
+    """Find the steps of a run that are being read, or may be: a mark that the file system does not
+    give stays, and counts. The mark of a reader that has died is removed.
 
     Args:
-      run: the run folder.
-      steps: the steps that the run has. All of them may be read where no name says which.
+      steps: the steps that the run has. All of them may be read where a mark does not name its
+        step.
     """
     try:
         names = os.listdir(run)
@@ -81,16 +82,16 @@ def steps_in_use(run: Path, steps: Iterable[int]) -> set[int]:
 
 
 def _steps_by_name(mark: Path) -> set[int]:
-    """The step that the name of a mark says; that of an earlier version says none."""
+    """Return the step in the name of a mark; a mark of an earlier version names none."""
     step, dash, _ = mark.name.removeprefix(_MARK).partition("-")
     return {int(step)} if dash and step.isascii() and step.isdecimal() else set()
 
 
 def _read_mark(mark: Path) -> int | None:
-    """Return the step of a mark; None = its reader is gone, or it says nothing.
+    """Read the step of a mark; None = its reader is gone, or it says nothing.
 
     Raises:
-      OSError: the file system does not give it, which says nothing about its reader.
+      OSError: the file system does not give the mark, which says nothing about its reader.
     """
     try:
         age = time.time() - mark.stat().st_mtime

@@ -1,4 +1,5 @@
-"""One training in a run folder at a time: its lock says who, and a heartbeat that they still run.
+"""The lock of a run folder, by which one training runs in it at a time: it says who holds it, and a
+heartbeat says that they still run.
 
 The lock is a file and no lock of the system, which network file systems do not all have and
 buckets never: there it is an object. The owner touches it every `BEAT` seconds. Clocks of two
@@ -38,18 +39,18 @@ from jaxpar.train.runs.bucket import copy_of
 from jaxpar.train.runs.bucket.layout import LOCK
 
 BEAT = 10.0
-"""Seconds between two beats."""
+"""The seconds between two beats."""
 WATCH = 3 * BEAT
-"""Seconds without a beat after which the lock of another machine is a dead one's."""
+"""The seconds without a beat after which the owner of another machine's lock counts as dead."""
 _SETTLE = 0.5
-"""Seconds in which two that take over one lock would both be seen."""
+"""The seconds within which two that take over one lock would both be seen."""
 _ABSENT = (FileNotFoundError, NotADirectoryError)
-"""What the system says of a lock that is not there."""
+"""The errors that say that a lock does not exist."""
 _KINDS = {"token": str, "machine": str, "pid": int, "began": str, "since": str}
 
 
 class _Owner(NamedTuple):
-    """Who a lock says holds it; `token` is of one holding."""
+    """The holder of a lock, as the lock names it; `token` tells one holding from the next."""
 
     token: str
     machine: str
@@ -59,13 +60,13 @@ class _Owner(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For a message."""
+        """The owner in words, for a message."""
         host = self.machine.partition(" ")[0]
         return f"process {self.pid} on {host}, since {self.since}"
 
 
 def _exists(path: Path) -> bool:
-    """Whether a path is there; a UserError where the file system does not say."""
+    """Return whether a path exists; a UserError where the file system does not say."""
     with reading(path):
         return path.exists()
 
@@ -91,7 +92,7 @@ class RunLock:
         self._own = _Owner(uuid.uuid4().hex, machine(), pid, began, since)
         self._stopped = threading.Event()
         self.lost = ""
-        """Why this process holds the lock no longer; empty = it does."""
+        """The reason why this process holds the lock no longer; empty = it does."""
         self._take(say)
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -142,7 +143,7 @@ class RunLock:
             raise
 
     def _read(self) -> _Owner | None:
-        """Read who holds the lock; None = it is not there, or says nothing.
+        """Read who holds the lock; None = there is no lock, or it says nothing.
 
         Raises:
           UserError: the file system does not answer, which says nothing about the lock.
@@ -169,7 +170,9 @@ class RunLock:
         return owner
 
     def _is_alive(self, owner: _Owner, say: Say) -> bool:
-        """Whether an owner runs: the system knows of this machine, and another's lock beats."""
+        """Return whether an owner runs: the system knows of this machine, and another's lock
+        beats.
+        """
         if owner.machine == self._own.machine:
             return process_start(owner.pid) == owner.began
         say(f"{self._file} is of {owner.text}: watching for {WATCH:.0f} s whether it still runs")
@@ -238,8 +241,8 @@ class RunLock:
             raise UserError(self.lost)
 
     def holds(self) -> bool:
-        """Whether this process holds the lock, as far as a look at this machine says: a folder may
-        have been moved a moment ago, and another have its name.
+        """Return whether this process holds the lock, as far as a look at this machine says: a
+        folder may have been moved a moment ago, and another have its name.
         """
         if self._stopped.is_set():
             return False
@@ -266,8 +269,8 @@ class BucketLock(RunLock):
         """Take the lock.
 
         Args:
-          url: that of the run.
-          folder: the copy that this process has of it.
+          url: the URL of the run.
+          folder: this process's copy of the run.
           say: gets a line where a dead owner's lock is taken over.
 
         Raises:
@@ -297,7 +300,7 @@ class BucketLock(RunLock):
             return None
 
     def _look(self) -> None:
-        """The heartbeat asks the bucket, which is far away."""
+        """Look at nothing: the heartbeat asks the bucket, which is far away."""
 
     def _beat_time(self) -> str:
         found = self._bucket.find(LOCK)
@@ -355,17 +358,21 @@ class SharedLock:
 
     @property
     def lost(self) -> str:
-        """Why the lock is known to be held no longer; empty = it is held, or is another
-        process's.
+        """The reason why the lock is known to be held no longer; empty = it is held, or another
+        process holds it.
         """
         return "" if self._lock is None else self._lock.lost
 
     def holds(self) -> bool:
-        """See `RunLock.holds`; on processes but the first there is nothing to hold."""
+        """Return whether this process holds the lock; True on processes but the first, which have
+        none to hold.
+        """
         return self._lock is None or self._lock.holds()
 
     def require(self) -> None:
-        """See `RunLock.require`; on processes but the first nothing is required."""
+        """Require that this process still holds the lock; processes but the first have none to
+        hold.
+        """
         if self._lock is not None:
             self._lock.require()
 
@@ -382,9 +389,6 @@ def locked(folder: Path, say: Say) -> Iterator[SharedLock]:
     Args:
       folder: the run folder, which is made if it is absent.
       say: gets a line where a dead owner's lock is taken over.
-
-    Yields:
-      The lock.
 
     Raises:
       UserError: another training holds it, or the folder cannot be written.
