@@ -229,7 +229,7 @@ class ModelConfig:
     0 = no cap.
     """
     logit_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
-    """The same cap for the scores of the vocabulary."""
+    """A cap of the same form for the scores of the vocabulary; 0 = no cap."""
     query_scale: Annotated[float, Range(1e-6, 1e3, also=(0,))] = 0.0
     """The factor of attention's scores (Gemma); 0 = head_dim ** -0.5."""
     dropout: Annotated[

@@ -313,8 +313,9 @@ class TrainConfig:
     final_eval_batches: Annotated[
         int, Range(0, MOST_STEPS), Trait.MAY_CHANGE, Trait.EVALUATION_TOO, _NO_VALIDATION
     ] = 0
-    """The same as `eval_batches` for the evaluation after the last step, which takes no more
-    batches than the run has steps (or `eval_batches`), and for `jaxpar eval`."""
+    """Validation batches of the evaluation after the last step, as `eval_batches`, but no more than
+    the run has steps (or `eval_batches`), and of `jaxpar eval`; 0 = all of the validation set.
+    """
 
     @property
     def most_seconds(self) -> int:
