@@ -163,6 +163,10 @@ class OneOf:
     also: tuple[str, ...] = ()
     """Further words with a meaning of their own, such as `auto`."""
 
+    def __str__(self) -> str:
+        """Write every word as a table and a help have it: `auto, cudnn, reference`."""
+        return ", ".join((*self.also, *self.registry.names()))
+
     def require(self, key: str, value: object) -> None:
         """Refuse a value, or one of a tuple of values, that is not registered, with a message that
         names the key.

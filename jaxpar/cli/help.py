@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.field_marks import Idle, SchemaField, schema_fields
 from jaxpar.base.ranges import Range
+from jaxpar.base.registry import OneOf
 from jaxpar.cli.flags import Flag, flags_of
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def _flag_text(name: str, flag: Flag, marks: Sequence[object], doc: str, value: 
         notes = ["repeatable"]
     else:
         notes = [str(mark) for mark in marks if isinstance(mark, Range)]
+        several = "any" if flag.takes == "many" else "one"
+        notes += [f"{several} of {mark}" for mark in marks if isinstance(mark, OneOf)]
         notes.append(f"default: {_written(value)}")
     about = [*doc.split(), _idle_text(marks), f"({'; '.join(notes)})"]
     return "\n".join([words, *_wrapped(" ".join(filter(None, about)), "      ")])

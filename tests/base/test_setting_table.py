@@ -1,4 +1,6 @@
-"""The table of docs/config.md is what the schema says of each setting."""
+"""The table of docs/config.md is what the schema and the registries say of each setting.
+`python tests/base/test_setting_table.py` writes it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from jaxpar.base.ranges import Range, number_text
 from jaxpar.base.registry import OneOf
 from jaxpar.base.toml import flatten
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "config.md"
+HEAD = "| key | default | takes | no effect where |\n|---|---|---|---|\n"
 DEFAULTS = flatten(Config())
 KINDS = {bool: "true, false", str: "text", int: "whole numbers", float: "numbers"}
 
@@ -29,10 +33,8 @@ def taken(field: SchemaField) -> str:
     """What a setting may be."""
     kind = get_args(field.kind)[0] if get_origin(field.kind) is tuple else field.kind
     for mark in reversed(field.marks):
-        if isinstance(mark, Range):
+        if isinstance(mark, Range | OneOf):
             return str(mark)
-        if isinstance(mark, OneOf):
-            return ", ".join((*mark.also, *mark.registry.names()))
     if get_origin(kind) is Literal:
         return ", ".join(map(written, get_args(kind)))
     return KINDS[kind]
@@ -45,9 +47,18 @@ def row(field: SchemaField) -> str:
     return f"| {' | '.join(cells)} |".replace("  |", " |")
 
 
-def test_the_page_has_every_setting() -> None:
-    """If this fails, put these rows in place of those of the page."""
-    page = PAGE.read_text(encoding="utf-8").splitlines()
+def with_table(page: str) -> str:
+    """The page with the rows of today below the head of its table."""
     rows = [row(field) for field in schema_fields(Config).values()]
-    starts = tuple(f"| `{key}` |" for key in DEFAULTS)
-    assert [line for line in page if line.startswith(starts)] == rows, "\n".join(rows)
+    before, _, rest = page.partition(HEAD)
+    _, _, after = rest.partition("\n\n")
+    return "".join((before, HEAD, "\n".join(rows), "\n\n", after))
+
+
+def test_the_page_has_every_setting() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page), f"python {Path(__file__).relative_to(ROOT)} writes the table"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -23,6 +23,7 @@ from orbax.checkpoint._src.serialization import serialization
 from safetensors.numpy import load_file, save_file
 
 from jaxpar.base.config import ModelConfig, load_config, parse
+from jaxpar.base.registry import SINKS
 from jaxpar.base.toml import flatten, presets, to_toml
 from jaxpar.cli import commands
 from jaxpar.cli.arguments import config_args
@@ -31,6 +32,7 @@ from jaxpar.cli.main import _ORBAX_READING, COMMANDS, _unraisable, main
 from jaxpar.models import Model
 from jaxpar.models.hf.export import export_hf
 from jaxpar.train.metrics import read_metrics
+from jaxpar.train.sinks import register_sink
 
 SMALL = """
 --model.embed 16 --model.heads 2 --model.mlp 32 --model.layers 1 --model.max-seq-len 16 --data.seq-len 16
@@ -300,10 +302,22 @@ def test_help_on_tables(capsys, refused):
     with pytest.raises(SystemExit):
         main(["train", "tiny", "--help", "kernels", "model.lora"])
     shown = capsys.readouterr().out
-    assert "--kernels.attention STR" in shown and "One of auto, cudnn, pallas_gpu" in shown
+    assert "--kernels.attention STR" in shown and "(one of auto, cudnn, pallas_gpu" in shown
     assert "[model.lora]  Low-rank adaptation" in shown and "--model.layers" not in shown
     assert "no help on 'modle' (did you mean 'model'?)" in refused(
         "train", "tiny", "--help", "modle"
+    )
+
+
+def test_help_lists_a_name_that_a_program_registered(capsys):
+    register_sink("of-a-test")(lambda config, folder, first_step, run_id: None)
+    try:
+        with pytest.raises(SystemExit):
+            main(["train", "tiny", "--help", "metrics"])
+    finally:
+        SINKS.remove("of-a-test")
+    assert "any of tensorboard, wandb, mlflow, of-a-test;" in " ".join(
+        capsys.readouterr().out.split()
     )
 
 

@@ -114,7 +114,8 @@ class DataConfig:
     source: Annotated[str, OneOf(SOURCES)] = "stdlib"
     """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a
     .bin file; hf = a data set of Hugging Face; parquet, arrayrecord = files of documents; chat =
-    conversations (JSON or Parquet); or one that was registered (`jaxpar.data.sources`)."""
+    conversations (JSON or Parquet). A program may register others (`jaxpar.data.sources`).
+    """
     path: Annotated[
         str,
         _NO_FILES,

@@ -266,8 +266,9 @@ class OptimizerConfig:
         Rule(_averages_in_place_of_decay, also=("train.schedule",)),
         Rule(_averages_in_float32, also=("precision.params",)),
     ] = "adamw"
-    """One of adamw, adam, lion, sgd, adafactor, muon and schedule_free, whose settings are in the
-    table of its name; or one that was registered (`jaxpar.train.optimizer.named_optimizers`)."""
+    """The optimizer, whose settings are in the table of its name, or in `own` where a program
+    registered it (`jaxpar.train.optimizer.named_optimizers`).
+    """
     adamw: Annotated[AdamW, _only("adamw")] = AdamW()
     adam: Annotated[Adam, _only("adam")] = Adam()
     lion: Annotated[Lion, _only("lion")] = Lion()

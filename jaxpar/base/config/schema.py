@@ -227,8 +227,9 @@ class KernelsConfig:
         OneOf(KERNELS, ("auto",)),
         Called("attn_implementation flash_attention flash_attn use_flash_attn attn attention"),
     ] = "auto"
-    """One of auto, cudnn, pallas_gpu, splash, pallas_tpu, chunked and reference, or one that was
-    registered: see docs/attention.md."""
+    """The implementation of attention, perhaps one that a program registered: see
+    docs/attention.md.
+    """
 
 
 @dataclass(frozen=True)
@@ -305,8 +306,8 @@ class MetricsConfig:
             "enable_tensorboard mlflow logger wandb_project logging"
         ),
     ] = ()
-    """The places that each row of metrics.jsonl is sent to besides: tensorboard, wandb, mlflow,
-    each of which needs the extra of its name, or sinks that were registered. See docs/metrics.md.
+    """The places that each row of metrics.jsonl is sent to besides, each of which needs the extra
+    of its name; a program may register others. See docs/metrics.md.
     """
     profile: Annotated[
         str, Rule(_profiled_steps), Called("profile profiler enable_profiling profile_steps")

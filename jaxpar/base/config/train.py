@@ -219,6 +219,7 @@ class TrainConfig:
             "lr_decay_style decay_lr"
         ),
     ] = "cosine"
+    """The course of the learning rate after the warm-up: see docs/config.md."""
     decay_steps: Annotated[
         int,
         Range(0, MOST_STEPS),

@@ -168,14 +168,16 @@ class Pipeline:
     """
 
     schedule: Annotated[str, OneOf(SCHEDULES)] = "1f1b"
-    """One of gpipe, 1f1b, interleaved and looped, of which the last two take `virtual`, or one that
-    was registered: see `parallel.pipeline.schedules`.
+    """The order in which microbatches pass through the stages: see docs/pipeline.md. A program may
+    register others (`jaxpar.parallel.pipeline.register_schedule`).
     """
     microbatches: Annotated[int, Range(0, 65_536)] = 0
     """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts
     of the batch; 0 = as many as the batch allows, and at most four a stage."""
     virtual: Annotated[int, Range(1, 1_024)] = 1
-    """The number of chunks of layers that each stage has. The bubble is so many times smaller."""
+    """The number of chunks of layers that each stage has, under a schedule that takes several, such
+    as interleaved and looped. The bubble is so many times smaller.
+    """
     layers: tuple[Annotated[int, Range(0, 10_000)], ...] = ()
     """The number of layers of each virtual stage, first to last; empty = as even as can be, with
     the fewest in the first and the last."""

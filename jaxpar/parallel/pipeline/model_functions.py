@@ -117,8 +117,8 @@ def value_and_grad(
         begin with "layers".
       layout: a layout with more than one device along `stage`.
       microbatches: how many microbatches the batch's rows are cut into.
-      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, one that `register_schedule` made known,
-        or a table of one's own, which also sets microbatches and virtual stages
+      schedule: a name that `pipeline.schedule` may have, as `1f1b`, or a table of one's own, which
+        also sets microbatches and virtual stages
         (`jaxpar.parallel.pipeline.schedule_table.check_table` says which tables are valid).
       virtual: how many chunks of layers a stage has.
 
