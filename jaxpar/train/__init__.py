@@ -1,6 +1,9 @@
 """Training: the state and the step, checkpoints and the loop; also evaluation, text generation and
 conversion.
 
+    with train.open_run(plan.resolve(experiment), folder) as run:
+        run.train(hooks=[...])
+
 An open run holds its folder from first to last; `run` is these two lines. Hooks are what a program
 does besides at steps. `config_of` reads the model of a Hugging Face folder, `export_run` writes
 one, and `open_trained` loads either to generate. The other names serve a program's own loop: they
@@ -15,16 +18,6 @@ folder, `restore` loads what a folder has, and `distil` is its teacher, with `te
 the teacher's memory. `run_data` is what a run reads besides, and `hooks` what a program adds;
 `opening` puts all of this together. `evaluate` and `evaluations` measure what is trained, and
 `loop`, the last of these, trains.
-
-Its rooms, in the order in which they are read: `optimizer`, the shapes of a `state` and of a
-`batch`, and `experiment`, which is what a config needs to run; `metrics` is what is measured of it,
-with `sinks` for where that goes. Then the folders `step`, which computes, and `experiments`, which
-makes an experiment; `activations`, `state_memory` and `require_memory` say what memory it takes,
-and `smaller_step` what makes that less. `guard` and `goodput` watch a training. `runs` keeps it in
-a folder, `restore` loads what a folder has, and `distil` is its teacher, with `teacher_memory` for
-what this takes. `run_data` is what a run reads besides, and `hooks` what a program adds; `opening`
-puts all of this together. `evaluate` and `evaluations` measure what is trained, and `loop`, the
-last of these, trains.
 
 For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.
