@@ -277,7 +277,7 @@ MUTATIONS = [
              "tests/models/test_hf.py -k stored"),
     Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/runs/folder/val_losses.py",
              "return min(", "return max(", "tests/train/test_checkpoint.py"),
-    Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config/resuming.py",
+    Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config/loading.py",
              "before[key] != after[key] and key not in free", "before[key] != after[key] and key not in free and key[:4] != 'data'",
              "tests/base/test_config.py -k resumes"),
     # Compiled programs read and priced.

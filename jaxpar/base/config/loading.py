@@ -1,7 +1,10 @@
-"""Functions that read a config from a file or from text, and change some of its settings."""
+"""Functions that read a config from a file or from text, change some of its settings, and tell
+which changes a run may be resumed with.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from jaxpar.base.config.schema import Config
 from jaxpar.base.config.train import TrainConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.field_marks import Trait, keys_with
 from jaxpar.base.key_aliases import suggest_key
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.toml import as_tables, find_toml, flatten, from_dict, read_tables
@@ -97,3 +101,31 @@ def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
     changed = ", ".join(f"{key} {before[key]} -> {value}" for key, value in changes.items())
     said = f"train.steps={train.steps} is shorter than the schedule was: {changed}"
     return override(config, changes), said
+
+
+def incompatible_changes(old: Config, new: Config) -> list[str]:
+    """List the differences that make `new` another experiment than `old`: `["train.batch: 32 ->
+    64", ...]`.
+
+    Args:
+      old: the config that a run was made with.
+      new: the config that the run is to be resumed with.
+
+    Returns:
+      A line for each key that may not change in a run; empty = the run can be resumed.
+    """
+    before = flatten(old)
+    after = flatten(new)
+    free = keys_with(Config, Trait.MAY_CHANGE)
+    paths = keys_with(Config, Trait.PATH)
+    changed = [key for key in after if before[key] != after[key] and key not in free]
+    return [
+        f"{key}: {before[key]!r} -> {after[key]!r}"
+        for key in changed
+        if not (key in paths and _is_same_path(before[key], after[key]))
+    ]
+
+
+def _is_same_path(one: str, other: str) -> bool:
+    """Return whether two paths name one place: `model`, `./model/`."""
+    return bool(one and other) and os.path.abspath(one) == os.path.abspath(other)
