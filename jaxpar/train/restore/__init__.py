@@ -1,10 +1,10 @@
 """Loading of a folder on any mesh: a run's state, or the weights of a run, a Hugging Face folder or
 a PEFT adapter; and the conversion of one into the other.
 
-Read `metadata` first: the values that are saved beside a state. `which_step` chooses a checkpoint
-that is whole, `trained_state` reads it, and `load` puts that together with frozen weights, and
-loads the weights of any folder, whose model `folder_model` knows. `convert` imports and exports,
-and `python_overrides` says what a program had given a run.
+Read `metadata` first: the values that are saved beside a state, which also say what a program had
+given a run. `which_step` chooses a checkpoint that is whole, `trained_state` reads it, and `load`
+puts that together with frozen weights, and loads the weights of any folder, whose model
+`folder_model` knows. `convert` imports and exports.
 """
 
 from jaxpar.train.restore.convert import (
@@ -34,12 +34,12 @@ from jaxpar.train.restore.metadata import (
     OPTIMIZER_FINGERPRINT,
     TEACHER,
     fingerprint,
+    given_notes,
     saved_hooks,
     saved_part,
     state_metadata,
     sum_of_bits,
 )
-from jaxpar.train.restore.python_overrides import given_notes
 
 __all__ = [
     "OPTIMIZER_FINGERPRINT",

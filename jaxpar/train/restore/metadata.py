@@ -7,19 +7,23 @@ are, and whose optimizer, parts, teacher and frozen weights it was trained with.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.base.errors import UserError, require_kinds, short
+from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.models import AnyModel, Params
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.guard.replicas import sum_of_array
-from jaxpar.train.optimizer.given_optimizer import saved_name
+from jaxpar.train.optimizer.given_optimizer import GIVEN, saved_name
 from jaxpar.train.runs.checkpoints import Checkpoints
 from jaxpar.train.runs.folder.manifest import DamagedCheckpoint
+from jaxpar.train.runs.folder.orbax_names import DATA_FILE
+from jaxpar.train.runs.folder.run_folder import finished_steps, read_run_config
+from jaxpar.train.runs.folder.steps import CHECKPOINTS
 from jaxpar.train.state import TrainState
 
 STEP = "step"
@@ -40,6 +44,7 @@ _KINDS = {
     OPTIMIZER_FINGERPRINT: dict[str, str] | None,
     TEACHER: str | None,
 }
+_GIVEN_KINDS = {key: _KINDS[key] for key in (OPTIMIZER, PARTS)}
 
 
 def state_metadata(
@@ -159,3 +164,42 @@ def sum_of_bits(params: Params) -> int:
 @jax.jit
 def _sum_on_device(x: jax.Array) -> jax.Array:
     return sum_of_array(on_device(x))
+
+
+def given_notes(folder: Path) -> list[str]:
+    """Say what a program gave a run that a command cannot know: a command takes the config's in its
+    place, and numbers with that are not the run's.
+
+    Args:
+      folder: a run folder; where it has no checkpoint, nothing is known.
+
+    Returns:
+      A sentence for the optimizer, and one for the parts of the model; none where all is the
+      config's.
+
+    Raises:
+      UserError: the newest checkpoint or the config cannot be read.
+    """
+    steps = finished_steps(folder)
+    if not steps:
+        return []
+    file = folder / CHECKPOINTS / str(steps[-1]) / DATA_FILE
+    metadata = read_json(file, _GIVEN_KINDS) if file.exists() else {}
+    config = read_run_config(folder)
+    notes = []
+    if metadata.get(OPTIMIZER) == GIVEN:
+        notes.append(
+            f"{folder} was trained with an optimizer that a program gave, and a command takes its "
+            f"config's, optimizer.name={config.optimizer.name}: what is said of the optimizer's "
+            "state, its memory and its update is not that run's; from Python, give make_experiment "
+            "the optimizer="
+        )
+    parts = metadata.get(PARTS)
+    if parts:
+        named = ", ".join(f"{part}={name}" for part, name in parts.items())
+        notes.append(
+            f"{folder} was trained with parts of a model that a program gave ({named}), and a "
+            f"command takes its config's, model.family={config.model.family}: what is said is not "
+            "of that run's model; from Python, give make_experiment the model="
+        )
+    return notes
