@@ -125,8 +125,9 @@ class ModelConfig:
     """
 
     family: str = "gpt2"
-    """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2, gemma3, bert or
-    modernbert."""
+    """The family of the model, of those of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2,
+    gemma3, bert or modernbert.
+    """
     vocab_size: Annotated[int, Range(2, MOST_WORDS), Called("vocab n_vocab")] = 256
     vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
     """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is

@@ -277,8 +277,8 @@ def _shares(
     config: Config,
     order: Sequence[int] | None,
 ) -> dict[str, float | Array]:
-    """Return the share of each matrix that is not zero in the end, of every place where they
-    differ.
+    """Return the share of each matrix that is not zero in the end: a number, or an array with the
+    share of each layer's place, where layers differ.
     """
     pruning = config.pruning
     sizes = {name: _sides(axes[name], mask.shape) for name, mask in pruned.items()}

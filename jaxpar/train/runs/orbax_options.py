@@ -95,7 +95,7 @@ class Retention:
     """
 
     def __init__(self, store: CheckpointStore, newest: int, losses: Mapping[int, float]):
-        """Set the rule.
+        """Choose how many of the newest steps are kept, and by which losses the best is.
 
         Args:
           store: knows which steps are being read.
