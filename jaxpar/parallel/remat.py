@@ -1,4 +1,4 @@
-"""A policy of `jax.checkpoint` that says by name which activations a block keeps for its backward."""
+"""A policy of `jax.checkpoint` by the names of activations, which says what a block keeps."""
 
 from __future__ import annotations
 

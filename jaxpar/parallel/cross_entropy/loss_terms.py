@@ -124,7 +124,7 @@ class HeadWeights(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """How scores become a loss. The fields mean what `linear_cross_entropy` says of its arguments."""
+    """How scores become a loss. `linear_cross_entropy` explains the fields, its arguments."""
 
     vocab_size: int
     z_loss: float

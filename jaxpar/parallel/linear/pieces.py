@@ -98,7 +98,7 @@ def used_axes(axes: Axes) -> Axes:
 
 
 def gather_weight(weight: Array, axes: Axes, layout: Layout) -> Array:
-    """Inside `manual`: gather a weight for its matmul. It is cast before, so half the bytes travel."""
+    """Inside `manual`: cast a weight and then gather it, so that half the bytes travel."""
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 

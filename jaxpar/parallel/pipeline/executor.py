@@ -158,7 +158,7 @@ def _run(
 def _stage_arrays(
     task: Task, params: Params, batch: Batch, key: jax.Array | None, counts: TokenCounts
 ) -> StageArrays:
-    """Return the arguments of all stages, with the batch [M B, S] cut into microbatches [M, B, S]."""
+    """Return the arguments of all stages, the batch [M B, S] cut into microbatches [M, B, S]."""
     plan = task.plan
 
     def cut(x_BS: Array) -> Array:

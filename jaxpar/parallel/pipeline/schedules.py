@@ -156,7 +156,7 @@ def interleaved(stages: int, microbatches: int, virtual: int) -> Table:
 
 @register_schedule("looped", virtual=True)
 def looped(stages: int, microbatches: int, virtual: int) -> Table:
-    """Schedule GPipe through v chunks a stage (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953)."""
+    """Schedule GPipe through v chunks a stage (breadth-first; Lamy-Poirier, arXiv:2211.05953)."""
     return _all_forwards_first(stages, microbatches, virtual)
 
 

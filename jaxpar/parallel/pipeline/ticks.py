@@ -38,7 +38,7 @@ _SLOTS = (None, *STORED)
 
 
 class Shares(NamedTuple):
-    """The shares of some rounds in which a stage works at the first virtual stage, and at the last."""
+    """The shares of rounds in which a stage works at the first virtual stage, and at the last."""
 
     first: float
     last: float
