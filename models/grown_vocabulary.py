@@ -17,16 +17,16 @@ from jaxpar.models.parts import Params
 def grow_vocabulary(params: Params, rows: int, model: Model, plan: Plan) -> Params:
     """Give a model rows for more tokens, in its embedding and its head.
 
-    A new row is the mean of those that are there, as by `resize_token_embeddings` of
-    `transformers`, whose new rows differ from it by 3e-5 standard deviations. So a new token begins
-    no likelier than the others are on average (J. Hewitt, "Initializing New Word Embeddings for
-    Pretrained Language Models", 2021).
+    A new row is the mean of the rows that are there, as by `resize_token_embeddings` of
+    `transformers`, whose new rows differ from the mean by 3e-5 standard deviations. So a new token
+    begins no likelier than the others are on average (J. Hewitt, "Initializing New Word Embeddings
+    for Pretrained Language Models", 2021).
 
     Args:
       params: the parameters of the smaller model.
-      rows: how many tokens it has, without the padding of the vocabulary.
+      rows: how many tokens the smaller model has, without the padding of the vocabulary.
       model: the larger model, which is the same but for its vocabulary.
-      plan: the plan that says where its parameters go.
+      plan: the plan that says where the larger model's parameters go.
 
     Returns:
       The parameters of the larger model.

@@ -1,5 +1,5 @@
-"""What follows the last block of a transformer: a norm, what an encoder does to the stream before
-it is scored, and the vocabulary matrix.
+"""The head of a transformer: a norm, an encoder's transform of the stream before it is scored, and
+the vocabulary matrix.
 
 Shapes: B batch, S sequence, D embed, V vocab.
 """
@@ -44,7 +44,7 @@ class Transform(nnx.Module):
 
 class Head(nnx.Module):
     """A final norm and a transform, as far as the family has them, and the vocabulary matrix, which
-    is the embedding's own if the head is tied, otherwise another.
+    is the embedding's if the head is tied, and otherwise the head's own.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):

@@ -8,12 +8,26 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jaxpar"
-DONE = ("hlo", "data", "rehearse", "plan", "verify", "show", "bench", "launch", "base")
+DONE = (
+    "hlo",
+    "data",
+    "rehearse",
+    "plan",
+    "verify",
+    "show",
+    "bench",
+    "launch",
+    "base",
+    "parallel",
+    "kernels",
+    "../models",
+    "__init__.py",
+)
 """The wings that are held to this."""
-OPEN = ("verify/reference_ops.py", "base/config", "base/registry.py", "base/storage")
+OPEN = ("base/config", "base/registry.py", "base/storage")
 """What is left out of them until it is done too: files and folders."""
 
-REFERENCES = ("as for ", "see there")
+REFERENCES = re.compile(r"\b(as for|see there)\b", re.IGNORECASE)
 RIDDLES = ("That of", "Those of", "The same")
 SECTIONS = ("Args:", "Attributes:")
 ENTRY = re.compile(r"  (?P<name>\w+): (?:(?:the|a|an|its) )?(?P<says>[\w ]+)\.$")
@@ -21,7 +35,7 @@ ENTRY = re.compile(r"  (?P<name>\w+): (?:(?:the|a|an|its) )?(?P<says>[\w ]+)\.$"
 FILES = [
     file
     for wing in DONE
-    for file in sorted((PACKAGE / wing).rglob("*.py"))
+    for file in sorted(PACKAGE.glob(wing if wing.endswith(".py") else f"{wing}/**/*.py"))
     if not any(file.is_relative_to(PACKAGE / place) for place in OPEN)
 ]
 
@@ -47,7 +61,7 @@ def _without_indent(text: str) -> str:
 def faults(text: str) -> list[str]:
     """List what is wrong with a docstring."""
     words = " ".join(text.split())
-    found = [phrase for phrase in REFERENCES if phrase in words.lower()]
+    found = REFERENCES.findall(words)
     found += [start for start in RIDDLES if words.startswith(start)]
     section = ""
     for line in text.splitlines():
@@ -79,6 +93,7 @@ def test_a_riddle_is_found(text: str) -> None:
     "text",
     [
         "Count the bytes of a step.",
+        "It was for a while.",
         "Do it.\n\nArgs:\n  config: the config, which has no budget.\n",
         "Do it.\n\nArgs:\n  folder: the run folder.\n",
         "The config.\n\nAs\n  config: the config.\n",

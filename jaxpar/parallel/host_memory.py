@@ -102,7 +102,6 @@ def compile_absent(
     JAX's warning, which nobody could mend, is left out.
 
     Args:
-      lowered: the lowered program.
       options: options of the compiler, beside those of the jitted function.
     """
     with warnings.catch_warnings():

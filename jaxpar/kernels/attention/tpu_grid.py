@@ -105,7 +105,6 @@ def make_walk(
     Args:
       q_BSHh, k_BTKh: the queries and keys, of which only shapes and dtype are read.
       mask: which keys a query sees.
-      call: the options of the call.
       tile: the most queries, and the most keys, of a tile; 0 = as fits.
       of_keys: whether rows are tiles of keys, and not tiles of queries.
 

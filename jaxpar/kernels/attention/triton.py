@@ -131,7 +131,6 @@ def _run(
       arrays: the queries, the keys, and the other arrays that the kernel reads.
       outs: the shapes and dtypes of the arrays that it writes.
       mask: which keys a query sees.
-      call: the options of the call.
       of_keys: whether rows are tiles of keys, and not tiles of queries.
     """
     B, S, H, h = arrays[0].shape

@@ -212,13 +212,13 @@ class _Part(NamedTuple):
 
     @property
     def _rows(self) -> Array | None:
-        """Which places exist [size]; None = all."""
+        """The places that exist, [size]; None = all."""
         if self.end is None:
             return None
         return self.places < self.end
 
     def _entries(self, width: int) -> Array | None:
-        """Which entries exist [size, width]; None = all."""
+        """Find which entries exist, [size, width]; None = all."""
         rows = self._rows
         if width == self.h:
             if rows is None:

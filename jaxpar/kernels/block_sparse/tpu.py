@@ -66,7 +66,6 @@ def multiply(
     of x.
 
     Args:
-      x_TI: the rows.
       weight_IO: the matrix W; tiles that are not kept are not read.
       map_MN: which blocks of the matrix are kept.
       transposed: whether to multiply by W.T.
@@ -134,7 +133,6 @@ def weight_gradient(
     """Return x.T @ dy [I, O] in float32 where blocks are kept, and anything elsewhere.
 
     Args:
-      x_TI: the rows.
       dy_TO: the gradients of the product.
       map_MN: which blocks of the matrix are kept.
       interpret: whether the kernel is interpreted.

@@ -188,12 +188,10 @@ def bigbird(
     (arXiv:2007.14062, section 2).
 
     Args:
-      length: the length of the sequence.
       window: how many blocks around a query's own it sees, its own among them; odd.
       globals: how many blocks at the front all queries see; their own queries see every key.
       random: how many random blocks each block of queries sees besides; all that are left, if fewer
         are left.
-      seed: the seed of the random draw.
       block: how many places a block has.
       causal: whether the random blocks of a query lie before its own, for use with `Causal()`. The
         map of a shorter sequence is then the beginning of a longer one's map, and is laid on each

@@ -63,7 +63,6 @@ def capacity(tokens: int, experts: int, experts_per_token: int) -> int:
 
     Args:
       tokens: the number of tokens of a sequence.
-      experts: the number of experts.
       experts_per_token: how many experts a token goes to in the mean.
 
     Returns:

@@ -57,8 +57,6 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline, kinds: int = 1) -> L
     """Share the layers out among the stages: as `pipeline.layers` says, or as evenly as possible.
 
     Args:
-      layers: the number of layers of the model.
-      stages: the number of stages.
       pipeline: the settings, of which `virtual` and `layers` are read.
       kinds: the number of kinds of layers that take turns; each stage begins with the first kind.
 
@@ -154,7 +152,6 @@ def reorder_layers(
       x: an array [places, ...], of NumPy or of JAX.
       before: the order that it is in, as `stored_order` gives it; None = the model's own.
       after: the order to put it in; None = the model's own.
-      layers: the number of layers of the model.
 
     Returns:
       An array [places, ...] of the same kind, with as many places as `after` has. Places without a
@@ -185,7 +182,6 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
 
     Args:
       plan: the plan, which has stages.
-      layers: the number of layers of the model.
       count: the number of microbatches.
       kinds: how many kinds of layers there are in turn.
 

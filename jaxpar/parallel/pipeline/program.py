@@ -168,7 +168,6 @@ class _Slots:
         """Begin with all slots free.
 
         Args:
-          table: the table.
           rounds: the ticks of each round.
           fields: the fields of `Rows` [ticks, stages] by name, which `run` fills in.
         """

@@ -69,9 +69,7 @@ def needs(
     """Find the actions that must be done before an action of a stage, each with its stage.
 
     Args:
-      action: the action.
       stage: the number of the stage that does it.
-      stages: the number of stages.
       virtual: the number of virtual stages of each stage.
     """
     kind, i, c = action
@@ -186,7 +184,6 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     ends, and overlaps with what the stages do meanwhile. A stage sends nothing to itself (P = 1).
 
     Args:
-      table: the table.
       times: the times of one action of one virtual stage, in any unit.
 
     Returns:
