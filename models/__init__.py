@@ -3,8 +3,8 @@
 
 In the order in which to read:
 
-1. The definitions. `families` has the differences between families, `parts` the protocols by which
-   the library calls a part, and `parameters` the declaration of a parameter.
+1. The definitions. `families` has the differences between families, `part_protocols` the protocols
+   by which the library calls a part, and `parameters` the declaration of a parameter.
 2. The parts that all families share: `embed`, `transformer` (the block), `query_layer` and `head`.
    Under a block are `norms`, `positions`, `masks` with `mask_words`, and `linears`, by which it
    reads its weights, with LoRA's pairs (`lora`) and sparse forms (`sparsity`).
@@ -27,7 +27,7 @@ from jaxpar.models.families import FAMILIES
 from jaxpar.models.head import Head
 from jaxpar.models.model import Batch, Model
 from jaxpar.models.own_model import AnyModel, OwnModel, in_parts, nnx_model
-from jaxpar.models.parts import BlockPart, EmbedPart, HeadOutput, HeadPart, Params
+from jaxpar.models.part_protocols import BlockPart, EmbedPart, HeadOutput, HeadPart, Params
 from jaxpar.models.transformer import Block
 
 __all__ = [

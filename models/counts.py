@@ -16,7 +16,7 @@ from jaxpar.base.layout.specs import is_axes
 from jaxpar.models.hidden import Projections
 from jaxpar.models.lora import trained_part
 from jaxpar.models.masks import reach
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 
 class Declared(NamedTuple):

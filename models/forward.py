@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.layers import over_layers
-from jaxpar.models.parts import HeadOutput, Params
+from jaxpar.models.part_protocols import HeadOutput, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import Split, SplitModel
 from jaxpar.parallel.domino import LayerInfo, Places, halves, places_of_halves, whole_batch

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.models.hidden import PROJECTIONS, Projections
-from jaxpar.models.parts import Maker, Params
+from jaxpar.models.part_protocols import Maker, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import init_part
 

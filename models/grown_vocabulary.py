@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpar.base.layout.plan import Plan
 from jaxpar.base.layout.sharding import Axes
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 
 def grow_vocabulary(params: Params, rows: int, model: Model, plan: Plan) -> Params:

@@ -19,7 +19,7 @@ from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.layout.sharding import Axes, LogicalAxis, PyTree
 from jaxpar.models.parameters import declared_axes, param_of, zeros
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.parallel.ops import Ops
 
 

@@ -13,7 +13,7 @@ from jaxpar.base.batch_arrays import TEACHER_HIDDEN
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.forward import Batch, run_head, run_to_head
 from jaxpar.models.hidden import PROJECTIONS, hidden_loss
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.split import SplitModel
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets, teacher_targets
 from jaxpar.parallel.ops import LossCall

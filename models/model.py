@@ -41,7 +41,7 @@ from jaxpar.models.head import Head
 from jaxpar.models.hidden import PROJECTIONS, Projections
 from jaxpar.models.lora import trained_part
 from jaxpar.models.loss import layers_learned, logits_of_batch, loss_of_batch, loss_of_stream
-from jaxpar.models.parts import HeadOutput, Maker, OpsMaker, Params, Parts, part_name
+from jaxpar.models.part_protocols import HeadOutput, Maker, OpsMaker, Params, Parts, part_name
 from jaxpar.models.query_layer import QueryLayer
 from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.split import Split, SplitModel, split_part, split_parts
@@ -82,7 +82,8 @@ class Model:
         projections: Projections | None = None,
     ):
         """Make a model of its parts, each a class of `nnx.Module` or a callable `(config, rngs)`
-        that returns a module; `jaxpar.models.parts` has the protocols by which they are called.
+        that returns a module; `jaxpar.models.part_protocols` has the protocols by which they
+        are called.
 
         Raises:
           UserError: a part is no such part, or lacks something that the config asks for.

@@ -28,7 +28,7 @@ from jaxpar.base.layout.sharding import KeyPath, Layout, ShardingRules, path_nam
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.models.model import Model
 from jaxpar.models.parameters import require_float32
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.split import axes_of, plain_dict, with_keys_of
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts

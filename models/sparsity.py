@@ -11,7 +11,7 @@ from jaxpar.base.config.sparsity import MATRICES
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import Axes, Layout, state_axes
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.parallel.linear.weight_view import read, require_units
 
 _OUTER = ("layers", "experts")

@@ -19,7 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.models.hidden import Projections
 from jaxpar.models.parameters import declared_axes, require_float32
-from jaxpar.models.parts import GIVEN, Maker, OpsMaker, Params, Parts, part_name
+from jaxpar.models.part_protocols import GIVEN, Maker, OpsMaker, Params, Parts, part_name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.hidden import normed_states
 from jaxpar.models.model import Batch, Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.parallel import TopK
 from jaxpar.parallel.padding import with_text
 from jaxpar.parallel.zigzag import in_natural_order, in_order

@@ -122,7 +122,7 @@ class Block(nnx.Module):
         text_BS: Bool[Array, "B S"] | None = None,
         layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums]:
-        """Run the layer. `jaxpar.models.parts.BlockPart` documents its arguments and results.
+        """Run the layer. `jaxpar.models.part_protocols.BlockPart` explains the arguments.
 
         Called with `x_BSD` alone it is plain mathematics in the dtype of `x_BSD`, on one document a
         row, whose tokens are in their order, without dropout.

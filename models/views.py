@@ -13,7 +13,7 @@ from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.models.lora import merge_lora
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.sparsity import read_stacked, weight_form
 
 

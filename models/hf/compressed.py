@@ -25,7 +25,7 @@ from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import Dtype, Tensor, hf_layout
 from jaxpar.models.hf.load import shift_norms
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.sparsity import form_of_parameter
 from jaxpar.models.views import base_config
 

@@ -38,7 +38,7 @@ from jaxpar.models.hf.layout import (
 from jaxpar.models.hf.load import shift_norms
 from jaxpar.models.lora import lora_scale
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.sparsity import form_of_parameter, read_stacked
 from jaxpar.models.views import base_config
 

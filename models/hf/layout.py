@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import LogicalAxis, path_name
 from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.model import Model
-from jaxpar.models.parts import part_name
+from jaxpar.models.part_protocols import part_name
 from jaxpar.models.views import base_model
 
 Dtype = Literal["float32", "bfloat16"]

@@ -35,7 +35,7 @@ from jaxpar.models.hf.layout import (
 )
 from jaxpar.models.hf.misfits import other_head, require_unquantised, what_helps
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 

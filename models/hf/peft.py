@@ -25,7 +25,7 @@ from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import Tensor, dim_letters, dim_sizes, require_mapping
 from jaxpar.models.hf.load import Source, find_tensors, pair_up, read_params
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
