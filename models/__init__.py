@@ -12,8 +12,8 @@ In the order in which to read:
    after another, `forward` runs a model up to its head, and `loss` the rest; `hidden` has the loss
    of a teacher's hidden states. `fresh_parameters` makes the arrays and `counts` counts them.
    `Model` (`model`) puts it all together; `own_model` is a whole model of one's own.
-4. Results that are made from a model: `views` (its parameters as they multiply), `grown_vocabulary`
-   (a model with more tokens), `top_k` (a teacher's answers), and Hugging Face's folders (`hf`).
+4. Results that are made from a model: `views` (its parameters as they multiply), `top_k` (a
+   teacher's answers), and Hugging Face's folders (`hf`).
 """
 
 if __name__ != "jaxpar.models":
