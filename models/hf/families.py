@@ -19,7 +19,8 @@ Json = dict[str, Any]  # a config.json: another program wrote it, so its values 
 
 
 class Local(NamedTuple):
-    """How a config.json says which layers have a sliding window of `sliding_window` tokens.
+    """The way in which a config.json states which layers have a sliding window of `sliding_window`
+    tokens.
 
     Attributes:
       absent: the number that an absent `sliding_window` stands for; null is no window.

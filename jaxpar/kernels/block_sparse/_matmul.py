@@ -116,7 +116,7 @@ def block_map(
 
 
 class _How(NamedTuple):
-    """How a product is computed.
+    """The kernel of a product, and how it is run.
 
     Attributes:
       name: one of `Implementation`.

@@ -81,7 +81,7 @@ def check_split(
 
 
 class Split(NamedTuple):
-    """How attention runs on several devices. The fields mean what `parallel.attention` says of its
+    """The options of attention on several devices. `parallel.attention` explains the fields, its
     arguments.
     """
 

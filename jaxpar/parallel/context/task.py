@@ -41,7 +41,9 @@ ChunkNumber = Array | int
 
 
 class ContextTask(NamedTuple):
-    """What a strategy of context parallelism has to compute, inside `manual`."""
+    """The task of a strategy of context parallelism, inside `manual`: the mask, the documents and
+    the kernel.
+    """
 
     layout: Layout
     mask: Mask

@@ -27,7 +27,7 @@ from jaxpar.parallel.context.task import ContextTask
 
 
 class _Groups(NamedTuple):
-    """How the devices of a task share out heads and queries."""
+    """The groups in which the devices of a task share out heads and queries."""
 
     work: ContextTask
     sharing: int

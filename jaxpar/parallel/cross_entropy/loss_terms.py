@@ -124,7 +124,9 @@ class HeadWeights(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """How scores become a loss. `linear_cross_entropy` explains the fields, its arguments."""
+    """The options by which scores become a loss. `linear_cross_entropy` explains the fields, its
+    arguments.
+    """
 
     vocab_size: int
     z_loss: float
