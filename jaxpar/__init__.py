@@ -76,7 +76,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A wing, or a name of one, when it is first asked for: help and a version have no use for
+    """Load a wing, or a name of one, when it is first asked for, so that help and a version need no
     JAX.
     """
     if name == "__version__":

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many FLOPs a token of its training costs.
+"""The number of parameters of a model, and of the FLOPs of a token in training.
 
 Shapes: L layers, H heads, h head_dim, S sequence.
 """
@@ -16,17 +16,18 @@ from jaxpar.base.layout.specs import is_axes
 from jaxpar.models.hidden import Projections
 from jaxpar.models.lora import trained_part
 from jaxpar.models.masks import reach
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 
 class Declared(NamedTuple):
-    """What a model declares, which says all that is counted here.
+    """The declarations of a model from which everything here is counted.
 
     Attributes:
       config: the sizes of the model.
       axes: the logical axes of its parameters.
       shapes: the parameters as ShapeDtypeStructs.
-      projections: what it learns a teacher's hidden states through; None = it learns none.
+      projections: the projections through which it learns a teacher's hidden states; None = it
+        learns none.
     """
 
     config: ModelConfig
@@ -47,11 +48,11 @@ def count_parameters(declared: Declared, part: str) -> int:
 
 
 def count_flops(declared: Declared, seq_len: int) -> float:
-    """Count the model FLOPs of one training token, forward and backward, without recompute; see
-    `Model.flops_per_token`, which says what counts.
+    """Count the model FLOPs of one training token, forward and backward, without recompute, by the
+    rules of `Model.flops_per_token`.
 
-    A parameter that multiplies costs 6: 2 forward, 2 for the gradient of what it multiplies and 2
-    for its own. One that costs less is counted as a part of a parameter.
+    A parameter that multiplies costs 6: 2 forward, 2 for the gradient of its input and 2 for its
+    own gradient. A parameter that costs less is counted as a part of a parameter.
     """
     config = declared.config
     multiplying = _count_multiplying(declared) - _left_out(declared)
@@ -80,8 +81,8 @@ def _count_multiplying(declared: Declared) -> int:
 
 
 def _beside_lora(declared: Declared, multiplying: float) -> float:
-    """Count the parameters of which LoRA's pairs alone are trained: a frozen one has no gradient of
-    its own, and counts 4 of 6.
+    """Count the parameters of a model of which LoRA's pairs alone are trained: a frozen parameter
+    has no gradient of its own, and counts 4 of 6.
     """
     pairs = jax.tree.leaves(trained_part(declared.shapes, declared.axes, declared.config))
     trained = sum(math.prod(x.shape) for x in pairs)
@@ -89,7 +90,7 @@ def _beside_lora(declared: Declared, multiplying: float) -> float:
 
 
 def _attention_flops(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of scores and mixed values: 12 H h for each key of each layer."""
+    """Count the FLOPs of scores and mixed values: 12 H h for each key of each layer."""
     words = [config.masks[i % config.kinds] for i in range(config.layers + config.query_layer)]
     keys = sum(reach(word, seq_len) for word in words)
     return 12.0 * config.heads * config.head_size * keys
@@ -123,7 +124,7 @@ def _idle_experts(declared: Declared) -> int:
 
 
 def _leaves(declared: Declared, part: str) -> list[tuple[Axes, tuple[int, ...]]]:
-    """The logical axes and the shape of every parameter of a part."""
+    """List the logical axes and the shape of every parameter of a part."""
     axes = jax.tree.leaves(declared.axes[part], is_leaf=is_axes)
     shapes = jax.tree.leaves(declared.shapes[part])
     return [(names, x.shape) for names, x in zip(axes, shapes, strict=True)]

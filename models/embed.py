@@ -25,8 +25,8 @@ from jaxpar.parallel.ops import Ops
 
 
 class Embed(nnx.Module):
-    """Token embedding, to which a learned embedding of the position and of the token's type are
-    added where the family has them, and a norm of the sum.
+    """The token embedding, plus learned embeddings of the position and of the token's type, and a
+    norm of the sum, where the family has them.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
@@ -54,13 +54,13 @@ class Embed(nnx.Module):
         key: jax.Array | None = None,
         types_BS: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """Return the residual stream.
+        """Compute the residual stream of tokens.
 
         Args:
           tokens_BS: token ids.
           positions_BS: the place of each token in its document; None = 0, 1, 2 and so on.
           ops: the ops of a plan; None = plain mathematics in float32.
-          key: the key of dropout; None = no dropout.
+          key: the random key of dropout; None = no dropout.
           types_BS: the types of the tokens; None = all are of type 0.
 
         Raises:

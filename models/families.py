@@ -1,5 +1,5 @@
-"""What sets the families of models apart, one line of a table each; `jaxpar.models.transformer` is
-what they share.
+"""The differences between the families of models, a line of a table for each;
+`jaxpar.models.transformer` is the block that they share.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ class Family:
       positions: `learned` adds a row of a table to the embedding; `rotary` turns q and k (RoPE).
       biases: the linears of a block that add a bias, and of a head: `transform` and `vocab`.
       gated: the MLP is a gated linear unit (arXiv:2002.05202).
-      activation: of the MLP; gelu is by tanh, gelu_exact by erf.
+      activation: the activation of the MLP; gelu is computed by tanh, gelu_exact by erf.
       experts: the MLP may be split into experts.
       grouped: several query heads may share a kv head (arXiv:2305.13245).
       qk_norm: queries and keys are normed over head_dim before the rotation.
-      post_norms: what attention and the MLP add to the residual stream is normed too.
+      post_norms: the outputs of attention and the MLP are normed before they are added to the
+        residual stream.
       scaled_embedding: token embeddings are multiplied by sqrt(embed).
-      norm_after: the residual stream is normed after attention and the MLP are added to it, in
-        place of what they are given (the transformer of arXiv:1706.03762).
-      first_norm: the first block norms what attention is given. If not, the embedding's norm is
-        enough, and the first block's own is not used.
+      norm_after: the residual stream is normed after attention and the MLP are added to it, and
+        their inputs are not normed (the transformer of arXiv:1706.03762).
+      first_norm: the first block norms the input of attention. If not, the embedding's norm is
+        enough, and the first block's own norm is not used.
       token_types: tokens have types, with an embedding of their own (`model.token_types`).
       embedding_norm: the sum of the embeddings is normed.
       final_norm: the output of the last block is normed.
@@ -112,13 +113,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Look up the family of a model, and refuse sizes that it has no use for.
-
-    Args:
-      config: the sizes of the model.
-
-    Returns:
-      The family of `config.family`.
+    """Look up the family of `config.family`, and refuse sizes that it has no use for.
 
     Raises:
       UserError: there is no such family, it has no experts, grouped kv heads, types of tokens or

@@ -2,9 +2,9 @@
 there is one.
 
 Two things run through all of it. Where a plan cuts a batch in two halves, so that one computes
-while the other communicates (`overlap.domino`), a layer runs on each in turn: its streams, places
-and ops have one entry for each half, and otherwise a single one. And the streams after some of the
-layers may be kept, which a model holds against its teacher's.
+while the other communicates (`overlap.domino`), a layer runs on each half in turn: its streams,
+places and ops have one entry for each half, and otherwise a single entry. And the streams after
+some of the layers may be kept, to be compared with a teacher's.
 
 Shapes: B batch, S sequence, D embed, L layers.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.base.errors import UserError, short
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.layers import over_layers
-from jaxpar.models.parts import HeadOutput, Params
+from jaxpar.models.part_protocols import HeadOutput, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import Split, SplitModel
 from jaxpar.parallel.domino import LayerInfo, Places, halves, places_of_halves, whole_batch
@@ -37,7 +37,7 @@ Batch = Mapping[str, jax.Array]
 
 
 class Streams(NamedTuple):
-    """What a model makes of a batch up to its head.
+    """The residual streams that a model computes of a batch up to its head.
 
     Attributes:
       last: the residual stream after the last block, or after the query layer.
@@ -58,7 +58,7 @@ def run_to_head(
     key: jax.Array | None,
     after: tuple[int, ...],
 ) -> Streams:
-    """Run a model on a batch that is `in_order`, up to its head; see `Model.streams`."""
+    """Run a model on a batch that is `in_order`, up to its head, as `Model.streams` documents."""
     places = Places(batch["positions"], batch.get("segments"), batch.get("text"))
     if key is None:
         embed_key = None
@@ -90,7 +90,7 @@ def run_embed(
     key: jax.Array | None,
     types_BS: Int[Array, "B S"] | None,
 ) -> Float[Array, "B S D"]:
-    """Turn tokens into the residual stream; see `Model.embed`.
+    """Turn tokens into the residual stream, as `Model.embed` documents.
 
     Raises:
       UserError: types are given, and the embedding takes none.
@@ -123,19 +123,15 @@ def run_blocks(
     """Run all blocks in turn.
 
     Args:
-      model: the model.
       layers: the parameters of the blocks, stacked.
-      x_BSD: the residual stream before the first, in its layout.
+      x_BSD: the residual stream before the first block, in its layout.
       places: the places and documents of the tokens.
-      plan: says how it runs on several devices.
+      plan: says how the blocks run on several devices.
       key: the dropout key; None = no dropout.
       after: after how many layers a stream is kept, each at least 1.
 
-    Returns:
-      The streams.
-
     Raises:
-      UserError: as for `run_block`.
+      UserError: `run_block` refuses the block.
     """
     L = len(jax.tree.leaves(layers)[0])
     layer_keys = None if key is None else jax.random.split(key, L)
@@ -181,19 +177,18 @@ def run_layer(
     """Run one block on the `halves` of a batch in turn.
 
     Args:
-      blocks: the block.
-      layer: its parameters, one slice of those that are stacked.
+      layer: the block's parameters, one slice of the stacked parameters.
       xs: the residual stream of each half.
       places: the places of the tokens of each half.
-      ops: what the block calls.
+      ops: the ops that the block calls.
       plan: says what the halves are.
-      info: what the layer is told of itself.
+      info: the layer's own key and number.
 
     Returns:
       The streams after the block, and the router's sums over both halves.
 
     Raises:
-      UserError: as for `run_block`.
+      UserError: `run_block` refuses the block.
     """
 
     def run(
@@ -215,7 +210,7 @@ def run_block(
     ops: Ops,
     info: LayerInfo,
 ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-    """Run one block; see `Model.block`.
+    """Run one block, as `Model.block` documents.
 
     Raises:
       UserError: the block returns another shape or dtype than it is given, or there are documents
@@ -273,7 +268,7 @@ def run_query_layer(
     key: jax.Array | None,
     ops: Ops | None = None,
 ) -> Float[Array, "B S D"]:
-    """Run the query layer on the stream after the last block; see `Model.query`."""
+    """Run the query layer on the stream after the last block, as `Model.query` documents."""
     if key is not None:
         key = query_key_of(key)
     kind = model.config.layers % model.config.kinds  # that of a layer after the last
@@ -303,7 +298,7 @@ def run_query_layer(
 def run_head(
     model: SplitModel, params: Params, x_BSD: Float[Array, "B S D"], plan: Plan
 ) -> HeadOutput:
-    """Run what follows the last block, up to the scores; see `Model.head`."""
+    """Run the head on the stream after the last block, as `Model.head` documents."""
     with jax.named_scope("head"):
         found = model.parts["head"](
             params["head"],

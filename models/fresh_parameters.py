@@ -1,5 +1,5 @@
-"""Fresh parameters of a whole model: each part's own, and those of the blocks stacked on a leading
-layers dim.
+"""Fresh parameters of a whole model; the parameters of the blocks are stacked on a leading layers
+dim.
 
 A layer's random numbers come from a key of its own, whatever place it has in the stack, so that a
 model begins alike under any plan.
@@ -16,12 +16,14 @@ import jax.numpy as jnp
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.models.hidden import PROJECTIONS, Projections
-from jaxpar.models.parts import Maker, Params
+from jaxpar.models.part_protocols import Maker, Params
 from jaxpar.models.query_layer import query_key_of
 from jaxpar.models.split import init_part
 
 _OWN_KEY = 2**20
-"""Folded into the key of a model for its projections; the query layer's is another number."""
+"""The number that is folded into the key of a model for its projections; the query layer has
+another.
+"""
 
 
 def init_parameters(
@@ -31,17 +33,14 @@ def init_parameters(
     key: jax.Array,
     order: Sequence[int] | None,
 ) -> Params:
-    """Make fresh parameters of all parts; see `Model.init`.
+    """Make fresh parameters of all parts, as `Model.init` documents.
 
     Args:
-      config: the sizes of the model.
-      makers: what makes each part, by its name; `query` where there is a query layer.
-      projections: what the model learns a teacher's hidden states through; None = none.
+      makers: the maker of each part, by its name; `query` where there is a query layer.
+      projections: the projections through which the model learns a teacher's hidden states; None =
+        it learns none.
       key: the key of all random numbers.
       order: the layer at each place of the stack, where -1 = zeros; None = their own order.
-
-    Returns:
-      The parameters.
     """
     embed_key, blocks_key, head_key = jax.random.split(key, 3)
     found = {
@@ -77,7 +76,7 @@ def _init_blocks(
 def init_projections(
     config: ModelConfig, projections: Projections | None, key: jax.Array
 ) -> Params:
-    """Make fresh projections; see `Model.init_projections`."""
+    """Make fresh projections, as `Model.init_projections` documents."""
     if projections is None:
         return {}
     own_key = jax.random.fold_in(key, _OWN_KEY)

@@ -1,5 +1,5 @@
-"""What follows the last block of a transformer: a norm, what an encoder does to the stream before
-it is scored, and the vocabulary matrix.
+"""The head of a transformer: a norm, an encoder's transform of the stream before it is scored, and
+the vocabulary matrix.
 
 Shapes: B batch, S sequence, D embed, V vocab.
 """
@@ -14,7 +14,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.models.families import family_of
 from jaxpar.models.norms import NORMS
 from jaxpar.models.parameters import ACTIVATIONS, normal, param, vocab_rows, vocab_table, zeros
-from jaxpar.models.parts import HeadOutput
+from jaxpar.models.part_protocols import HeadOutput
 from jaxpar.parallel.mesh_ops import ops_without_plan
 from jaxpar.parallel.ops import Ops
 
@@ -44,7 +44,7 @@ class Transform(nnx.Module):
 
 class Head(nnx.Module):
     """A final norm and a transform, as far as the family has them, and the vocabulary matrix, which
-    is the embedding's own if the head is tied, otherwise another.
+    is the embedding's if the head is tied, and otherwise the head's own.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):

@@ -22,30 +22,31 @@ from jaxpar.parallel.ops import Ops
 PROJECTIONS = "distill"
 """The name of the projections among the parameters, beside those of a model's parts."""
 _TINY = 1e-6
-"""What is added to a mean of squares, so that a stream of zeros stays one."""
+"""The number that is added to a mean of squares, so that a stream of zeros stays a stream of zeros.
+"""
 
 
 class Projections(NamedTuple):
     """The projections of a model.
 
     Attributes:
-      pairs: the layers of the model and of its teacher.
-      width: the teacher's.
+      pairs: the pairs of a layer of the model and a layer of its teacher.
+      width: the teacher's width T.
     """
 
     pairs: tuple[HiddenPair, ...]
     width: int
 
     def axes(self) -> dict[str, Axes]:
-        """The logical axes of each projection, by its name."""
+        """Return the logical axes of each projection, by its name."""
         return {pair.name: ("embed", None) for pair in self.pairs}
 
     def init(self, key: Array, embed: int) -> dict[str, Float[Array, "D T"]]:
-        """Make fresh projections, which keep the size of what they project.
+        """Make fresh projections, which keep the size of their input.
 
         Args:
-          key: the key of their random numbers.
-          embed: the model's width.
+          key: the key of all random numbers.
+          embed: the model's width D.
         """
         keys = jax.random.split(key, len(self.pairs))
         shape = (embed, self.width)
@@ -56,14 +57,11 @@ class Projections(NamedTuple):
 
 
 def normed_states(streams: Sequence[Float[Array, "B S T"]]) -> Float[Array, "B S P T"]:
-    """Divide each token's features by the root of their mean square, so that a pair weighs the
-    same whatever the size of its stream.
-
-    Args:
-      streams: the residual streams of a teacher.
+    """Divide each token's features in a teacher's residual streams by the root of their mean
+    square, so that a pair weighs the same whatever the size of its stream.
 
     Returns:
-      What a model learns of them, in float32.
+      The hidden states that a model learns, in float32.
     """
     x_BSPT = jnp.stack(streams, axis=2).astype(jnp.float32)
     squares = jnp.mean(x_BSPT**2, axis=-1, keepdims=True)
@@ -85,9 +83,8 @@ def hidden_loss(
 
     Args:
       projections: the parameters, by the names of the pairs.
-      pairs: the pairs of layers.
       streams: the model's residual stream of each pair, in its layout.
-      wanted_BSPT: what a teacher's `normed_states` are, through which no gradient flows.
+      wanted_BSPT: a teacher's `normed_states`, through which no gradient flows.
       labels_BS: a token with a label below zero does not count.
       ops: the ops of a plan.
 

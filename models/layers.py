@@ -24,17 +24,17 @@ def over_layers(
     xs: PyTree,
     plan: Plan,
 ) -> tuple[Any, Any]:
-    """Run a body over stacked layers, each of which keeps for its backward what the plan says.
+    """Run a body over stacked layers, each of which keeps the activations that the plan says for
+    its backward.
 
-    It is one scan, or unrolled where `config.scan_layers` is false. Layers of several kinds are
-    scanned in groups of one of each, and those that are left over are unrolled.
+    The layers run in one scan, or unrolled where `config.scan_layers` is false. Layers of several
+    kinds are scanned in groups of one of each, and the layers that are left over are unrolled.
 
     Args:
-      config: the sizes of the model.
       body: a function `(carry, x, kind) -> (carry, y)` of one layer.
-      carry: what the first layer is given, a tree of arrays.
-      xs: what the layers have, a tree of arrays [L, ...].
-      plan: says what is kept.
+      carry: the carry of the first layer, a tree of arrays.
+      xs: the x of all layers, a tree of arrays [L, ...].
+      plan: says which activations are kept.
 
     Returns:
       The last carry, and the ys of all layers stacked [L, ...].

@@ -1,4 +1,4 @@
-"""The matrices of a block as they multiply: the one door through which a block reads its weights.
+"""The matrices of a block as they multiply: a block reads its weights by these functions alone.
 
 Shapes: B batch, S sequence, D embed, I hidden dims, r rank.
 """
@@ -20,8 +20,8 @@ from jaxpar.parallel.ops import Ops
 
 
 class Linear(NamedTuple):
-    """A matrix of a block as it multiplies: the form in which its entries are read, and what is
-    added to its product, a bias and the product of a LoRA pair.
+    """A matrix of a block as it multiplies: the form in which its entries are read, and the bias
+    and the LoRA pair whose product are added to its own product.
     """
 
     weight: nnx.Param
@@ -32,7 +32,7 @@ class Linear(NamedTuple):
 
     @property
     def view(self) -> WeightView:
-        """What an op is given to multiply by."""
+        """The view that an op multiplies by."""
         return WeightView(self.weight[...], self.form, self.name)
 
     @property
@@ -57,9 +57,8 @@ def column_linears(
     """Multiply the residual stream by matrices [D, *out]; the A's of LoRA share its gather.
 
     Args:
-      x_BSD: the stream.
-      linears: the matrices; all outputs' first dims lie as their own axes say.
-      ops: as a block is given them.
+      linears: the matrices; the outputs lie as each matrix's own axes say.
+      ops: the ops that the block was given.
       seq: the logical axis of the outputs' sequence, or one for each matrix.
 
     Returns:
@@ -94,12 +93,11 @@ def row_linear(
 
     Args:
       h_BSI: the hidden features, split over the sequence as `seq` says.
-      linear: the matrix.
-      ops: as a block is given them.
+      ops: the ops that the block was given.
       seq: the logical axis of the hidden features' sequence.
 
     Returns:
-      What is added to the residual stream [B, S, D], in its layout.
+      The summand of the residual stream [B, S, D], in its layout.
     """
     y_BSD = ops.row_linear(h_BSI, linear.view, linear.axes[:-1], linear.bias_array, seq)
     return _plus_pair(y_BSD, h_BSI, linear, ops, seq)
@@ -113,11 +111,11 @@ def row_linears(
     Args:
       hs: the hidden features [B, S, *I].
       linears: the matrix of each.
-      ops: as a block is given them.
+      ops: the ops that the block was given.
       seqs: the logical axis of the sequence of each.
 
     Returns:
-      What is added to the residual stream [B, S, D], in its layout.
+      The summand of the residual stream [B, S, D], in its layout.
     """
     y_BSD = ops.row_linear(
         list(hs),

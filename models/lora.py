@@ -19,17 +19,17 @@ from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.layout.sharding import Axes, LogicalAxis, PyTree
 from jaxpar.models.parameters import declared_axes, param_of, zeros
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.parallel.ops import Ops
 
 
 def lora_scale(lora: Lora) -> float:
-    """The weight of the product of a pair (section 4.1 of the paper)."""
+    """Return the weight of the product of a pair (arXiv:2106.09685, section 4.1)."""
     return lora.alpha / max(lora.rank, 1)
 
 
 class LoraPair(nnx.Module):
-    """Two matrices, whose product is added to one that stays as it is: W + (alpha / rank) A B.
+    """Two matrices, whose product is added to a frozen matrix: W + (alpha / rank) A B.
 
     `a` is [*inputs of W, rank] and `b` is [rank, *outputs of W]. They begin as PEFT begins them: A
     is uniform within 1 / sqrt(inputs), and B is zero.
@@ -55,12 +55,12 @@ class LoraPair(nnx.Module):
     def expand(
         self, low_BSr: Float[Array, "B S r"], axes: Axes, ops: Ops, seq: LogicalAxis
     ) -> Array:
-        """Multiply what A made by B, and scale it.
+        """Multiply the product of A by B, and scale it.
 
         Args:
-          low_BSr: what A made.
+          low_BSr: the product of A.
           axes: the logical axes of the output dims.
-          ops: as a block is given them.
+          ops: the ops that the block was given.
           seq: the logical axis of the sequence of `low_BSr` and of the output.
 
         Returns:
@@ -70,7 +70,7 @@ class LoraPair(nnx.Module):
 
 
 class LoraPairs(nnx.Dict[LoraPair]):
-    """Pairs by the names of the matrices that they stand beside."""
+    """LoRA's pairs, by the names of the matrices that they stand beside."""
 
     def beside(self, name: str) -> LoraPair | None:
         """Return the pair of a matrix, or None where it has none."""
@@ -85,15 +85,15 @@ def lora_pairs(
     """Make the pairs that a config asks for, by the names of their matrices.
 
     Args:
-      matrices: the matrices of a block; those of experts can have no pair.
-      config: its `lora` has rank and targets; rank 0 asks for none.
-      rngs: for A.
+      matrices: the matrices of a block; the matrices of experts can have no pair.
+      config: its `lora` has rank and targets; rank 0 asks for no pairs.
+      rngs: the random numbers of A.
 
     Returns:
       The pairs by the names of their matrices; none for rank 0.
 
     Raises:
-      UserError: a target is none of the matrices that can have a pair.
+      UserError: a target is not among the matrices that can have a pair.
     """
     lora = config.lora
     there = [name for name in matrices if "experts" not in declared_axes(matrices[name])]
@@ -113,7 +113,7 @@ def lora_pairs(
 
 
 def trained_part(tree: Params, axes: Params, config: ModelConfig) -> Params:
-    """Pick the part of the parameters that is trained: all of it, or the pairs alone.
+    """Pick the part of the parameters that is trained: all parameters, or LoRA's pairs alone.
 
     Args:
       tree: a tree of the parameters' form.
@@ -129,7 +129,7 @@ def trained_part(tree: Params, axes: Params, config: ModelConfig) -> Params:
 
 
 def _with_rank(tree: PyTree, axes: PyTree) -> PyTree:
-    """The part of a dict of dicts whose logical axes have a `rank`."""
+    """Pick the part of a dict of dicts whose logical axes have a `rank`."""
     if not isinstance(axes, dict):
         return tree if "rank" in axes else {}
     found = {name: _with_rank(tree[name], axes[name]) for name in axes}
@@ -137,12 +137,11 @@ def _with_rank(tree: PyTree, axes: PyTree) -> PyTree:
 
 
 def merge_lora(params: Params, config: ModelConfig) -> Params:
-    """Merge LoRA's matrices into those that they are beside: W + (alpha / rank) A B in place of W,
-    A and B, computed in float32.
+    """Merge LoRA's pairs into the matrices that they stand beside: W + (alpha / rank) A B in place
+    of W, A and B, computed in float32.
 
     Args:
       params: the parameters of a model with LoRA, or without; the arrays of W are donated.
-      config: the sizes of the model.
 
     Returns:
       The parameters of `base_config`.
@@ -171,19 +170,14 @@ def _add_product(
 
 
 _OLD_NAME = re.compile(r"(.+)_lora_([ab])")
-"""What a pair was called before pairs were modules: `q_lora_a` and `q_lora_b` for `lora.q.a` and
-`lora.q.b`.
+"""The names of a pair's matrices before pairs were modules: `q_lora_a` and `q_lora_b` for
+`lora.q.a` and `lora.q.b`.
 """
 
 
 def with_old_names(tree: PyTree) -> PyTree:
-    """Give LoRA's parameters their old names.
-
-    Args:
-      tree: a tree of any kind in the form of a model's parameters.
-
-    Returns:
-      The tree with the old names.
+    """Give LoRA's parameters their old names, in a tree of any leaves in the form of a model's
+    parameters.
     """
 
     def rename(blocks: PyTree) -> PyTree:
@@ -199,13 +193,8 @@ def with_old_names(tree: PyTree) -> PyTree:
 
 
 def with_new_names(tree: PyTree) -> PyTree:
-    """Give LoRA's parameters their names of today.
-
-    Args:
-      tree: a tree of any kind in the form that a model's parameters had.
-
-    Returns:
-      The tree with today's names.
+    """Give LoRA's parameters today's names, in a tree of any leaves in the form that a model's
+    parameters had.
     """
 
     def rename(blocks: PyTree) -> PyTree:
@@ -227,5 +216,5 @@ def with_new_names(tree: PyTree) -> PyTree:
 
 
 def has_old_names(names: Iterable[str]) -> bool:
-    """Whether some of these are LoRA's old names; the last word of a path is enough."""
+    """Return whether some of these are LoRA's old names; the last word of a path is enough."""
     return any(_OLD_NAME.fullmatch(name) for name in names)

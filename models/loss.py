@@ -1,5 +1,5 @@
-"""The loss of a batch: the scores of the last stream held against the labels, and what is added to
-it for a teacher's hidden states and for routers.
+"""The loss of a batch: the cross-entropy of the last stream's scores, and the terms for a teacher's
+hidden states and for routers.
 
 Shapes: B batch, S sequence, D embed, V vocab.
 """
@@ -13,7 +13,7 @@ from jaxpar.base.batch_arrays import TEACHER_HIDDEN
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.forward import Batch, run_head, run_to_head
 from jaxpar.models.hidden import PROJECTIONS, hidden_loss
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.split import SplitModel
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights, SoftTargets, teacher_targets
 from jaxpar.parallel.ops import LossCall
@@ -30,7 +30,7 @@ def loss_of_batch(
     weights: LossWeights,
     counts: TokenCounts | None,
 ) -> LossSums:
-    """Compute the summed loss of a batch; see `Model.loss`."""
+    """Compute the summed loss of a batch, as `Model.loss` documents."""
     told = with_text(batch) if model.config.experts else batch
     ordered = in_order(told, plan, plan.context.strategy, plan.overlap.cuts_sequence)
     after = layers_learned(model, ordered)
@@ -52,7 +52,7 @@ def loss_of_batch(
 
 
 def layers_learned(model: SplitModel, batch: Batch) -> tuple[int, ...]:
-    """After how many layers the streams are that are held against a teacher's."""
+    """List after how many layers the streams are that are compared with a teacher's."""
     if model.projections is None or TEACHER_HIDDEN not in batch:
         return ()
     return tuple(pair.after(model.config.layers) for pair in model.projections.pairs)
@@ -65,7 +65,9 @@ def _distance(
     batch: Batch,
     plan: Plan,
 ) -> Float[Array, ""]:
-    """The summed distance of the streams from a teacher's, in a batch that has them."""
+    """Compute the summed distance of the streams from a teacher's, in a batch that has the
+    teacher's.
+    """
     assert model.projections is not None
     with jax.named_scope("distill"):
         return hidden_loss(
@@ -87,8 +89,8 @@ def loss_of_stream(
     weights: LossWeights,
     soft: SoftTargets | None,
 ) -> LossSums:
-    """Compute the summed loss of the last stream, without the routers' part and that of hidden
-    states; see `Model.score`.
+    """Compute the summed loss of the last stream, without the terms for routers and for hidden
+    states, as `Model.score` documents.
     """
     head = run_head(model, params, x_BSD, plan)
     with jax.named_scope("loss"):
@@ -107,7 +109,7 @@ def loss_of_stream(
 def logits_of_batch(
     model: SplitModel, params: Params, batch: Batch, plan: Plan
 ) -> Float[Array, "B S V"]:
-    """Compute next-token scores of the true vocabulary; see `Model.logits`."""
+    """Compute next-token scores of the true vocabulary, as `Model.logits` documents."""
     order = (plan.context.strategy, plan.overlap.cuts_sequence)
     told = with_text(batch) if model.config.experts else batch
     found = run_to_head(model, params, in_order(told, plan, *order), plan, None, ())

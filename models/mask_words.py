@@ -1,7 +1,7 @@
-"""What a word of `model.masks` is, and how it is read.
+"""The base of the words of `model.masks`, their registration, and the reading of a word.
 
 A word is a frozen dataclass whose fields are its numbers, registered by its name; a program adds
-its own in the same way as `jaxpar.models.masks` has ours:
+its own in the same way as `jaxpar.models.masks` adds ours:
 
     @register_mask("even")
     @dataclass(frozen=True)
@@ -25,31 +25,27 @@ from jaxpar.base.registry import Registry, require_callable
 from jaxpar.kernels.masks import Mask
 
 MayBeZero = Annotated[int, Range(0, 2**31 - 1)]
-"""A number of a word that may be 0. Others are at least 1, unless their type has a range."""
+"""The type of a number that may be 0. Other numbers are at least 1, unless their type has a range.
+"""
 _AT_LEAST_ONE = Range(1, 2**31 - 1)
 Word = TypeVar("Word", bound="type[MaskWord]")
 
 
 class MaskWord:
-    """The base of what a word of `model.masks` stands for: a frozen dataclass, whose fields are the
+    """The base of the words of `model.masks`: a word is a frozen dataclass, whose fields are the
     word's numbers. A field without a default must be given.
     """
 
     slides: ClassVar[bool] = False
     """Whether it is a sliding window, whose layers may have a RoPE base of their own."""
     looks_ahead: ClassVar[bool] = False
-    """Whether it is for encoders, and may show a token those after it. Of another word such a mask
-    is refused, as a mistake."""
+    """Whether it is for encoders, and may show a token the tokens after it. Of another word such a
+    mask is refused, as a mistake."""
 
     def mask(self, length: int) -> Mask:
-        """Make the mask of a sequence. It is causal, by an `&` with `Causal()`, unless the word
-        `looks_ahead`; that of a shorter sequence is the beginning of that of a longer one.
-
-        Args:
-          length: the number of places.
-
-        Returns:
-          The mask.
+        """Make the mask of a sequence of so many places. It is causal, by an `&` with `Causal()`,
+        unless the word `looks_ahead`, and a shorter sequence's mask is the beginning of a longer
+        one's.
 
         Raises:
           UserError: the class of the word does not define it.
@@ -63,17 +59,17 @@ class MaskWord:
           seq_len: the length of the sequence, in tokens.
 
         Returns:
-          The number of keys, with those of blocks of the future; all keys, unless the class says
+          The number of keys, with the keys of blocks of the future; all keys, unless the class says
           otherwise.
         """
         return seq_len
 
     def shrink(self, before: int, seq_len: int) -> MaskWord:
-        """The same word for a sequence of `seq_len` tokens in place of `before`, for `verify`."""
+        """Return the word for a sequence of `seq_len` tokens in place of `before`, for `verify`."""
         return self
 
     def wrong(self) -> str:
-        """What is wrong with the numbers together, to be said after the word; empty = nothing."""
+        """Say what is wrong with the numbers together, after the word; empty = nothing is."""
         return ""
 
 
@@ -81,16 +77,11 @@ WORDS: Registry[type[MaskWord]] = Registry("a word of model.masks")
 
 
 def register_mask(name: str) -> Callable[[Word], Word]:
-    """A decorator that makes a `MaskWord` known by its name in `model.masks`.
-
-    Args:
-      name: the word.
-
-    Returns:
-      A decorator, which leaves the class as it is.
+    """Make a `MaskWord` known by its name in `model.masks`. The decorator that this returns leaves
+    the class as it is.
 
     Raises:
-      UserError: the name is no word; and the decorator, where the class is no dataclass of
+      UserError: the name is no word. The decorator raises it where the class is no dataclass of
         MaskWord, its `mask` cannot be called with a length, or the name is taken.
     """
 
@@ -110,7 +101,7 @@ def register_mask(name: str) -> Callable[[Word], Word]:
 
 
 def read_word(word: str) -> MaskWord:
-    """Return what a word of `model.masks` stands for, with its numbers.
+    """Read a word of `model.masks` with its numbers.
 
     Raises:
       UserError: the word is unknown, or has wrong numbers.
@@ -119,7 +110,11 @@ def read_word(word: str) -> MaskWord:
 
 
 def read_named_word(word: str) -> tuple[str, MaskWord]:
-    """Return the name of a word, and what it stands for; see `read_word`."""
+    """Read a word of `model.masks`, and return its name too.
+
+    Raises:
+      UserError: the word is unknown, or has wrong numbers.
+    """
     found = re.fullmatch(r"\s*(\w[\w-]*)\s*(?:\((.*)\))?\s*", word)
     name = found[1] if found else word
     if found is None or name not in WORDS:
@@ -143,8 +138,8 @@ def _fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _numbers(text: str, names: list[str]) -> Mapping[str, Any]:
-    """The numbers in the brackets of a word by their names, which may be left out; a name that no
-    word has where there are too many, or one is no number.
+    """Read the numbers in the brackets of a word, by their names, which may be left out. Where
+    there are too many, or one is no number, the result has a name that no word has.
     """
     numbers: dict[str, Any] = {}
     parts = [part for part in text.split(",") if part.strip()]
@@ -173,7 +168,7 @@ def _require_numbers(word: str, made: MaskWord) -> None:
 
 
 def _usage(name: str) -> str:
-    """How a word is written."""
+    """Show how a word is written."""
     parts = [
         field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default}"
         for field in _fields(name)

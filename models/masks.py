@@ -14,8 +14,8 @@
         itself, and that many tokens before it and after it (arXiv:2412.13663, section 2.1.2)
 
 The last two are an encoder's; the others are causal. In packed documents windows, first tokens and
-blocks are those of each document, as if it were alone. `mask_words` says what a word is, how it is
-read, and how a program adds its own.
+blocks count within each document, as if it were alone. `mask_words` has the base of a word, and
+says how a word is read and how a program adds its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class _WindowWord(MaskWord):
 @register_mask("longformer")
 @dataclass(frozen=True)
 class _LongformerWord(MaskWord):
-    """Beltagy et al. 2020, arXiv:2004.05150, section 3.1."""
+    """The window and first tokens of Longformer (Beltagy et al. 2020, arXiv:2004.05150, section
+    3.1).
+    """
 
     window: int = 512
     globals: MayBeZero = 1
@@ -111,8 +113,8 @@ class _LongformerWord(MaskWord):
 @register_mask("bigbird")
 @dataclass(frozen=True)
 class _BigbirdWord(MaskWord):
-    """Zaheer et al. 2020, arXiv:2007.14062, section 2. The random blocks are drawn from those
-    before a query's own, the same for every `model.max_seq_len`.
+    """The blocks of BigBird (Zaheer et al. 2020, arXiv:2007.14062, section 2). The random blocks
+    are drawn from the blocks before a query's own, the same for every `model.max_seq_len`.
     """
 
     window: int = 3
@@ -169,21 +171,16 @@ def _in_proportion(number: int, before: int, seq_len: int, least: int) -> int:
 
 
 def _third(seq_len: int, stride: int = 1) -> int:
-    """A third of a sequence, in steps: a smaller window would leave too little to compare."""
+    """Return a third of a sequence, in steps: a smaller window would show too little to compare."""
     return -(-seq_len // (3 * stride))
 
 
 def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
-    """Make the mask of each kind of layer.
-
-    Args:
-      config: the sizes of the model.
-
-    Returns:
-      The masks, for sequences of `config.max_seq_len`; layer i has number i % config.kinds.
+    """Make the mask of each kind of layer, for sequences of `config.max_seq_len`; layer i has the
+    mask number i % config.kinds.
 
     Raises:
-      UserError: as `read_word`, or a mask shows a query what comes after it.
+      UserError: a word is unknown or has wrong numbers, or a mask shows a query keys after it.
     """
     return tuple(_mask(word, config.max_seq_len) for word in config.masks)
 
@@ -207,45 +204,37 @@ def _mask(word: str, length: int) -> Mask:
 
 
 def words_that_look_ahead(config: ModelConfig) -> list[str]:
-    """The words of a model's layers that may show a token those after it, each once.
-
-    Args:
-      config: the sizes of the model.
-
-    Returns:
-      The words; none where the model is causal.
+    """List the words of a model's layers that may show a token the tokens after it, each once; none
+    where the model is causal.
 
     Raises:
-      UserError: as `read_word`.
+      UserError: a word is unknown, or has wrong numbers.
     """
     return [word for word in dict.fromkeys(config.masks) if read_word(word).looks_ahead]
 
 
 def has_window(word: str) -> bool:
-    """Whether a word is a sliding window, whose layers may have a RoPE base of their own."""
+    """Return whether a word is a sliding window, whose layers may have a RoPE base of their own."""
     return read_word(word).slides
 
 
 def reach(word: str, seq_len: int) -> int:
-    """Return how many keys a query late in a sequence may see, blocks of the future included."""
+    """Count the keys that a query late in a sequence may see, blocks of the future included."""
     return min(seq_len, read_word(word).reach(seq_len))
 
 
 def mean_keys(word: str, seq_len: int) -> float:
     """Estimate how many keys a query sees, in the mean over a sequence.
 
-    A causal query sees none that come after it: the first sees one key, and only those further in
-    than the word's reach see all of it.
+    A causal query sees no keys that come after it: the first query sees one key, and only queries
+    further in than the word's reach see all of the reach.
 
     Args:
       word: a word of `model.masks`.
       seq_len: the length of the sequence, in tokens.
 
-    Returns:
-      The number of keys.
-
     Raises:
-      UserError: as `read_word`.
+      UserError: the word is unknown, or has wrong numbers.
     """
     keys = reach(word, seq_len)
     if read_word(word).looks_ahead:
@@ -254,19 +243,19 @@ def mean_keys(word: str, seq_len: int) -> float:
 
 
 def shrink_mask(word: str, before: int, seq_len: int) -> str:
-    """Turn a word into that for another length of sequence. A window keeps its share of it, and is
-    at least a third of it.
+    """Turn a word into the word for another length of sequence. A window keeps its share of the
+    sequence, and is at least a third of it.
 
     Args:
       word: a word of `model.masks`.
-      before: the length that it is for, in tokens.
-      seq_len: the length that it shall be for, in tokens.
+      before: the length that the word is for, in tokens.
+      seq_len: the length that the result is for, in tokens.
 
     Returns:
       The word with other numbers, or the same word.
 
     Raises:
-      UserError: as `read_word`.
+      UserError: the word is unknown, or has wrong numbers.
     """
     name, made = read_named_word(word)
     smaller = made.shrink(before, seq_len)

@@ -1,8 +1,8 @@
 """A model as the rest of the library sees it: embed, block and head, as pure functions over a plain
 dict of arrays.
 
-Here it is put together of its parts, and says what it is called with. What its methods do stands in
-rooms of their own: `fresh_parameters`, `forward`, `loss` and `counts`.
+This module puts a model together from its parts, and documents its methods. The code of the methods
+is in `fresh_parameters`, `forward`, `loss` and `counts`.
 
 Shapes: B batch, S sequence, D embed, V vocab, L layers.
 """
@@ -41,7 +41,7 @@ from jaxpar.models.head import Head
 from jaxpar.models.hidden import PROJECTIONS, Projections
 from jaxpar.models.lora import trained_part
 from jaxpar.models.loss import layers_learned, logits_of_batch, loss_of_batch, loss_of_stream
-from jaxpar.models.parts import HeadOutput, Maker, OpsMaker, Params, Parts, part_name
+from jaxpar.models.part_protocols import HeadOutput, Maker, OpsMaker, Params, Parts, part_name
 from jaxpar.models.query_layer import QueryLayer
 from jaxpar.models.sparsity import require_sparse
 from jaxpar.models.split import Split, SplitModel, split_part, split_parts
@@ -54,7 +54,7 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.padding import TokenCounts
 
 _FIRST = LayerInfo()
-"""A layer of the first kind, without dropout."""
+"""The key and number of a layer of the first kind, without dropout."""
 
 
 class Model:
@@ -65,9 +65,10 @@ class Model:
 
     Attributes:
       config: its family and sizes.
-      parts: what makes its embedding, its blocks and its head.
+      parts: the makers of its embedding, its blocks and its head.
       ops: makes the ops that its parts call from a plan.
-      projections: what it learns a teacher's hidden states through; None = it learns none.
+      projections: the projections through which it learns a teacher's hidden states; None = it
+        learns none.
       axes: the logical axes of every parameter, in a dict of the same form as the parameters.
     """
 
@@ -80,11 +81,12 @@ class Model:
         ops: OpsMaker = MeshOps,
         projections: Projections | None = None,
     ):
-        """Take the parts, each a class of `nnx.Module` or a callable `(config, rngs)` that returns
-        one; `jaxpar.models.parts` says what they are called with.
+        """Make a model of its parts, each a class of `nnx.Module` or a callable `(config, rngs)`
+        that returns a module; `jaxpar.models.part_protocols` has the protocols by which they
+        are called.
 
         Raises:
-          UserError: a part is no such part, or the config asks for what the parts have not.
+          UserError: a part is no such part, or lacks something that the config asks for.
         """
         self.config = config
         self.parts = Parts(embed, blocks, head)
@@ -120,15 +122,14 @@ class Model:
         return self.config, self.parts, self.ops, self.projections
 
     has_blocks = True
-    """Whether it is made of an embedding, blocks and a head."""
+    """Whether the model is made of an embedding, blocks and a head."""
 
     def fit_rules(
         self, rules: ShardingRules, sizes: Mapping[str, int]
     ) -> tuple[ShardingRules, list[str]]:
-        """Fit rules to more devices than heads.
+        """Change sharding rules so that they fit more devices than heads.
 
         Args:
-          rules: the rules.
           sizes: the number of devices along each mesh axis.
 
         Returns:
@@ -140,14 +141,13 @@ class Model:
         """Make the same model with other sizes, and perhaps other ops.
 
         Args:
-          config: the sizes.
           ops: makes the ops of a plan; None = the model's own.
 
         Returns:
-          The model; itself where both are its own.
+          The model; the model itself where config and ops are its own.
 
         Raises:
-          UserError: the config asks for what the parts have not.
+          UserError: a part lacks something that the config asks for.
         """
         ops = ops or self.ops
         if (config, ops) == (self.config, self.ops):
@@ -158,10 +158,11 @@ class Model:
         """Make the same model, with other projections beside its parameters.
 
         Args:
-          projections: what it learns a teacher's hidden states through; None = it learns none.
+          projections: the projections through which the model learns a teacher's hidden states;
+            None = it learns none.
 
         Returns:
-          The model; itself where these are its own.
+          The model; the model itself where the projections are its own.
         """
         if projections == self.projections:
             return self
@@ -169,8 +170,8 @@ class Model:
 
     @property
     def numbers_layers(self) -> bool:
-        """Whether a block is told the number of its layer: one of ours is where the family's first
-        layer differs, one of anyone else's if it takes `layer`.
+        """Whether a block is told the number of its layer: the library's block is where the
+        family's first layer differs, and a block of one's own is if it takes `layer`.
         """
         return self._split.numbers_layers
 
@@ -188,12 +189,12 @@ class Model:
         key: jax.Array,
         order: Sequence[int] | None = None,
     ) -> Params:
-        """Make fresh float32 parameters, blocks stacked on a leading layers dim; the same on any
-        mesh (to an ulp).
+        """Make fresh float32 parameters, with blocks stacked on a leading layers dim. They are the
+        same on any mesh (to an ulp).
 
         Args:
           key: the key of all random numbers.
-          order: the layer at each place of that dim, where -1 = zeros; None = layers in their own
+          order: the layer at each place of the layers dim, where -1 = zeros; None = the layers' own
             order.
 
         Returns:
@@ -203,30 +204,24 @@ class Model:
         return init_parameters(self.config, makers, self.projections, key, order)
 
     def init_projections(self, key: jax.Array) -> Params:
-        """Make fresh projections.
-
-        Args:
-          key: the key of all random numbers of the model, as for `init`.
-
-        Returns:
-          What `init` has of them: nothing where the model learns no hidden states.
+        """Make the fresh projections that are among the parameters of `init` with the same key;
+        none where the model learns no hidden states.
         """
         return init_projections(self.config, self.projections, key)
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
-        """Describe the parameters without making them.
+        """Describe the parameters without making them, as float32 ShapeDtypeStructs.
 
         Args:
-          order: as for `init`.
-
-        Returns:
-          The parameters as float32 ShapeDtypeStructs.
+          order: the layer at each place of the layers dim, where -1 = no layer; None = the layers'
+            own order.
         """
         found = _shapes(self, None if order is None else tuple(order))
         return jax.tree.map(lambda shape: shape, found)  # a copy, since the cache keeps its own
 
     def trained(self, tree: Params) -> Params:
-        """Pick the part of the parameters that is trained: all of it, or LoRA's matrices alone.
+        """Pick the part of the parameters that is trained: all parameters, or LoRA's matrices
+        alone.
 
         Args:
           tree: a tree of the parameters' form.
@@ -238,15 +233,17 @@ class Model:
 
     @staticmethod
     def merge(params: Params, trained: Params) -> Params:
-        """Return the parameters with those that are `trained` in place of their own."""
+        """Return the parameters with the `trained` ones put in their places."""
         return merge_trees(params, trained)
 
     def learns_hidden(self, batch: Batch) -> bool:
-        """Whether the loss of a batch has a part for a teacher's hidden states."""
+        """Return whether the loss of a batch has a term for a teacher's hidden states."""
         return bool(layers_learned(self._split, batch))
 
     def own_parts(self) -> dict[str, str]:
-        """Return the names of the parts that are not the library's, by what they are."""
+        """Return the names of the parts that are not the library's: for `embed`, `blocks` or `head`
+        the part's name.
+        """
         library = Parts(Embed, Block, Head)
         return {
             part: part_name(maker)
@@ -255,8 +252,9 @@ class Model:
         }
 
     def parameter_names(self) -> list[str]:
-        """Return the names of all parameters in the order in which the parts declare them, which is
-        that of the forward pass here (but LoRA's come last in a block)."""
+        """List the names of all parameters in the order in which the parts declare them. The
+        library's parts declare them in the order of the forward pass (but LoRA's come last in a
+        block)."""
         parts = self._split.parts.items()
         names = [f"{part}.{name}" for part, one in parts for name in one.names]
         return names + [f"{PROJECTIONS}.{name}" for name in self.axes.get(PROJECTIONS, ())]
@@ -273,12 +271,12 @@ class Model:
         """Turn tokens into the residual stream.
 
         Args:
-          params: the parameters, of which those of `embed` are read.
+          params: the parameters, of which `embed` is read.
           tokens_BS: the ids of the tokens.
-          positions_BS: their places in their documents.
-          plan: says how it runs on several devices.
+          positions_BS: the places of the tokens in their documents.
+          plan: says how the embedding runs on several devices.
           key: the dropout key; None = no dropout.
-          types_BS: the types of the tokens; None = they have none, or all are of type 0.
+          types_BS: the types of the tokens; None = they have no types, or all are of type 0.
 
         Returns:
           The residual stream, in its layout and the compute dtype.
@@ -303,9 +301,9 @@ class Model:
           layer: one slice of `params["blocks"]`.
           x_BSD: the residual stream, in its layout.
           places: the places and documents of the tokens, and which are text.
-          plan: says how it runs on several devices.
-          info: what the layer is told of itself; the number where `numbers_layers`.
-          ops: what the block calls; None = the model's ops of the plan.
+          plan: says how the block runs on several devices.
+          info: the layer's own key and kind, and its number where `numbers_layers`.
+          ops: the ops that the block calls; None = the model's ops of the plan.
 
         Returns:
           The stream after the block, and its router's sums over the tokens that are text; None
@@ -319,15 +317,15 @@ class Model:
         return run_block(blocks, layer, x_BSD, places, ops or self.ops(plan), info)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"], plan: Plan) -> HeadOutput:
-        """Run what follows the last block, up to the scores.
+        """Run the head, up to the scores.
 
         Args:
-          params: the parameters; its blocks are not read.
+          params: the parameters, of which `blocks` is not read.
           x_BSD: the residual stream after the last block.
-          plan: says how it runs on several devices.
+          plan: says how the head runs on several devices.
 
         Returns:
-          What is scored, the vocabulary matrix that multiplies it, and its bias.
+          The stream that is scored, the vocabulary matrix that multiplies it, and a bias.
         """
         return run_head(self._split, params, x_BSD, plan)
 
@@ -337,9 +335,9 @@ class Model:
         """Run the model up to the head.
 
         Args:
-          params: the parameters.
-          batch: as for `loss`, but `in_order`; it may have `text` (see `Places`).
-          plan: says how it runs on several devices.
+          batch: the arrays that `loss` takes, but `in_order`; there may be an array `text` too
+            (`parallel.padding.with_text`).
+          plan: says how the model runs on several devices.
           key: the dropout key; None = no dropout.
 
         Returns:
@@ -347,7 +345,7 @@ class Model:
           means over the layers.
 
         Raises:
-          UserError: as for `block`.
+          UserError: `block` refuses the block.
         """
         found = self.streams(params, batch, plan, key)
         return found.last, found.routed
@@ -363,17 +361,13 @@ class Model:
         """Run the model up to the head, and keep the residual stream after some of its layers.
 
         Args:
-          params: the parameters.
-          batch: as for `hidden_states`.
-          plan: says how it runs on several devices.
+          batch: the arrays that `hidden_states` takes.
+          plan: says how the model runs on several devices.
           key: the dropout key; None = no dropout.
           after: after how many layers a stream is kept, each at least 1.
 
-        Returns:
-          The streams.
-
         Raises:
-          UserError: as for `block`.
+          UserError: `block` refuses the block.
         """
         return run_to_head(self._split, params, batch, plan, key, after)
 
@@ -391,7 +385,7 @@ class Model:
           layers: `params["blocks"]`, or slices of it.
           x_BSD: the residual stream, in its layout.
           places: the places and documents of the tokens, and which are text.
-          plan: says how it runs on several devices.
+          plan: says how the blocks run on several devices.
           key: the dropout key; None = no dropout.
 
         Returns:
@@ -399,7 +393,7 @@ class Model:
           where there are no routers.
 
         Raises:
-          UserError: as for `block`.
+          UserError: `block` refuses the block.
         """
         found = run_blocks(self._split, layers, x_BSD, places, plan, key)
         return found.last, found.routed
@@ -416,12 +410,12 @@ class Model:
         """Run the query layer, which follows the last block where `config.query_layer` is set.
 
         Args:
-          params: the parameters, of which those of `query` are read.
+          params: the parameters, of which `query` is read.
           x_BSD: the residual stream after the last block, in its layout.
           places: the places and documents of the tokens.
-          plan: says how it runs on several devices, and what it keeps for its backward.
+          plan: says how the layer runs on several devices, and what it keeps for its backward.
           key: the dropout key of the blocks; None = no dropout.
-          ops: what the layer calls; None = the model's ops of the plan.
+          ops: the ops that the layer calls; None = the model's ops of the plan.
 
         Returns:
           The stream that the head takes.
@@ -442,14 +436,14 @@ class Model:
           layer: one slice of `params["blocks"]`.
           xs: the residual stream of each half.
           places: the places of the tokens of each half.
-          plan: says how it runs on several devices.
-          info: what the layer is told of itself.
+          plan: says how the block runs on several devices.
+          info: the layer's own key and kind, and its number where `numbers_layers`.
 
         Returns:
           The streams after the block, and the router's sums over both halves.
 
         Raises:
-          UserError: as for `block`.
+          UserError: `block` refuses the block.
         """
         blocks = self._split.parts["blocks"]
         return run_layer(blocks, layer, xs, places, self.ops(plan), plan, info)
@@ -465,27 +459,27 @@ class Model:
     ) -> LossSums:
         """Compute the summed next-token loss of a batch.
 
-        The losses of routers are means over the tokens that are text (`jaxpar.parallel.padding`),
-        of which the sum has one for each label that counts: divided by those, it is the mean
-        likelihood plus the weighted means.
+        The losses of routers are means over the tokens that are text (`jaxpar.parallel.padding`).
+        The sum has such a mean once for each label that counts: divided by the number of these
+        labels, it is the mean likelihood plus the weighted means.
 
         Args:
           params: the parameters, in the layout of the plan.
-          batch: int32 arrays [B, S]: `tokens`, `labels` (one below zero does not count), and for
-            packed documents `positions` and `segments`; `token_types`, where the model has any; and
-            of a teacher its most likely entries (`jaxpar.base.batch_arrays`), which count by
+          batch: int32 arrays [B, S]: `tokens`, `labels` (a label below zero does not count), and
+            for packed documents `positions` and `segments`; `token_types`, where the model has any;
+            and the most likely entries of a teacher (`jaxpar.base.batch_arrays`), which count by
             `weights.alpha`.
-          plan: says how it runs on several devices.
+          plan: says how the model runs on several devices.
           key: the dropout key; None = no dropout.
           weights: the weights of the terms that are added to the likelihood.
-          counts: the tokens of the whole step, of which the batch is a microbatch; None = it is all
-            of the step.
+          counts: the numbers of tokens of the whole step, of which the batch is a microbatch; None
+            = the batch is the whole step.
 
         Returns:
           The sums over the batch.
 
         Raises:
-          UserError: the sequence or the arrays do not fit the plan, or as for `block`.
+          UserError: the sequence or the arrays do not fit the plan, or `block` refuses the block.
         """
         return loss_of_batch(self._split, params, batch, plan, key, weights, counts)
 
@@ -501,10 +495,10 @@ class Model:
         """Compute the summed loss of the last block's output, without the routers' part.
 
         Args:
-          params: the parameters; its blocks are not read.
+          params: the parameters, of which `blocks` is not read.
           x_BSD: the residual stream after the last block.
-          labels_BS: for each token the one that follows; one below zero does not count.
-          plan: says how it runs on several devices.
+          labels_BS: for each token the token that follows; a label below zero does not count.
+          plan: says how the head runs on several devices.
           weights: the weights of the terms that are added to the likelihood.
           soft: a teacher's weighted entries of the vocabulary; None = there is no teacher.
 
@@ -523,15 +517,15 @@ class Model:
 
         Args:
           params: the parameters, in the layout of the plan.
-          batch: as for `loss`; it needs no labels. Routers tell padding from text by them: without
-            them only what fills up packed rows is padding.
-          plan: says how it runs on several devices.
+          batch: the arrays that `loss` takes; labels may be left out. Routers tell padding from
+            text by labels: without them only the filling of packed rows is padding.
+          plan: says how the model runs on several devices.
 
         Returns:
           The float32 scores [B, S, V], in the tokens' own order, with V = `config.vocab_size`.
 
         Raises:
-          UserError: as for `loss`.
+          UserError: the sequence or the arrays do not fit the plan, or `block` refuses the block.
         """
         return logits_of_batch(self._split, params, batch, plan)
 
@@ -548,26 +542,24 @@ class Model:
         (arXiv:2204.02311, appendix B). Tables that are only looked up do not multiply, and of the
         experts only those that a token is sent to do. Causal attention is counted whole, so that
         figures can be compared; of a sparser mask only its reach is counted. A frozen parameter
-        beside LoRA counts 4 and not 6, since its gradient is not made. An entry of a sparse matrix
-        that does not multiply counts 2 and not 6, since its gradient is made all the same, and 0
-        where a fixed pattern leaves it out. All parameters of a block and a head are taken to
-        multiply, and each block to attend as the config says, also where they are of one's own.
+        beside LoRA counts 4 and not 6, since its gradient is not computed. An entry of a sparse
+        matrix that does not multiply counts 2 and not 6, since its gradient is computed all the
+        same, and 0 where a fixed pattern leaves it out. All parameters of a block and a head are
+        taken to multiply, and each block to attend as the config says, also where they are of one's
+        own.
 
         Args:
-          seq_len: the length of a sequence, in tokens.
-
-        Returns:
-          FLOPs for one token.
+          seq_len: the length S of a sequence, in tokens.
         """
         return count_flops(self._declared(), seq_len)
 
     def _declared(self) -> Declared:
-        """What is counted."""
+        """Collect the declarations from which `counts` counts."""
         return Declared(self.config, self.axes, self.shapes(), self.projections)
 
 
 def _makers(config: ModelConfig, parts: Parts) -> dict[str, Maker]:
-    """What makes each part, by its name."""
+    """Return the maker of each part, by the part's name."""
     makers: dict[str, Maker] = parts._asdict()
     if config.query_layer:
         makers["query"] = QueryLayer
@@ -584,7 +576,7 @@ def _split_all(config: ModelConfig, parts: Parts) -> dict[str, Split]:
 
 
 def _numbers_layers(config: ModelConfig, maker: Maker, blocks: Split) -> bool:
-    """Whether a block is told the number of its layer; see `Model.numbers_layers`."""
+    """Return whether a block is told the number of its layer (`Model.numbers_layers`)."""
     if maker is Block:
         return not family_of(config).first_norm
     return "layer" in blocks.takes
@@ -600,7 +592,7 @@ def _shapes(model: Model, order: tuple[int, ...] | None) -> Params:
 
 
 def _stacked(axes: PyTree) -> PyTree:
-    """The logical axes of a layer's parameters, stacked over layers."""
+    """Return the logical axes of a layer's parameters, stacked over layers."""
     if isinstance(axes, dict):
         return {name: _stacked(one) for name, one in axes.items()}
     return ("layers", *axes)

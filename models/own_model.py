@@ -1,7 +1,8 @@
 """A model that is not made of an embedding, blocks and a head: functions over a dict of arrays.
 
 It takes the place of `Model` in an experiment, which trains, verifies, rehearses, saves and resumes
-it. What needs the parts of a model is refused: pipeline stages, offloaded layers, generation.
+it. Features that need the parts of a model are refused: pipeline stages, offloaded layers,
+generation.
 
 Shapes: B batch, S sequence.
 """
@@ -27,18 +28,18 @@ from jaxpar.base.layout.sharding import KeyPath, Layout, ShardingRules, path_nam
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.models.model import Model
 from jaxpar.models.parameters import require_float32
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.split import axes_of, plain_dict, with_keys_of
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.padding import TokenCounts
 
 Batch = Mapping[str, Array]
 Init = Callable[[Array], Params]
-"""Makes fresh parameters, a dict of dicts of float32 arrays, from a key."""
+"""A function that makes fresh parameters, a dict of dicts of float32 arrays, from a key."""
 Loss = Callable[[Params, Batch, Layout, "Array | None"], "tuple[Array, Array] | LossSums"]
-"""Computes, from parameters, a batch, the layout and a dropout key (None = no dropout), the summed
-negative log-likelihood in nats of the labels that count, and their number. The batch has int32
-arrays [B, S]: `tokens`, `labels` (below zero = does not count), and for packed documents
+"""A function of parameters, a batch, the layout and a dropout key (None = no dropout) that returns
+the summed negative log-likelihood in nats of the labels that count, and their number. The batch has
+int32 arrays [B, S]: `tokens`, `labels` (below zero = does not count), and for packed documents
 `positions` and `segments`."""
 
 
@@ -47,14 +48,14 @@ class OwnModel:
     """A whole model of one's own.
 
     Attributes:
-      name: what the run folder and messages call it.
+      name: the model's name in the run folder and in messages.
       init_params: makes its parameters.
       loss_of: computes its loss.
       axes: the logical axes of every parameter, in a dict of the parameters' form: a tuple with a
         name or None for each dim.
-      vocab_size: how many tokens it knows.
+      vocab_size: how many tokens its vocabulary has.
       max_seq_len: the longest sequence that it takes.
-      dropout: whether `loss` is given a key in training.
+      dropout: whether `loss_of` is given a key in training.
     """
 
     name: str
@@ -68,11 +69,11 @@ class OwnModel:
     has_blocks = False
 
     def __post_init__(self) -> None:
-        """Hold the axes against the parameters.
+        """Check that the axes fit the parameters.
 
         Raises:
-          UserError: `init` makes something else than a dict of dicts of float32 arrays, or the axes
-            do not fit it; or a function takes other arguments than it is given.
+          UserError: `init_params` makes something else than a dict of dicts of float32 arrays, the
+            axes do not fit it, or a function takes other arguments than it is given.
         """
         _require_arguments(self.init_params, "init_params(key)")
         _require_arguments(self.loss_of, "loss_of(params, batch, layout, key)")
@@ -97,7 +98,9 @@ class OwnModel:
 
     @property
     def config(self) -> ModelConfig:
-        """What a config says of it; the sizes of blocks and heads mean nothing for it."""
+        """The section `model` of a config for it, in which the sizes of blocks and heads mean
+        nothing.
+        """
         return ModelConfig(
             family=self.name,
             vocab_size=self.vocab_size,
@@ -111,11 +114,15 @@ class OwnModel:
         )
 
     def own_parts(self) -> dict[str, str]:
-        """What a checkpoint says of the parts of its model."""
+        """Return the names of the parts that are not the library's, which a checkpoint records."""
         return {"model": self.name}
 
     def with_config(self, config: ModelConfig, ops: object = None) -> OwnModel:
-        """Return the model itself: its sizes are its own."""
+        """Return the model itself, whose sizes are its own.
+
+        Raises:
+          UserError: `config` is not the model's own.
+        """
         if config != self.config:
             raise UserError(
                 f"{self.name} has sizes of its own, which [model] of a config does not set"
@@ -129,7 +136,7 @@ class OwnModel:
         return rules, []
 
     def init(self, key: Array, order: Sequence[int] | None = None) -> Params:
-        """Make fresh parameters; there is no order of layers."""
+        """Make fresh parameters. `order` is not used, as there are no stacked layers."""
         return self.init_params(key)
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
@@ -142,11 +149,11 @@ class OwnModel:
 
     @staticmethod
     def merge(params: Params, trained: Params) -> Params:
-        """Return the parameters with those that are `trained` in place of their own."""
+        """Return the parameters with the `trained` ones put in their places."""
         return trained
 
     def parameter_names(self) -> list[str]:
-        """Return the names of all parameters."""
+        """List the names of all parameters."""
         leaves = jax.tree_util.tree_leaves_with_path(self.shapes())
         return [path_name(path) for path, _ in leaves]
 
@@ -159,7 +166,7 @@ class OwnModel:
         weights: LossWeights = LIKELIHOOD,
         counts: TokenCounts | None = None,
     ) -> LossSums:
-        """Compute the summed loss of a batch; it has no term beside the likelihood to weigh.
+        """Compute the summed loss of a batch. There is no term beside the likelihood to weigh.
 
         Raises:
           UserError: the model's own loss returns something else than a sum and a number of labels.
@@ -181,14 +188,14 @@ class OwnModel:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes()))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Count 6 FLOPs for each parameter and token (arXiv:2001.08361, section 2.1): what else it
-        computes, as attention does, is not known, nor which parameters are only looked up.
+        """Count 6 FLOPs for each parameter and token (arXiv:2001.08361, section 2.1): other work,
+        such as attention's, is not known, nor which parameters are only looked up.
         """
         return 6.0 * self.parameter_count()
 
 
 def _form_of(found: Any) -> str:
-    """What a loss returned, by shape."""
+    """Describe the value that a loss returned, by its shape."""
     if isinstance(found, tuple | list):
         return f"{len(found)} values: {', '.join(map(_form_of, found))}"
     if hasattr(found, "shape"):
@@ -197,14 +204,15 @@ def _form_of(found: Any) -> str:
 
 
 AnyModel = Model | OwnModel
-"""What an experiment trains."""
+"""The model of an experiment."""
 
 
 def in_parts(model: AnyModel, what: str) -> Model:
     """Return a model that is made of an embedding, blocks and a head.
 
     Raises:
-      UserError: it is not; the message begins with `what`, which needs the parts.
+      UserError: the model has no such parts; the message begins with `what`, the feature that needs
+        them.
     """
     if isinstance(model, Model):
         return model
@@ -223,17 +231,18 @@ def nnx_model(
     dropout: bool = False,
     name: str = "",
 ) -> OwnModel:
-    """Make a whole model of one's own of a module of Flax NNX.
+    """Make a whole model of one's own from a module of Flax NNX.
 
     Args:
       make: makes the module; its parameters are `nnx.Param`, whose dims have the names that Flax's
-        metadata gives them (`nnx.with_partitioning`). What `nnx.vmap` stacks beside parameters with
-        a dim `layers` has that dim too, if it has no names.
-      loss: `(module, batch, layout, key) -> (nll, tokens)`, as of `OwnModel`.
-      vocab_size: how many tokens it knows.
+        metadata gives them (`nnx.with_partitioning`). A parameter without names that `nnx.vmap`
+        stacks beside parameters with a dim `layers` has that dim too.
+      loss: `(module, batch, layout, key) -> (nll, tokens)`: the summed negative log-likelihood in
+        nats of the labels that count, and their number.
+      vocab_size: how many tokens its vocabulary has.
       max_seq_len: the longest sequence that it takes.
       dropout: whether `loss` is given a key in training.
-      name: what the run folder and messages call it; empty = the module's class.
+      name: the model's name in the run folder and in messages; empty = the module's class.
 
     Raises:
       UserError: the module keeps variables that are no `nnx.Param`, or names dims otherwise than
@@ -278,7 +287,7 @@ def _with_stacks(axes: Params, shapes: Params) -> Params:
 
     Args:
       axes: the names of each parameter's dims, in a dict of dicts.
-      shapes: the parameters' shapes, likewise.
+      shapes: the parameters' shapes, in a dict of the same form.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)
     sizes = [leaf.shape for leaf in structure.flatten_up_to(shapes)]
@@ -290,7 +299,7 @@ def _with_stacks(axes: Params, shapes: Params) -> Params:
     }
 
     def stack_beside(path: KeyPath) -> tuple[int, int] | None:
-        """The dim and the size of the stack that the nearest parameters with names are in."""
+        """Find the dim and the size of the stack that the nearest parameters with names are in."""
         for length in range(len(path) - 1, -1, -1):
             beside = [other for other in named if other[:length] == path[:length]]
             if beside:
@@ -312,7 +321,7 @@ def _require_arguments(function: Callable[..., Any], call: str) -> None:
     """Refuse a function that cannot be called as `call` says, such as "loss(params, batch)".
 
     Raises:
-      UserError: it takes more, or fewer, arguments by position.
+      UserError: the function takes more, or fewer, arguments by position.
     """
     word, _, inner = call.rstrip(")").partition("(")
     try:

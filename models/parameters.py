@@ -1,5 +1,5 @@
-"""A parameter of a model: its declaration in Flax's own metadata, and the names of its dims. And
-the functions between them.
+"""The declaration of a model's parameters, with the names of their dims in Flax's own metadata, and
+the activations.
 
 Shapes: V vocab, D embed.
 """
@@ -19,14 +19,16 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 
 Initializer = Callable[..., Array]
-"""Makes an array of a key, a shape and a dtype."""
+"""A function that makes an array from a key, a shape and a dtype."""
 zeros = nnx.initializers.zeros
 ones = nnx.initializers.ones
 normal = nnx.initializers.normal
 
 
 def squared_relu(x: Array) -> Array:
-    """The square of what is above zero (Primer, arXiv:2109.08668, section 3)."""
+    """Square the entries above zero, and return zero for others (Primer, arXiv:2109.08668, section
+    3).
+    """
     return jnp.square(jax.nn.relu(x))
 
 
@@ -48,13 +50,9 @@ def param(
     those logical axes.
 
     Args:
-      rngs: the random numbers.
-      init: what it begins with.
-      **dims: the size of each dim by its logical axis. A dim whose name starts with `_` has none
-        and is never split.
-
-    Returns:
-      The parameter.
+      init: makes the first value.
+      **dims: the size of each dim by its logical axis. A dim whose name starts with `_` has no
+        logical axis and is never split.
     """
     axes = tuple(None if name.startswith("_") else name for name in dims)
     return param_of(rngs, init, tuple(dims.values()), axes)
@@ -72,13 +70,9 @@ def param_of(
     lies: Flax would otherwise place it at once, and ask for a mesh whose axes have these names.
 
     Args:
-      rngs: the random numbers.
-      init: what it begins with.
-      shape: the sizes of its dims.
+      init: makes the first value.
+      shape: the sizes of the dims.
       axes: for each dim a logical axis, or None where it is never split.
-
-    Returns:
-      The parameter.
     """
     declared = nnx.with_partitioning(init, axes, eager_sharding=False)
     return nnx.Param(declared(rngs.params(), shape, jnp.float32))
@@ -88,14 +82,13 @@ def declared_axes(
     variable: nnx.Variable,
     name: str = "a parameter",
 ) -> tuple[str | None, ...]:
-    """Read the logical axes of a variable, as Flax has them in its metadata.
+    """Read the logical axes of a variable from Flax's metadata.
 
     Args:
-      variable: the variable.
-      name: what a message calls it.
+      name: the variable's name in a message.
 
     Returns:
-      The name of each dim; None = it has none.
+      The logical axis of each dim; None = the dim has none.
 
     Raises:
       UserError: a dim has several names, there are some names and not one for each dim, or the
@@ -119,15 +112,15 @@ def declared_axes(
 
 
 def require_float32(dtype: DTypeLike, name: str) -> None:
-    """Refuse a parameter that is declared in another dtype: it would be trained in that of the
-    config.
+    """Refuse a parameter that is declared in another dtype than float32: it would be trained in the
+    config's dtype, and not in its own.
 
     Args:
-      dtype: the parameter's.
-      name: what the message calls it.
+      dtype: the parameter's dtype.
+      name: the parameter's name in the message.
 
     Raises:
-      UserError: it is not float32.
+      UserError: the dtype is not float32.
     """
     if dtype != jnp.float32:
         raise UserError(
@@ -138,7 +131,7 @@ def require_float32(dtype: DTypeLike, name: str) -> None:
 
 
 def vocab_rows(config: ModelConfig) -> int:
-    """The stored size of the vocabulary, with the padding that rounds it up."""
+    """Return the stored size of the vocabulary, with the padding that rounds it up."""
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
@@ -147,10 +140,6 @@ def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
 
     The vocabulary is rounded up so that a mesh axis can divide it. Rows past the vocabulary are
     never read.
-
-    Args:
-      config: the sizes of the model.
-      rngs: the random numbers.
 
     Returns:
       The table, with logical axes ("vocab", "embed").

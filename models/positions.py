@@ -1,5 +1,5 @@
-"""Positions: rotary ones (RoPE), which turn queries and keys, and the places of tokens that nobody
-counted.
+"""Rotary positions (RoPE), which turn queries and keys, and the places of tokens where a batch has
+none.
 
 Shapes: B batch, S sequence, H heads, h head_dim.
 """
@@ -18,13 +18,13 @@ from jaxpar.base.config import ModelConfig
 def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " half"]:
     """Compute the angle per position of each pair of features, extended where `rope_factor` > 1.
 
-    RoPE is Su et al. 2021, arXiv:2104.09864. The linear extension divides all by the factor. That
-    of llama3 keeps wavelengths below original/high_freq_factor, divides those above
+    RoPE is Su et al. 2021, arXiv:2104.09864. The linear extension divides all angles by the factor.
+    The extension of llama3 keeps wavelengths below original/high_freq_factor, divides those above
     original/low_freq_factor, and blends in between (Llama 3.1 release, `apply_scaling`).
 
     Args:
-      config: the sizes of the model.
-      local: whether it is for layers with a window, which have `rope_local_theta` if there is one.
+      local: whether the angles are for layers with a window, which have `rope_local_theta` if there
+        is one.
 
     Returns:
       The angles [h/2], in radians.
@@ -83,14 +83,14 @@ def _quarter_turn(x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
 
 
 def _quarter_turn_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
-    """Do the same by a matmul; each sum has only one term that is not zero, so nothing is
-    rounded.
+    """Turn each pair by a quarter, as `_quarter_turn` does, by a matmul. Each sum has only one term
+    that is not zero, so nothing is rounded.
     """
     turn_hh = _quarter_turn(jnp.eye(x_BSHh.shape[-1], dtype=x_BSHh.dtype))
     return jnp.matmul(x_BSHh, turn_hh, precision="highest")
 
 
 def count_positions(x_BS: Array) -> Int[Array, "B S"]:
-    """The places of the tokens of rows [B, S, ...] that are one document each."""
+    """Count the places of the tokens in rows [B, S, ...] that are one document each."""
     rows, length = x_BS.shape[:2]
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))

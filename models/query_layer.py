@@ -20,19 +20,20 @@ from jaxpar.models.transformer import Block
 from jaxpar.parallel.ops import Ops
 
 _KEY = 2**31 - 1
-"""Folded into a key for the query layer; those of the other parts and layers come by `split`."""
+"""The number that is folded into a key for the query layer; the keys of the other parts and layers
+come by `split`."""
 
 
 def query_key_of(key: jax.Array) -> jax.Array:
-    """Return the key of the query layer, given that of a model's parameters, or of the dropout of
-    its blocks.
+    """Return the key of the query layer, given the key of a model's parameters, or of the dropout
+    of its blocks.
     """
     return jax.random.fold_in(key, _KEY)
 
 
 class QueryLayer(Block):
-    """A block whose queries are made of an embedding of the next position, and not of the residual
-    stream; keys, values and what it adds to are those of a block.
+    """A block whose queries are computed from an embedding of the next position, and not from the
+    residual stream. Its keys, its values and its sum with the stream are a block's.
 
     It is one layer, beside the stack, and so it has neither LoRA's pairs nor sparse matrices.
     """
@@ -55,7 +56,7 @@ class QueryLayer(Block):
         key: jax.Array | None = None,
         kind: int = 0,
     ) -> Float[Array, "B S D"]:
-        """Compute what attention adds to the residual stream; see `Block.attention`.
+        """Compute the output of attention for the residual stream, as `Block.attention` documents.
 
         Row t of the table is the embedding of the position after t, which a token at t predicts.
         """

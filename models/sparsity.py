@@ -1,4 +1,4 @@
-"""The sparse matrices of a model: which they are, and in what form they multiply."""
+"""The sparse matrices of a model, and the forms in which they multiply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxpar.base.config.sparsity import MATRICES
 from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import Axes, Layout, state_axes
 from jaxpar.kernels.weight_forms import CyclicBlocks, NOfM, WeightForm
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.parallel.linear.weight_view import read, require_units
 
 _OUTER = ("layers", "experts")
@@ -19,14 +19,12 @@ _OUTER = ("layers", "experts")
 
 
 def weight_form(config: ModelConfig, name: str) -> WeightForm | None:
-    """The form in which a matrix of a block multiplies.
+    """Return the form in which a matrix of a block multiplies; None = it multiplies as it is
+    stored.
 
     Args:
       config: its `sparsity` says which matrices are sparse.
-      name: the matrix, such as `up`.
-
-    Returns:
-      The form; None = it multiplies as it is stored.
+      name: the name of the matrix, such as `up`.
     """
     sparsity = config.sparsity
     if name not in sparsity.names((name,)):
@@ -37,15 +35,15 @@ def weight_form(config: ModelConfig, name: str) -> WeightForm | None:
 
 
 def require_sparse(config: ModelConfig, names: Sequence[str], own_block: str | None) -> None:
-    """Refuse sparse matrices where the block has not those that are named, or reads them itself.
+    """Refuse sparse matrices where the block lacks one that is named, or reads its weights itself.
 
     Args:
       config: its `sparsity` has a form.
       names: the names of the block's parameters.
-      own_block: the name of a block of one's own; None = it is the library's.
+      own_block: the name of a block of one's own; None = the block is the library's.
 
     Raises:
-      UserError: a target is not there, the block is one's own, or there are shared experts.
+      UserError: the block has no such matrix, the block is one's own, or there are shared experts.
     """
     form = config.sparsity.form
     if own_block:
@@ -69,7 +67,7 @@ def require_sparse(config: ModelConfig, names: Sequence[str], own_block: str | N
 
 
 def form_of_parameter(config: ModelConfig, name: str) -> WeightForm | None:
-    """The form of a parameter by its whole name, such as `blocks.up`; None = it has none."""
+    """Return the form of a parameter by its whole name, such as `blocks.up`; None = it has none."""
     part, _, matrix = name.partition(".")
     if part != "blocks" or matrix not in config.sparsity.names():
         return None
@@ -80,21 +78,20 @@ def read_stacked(weight: jax.Array, form: WeightForm | None, axes: Axes) -> jax.
     """Make the form of a parameter, which may be stacked over layers and experts.
 
     Args:
-      weight: the parameter.
-      form: its form; None = it multiplies as it is stored.
-      axes: its logical axes; those of a matrix begin or end with `embed`.
+      form: the form; None = the parameter multiplies as it is stored.
+      axes: the logical axes of the parameter; a matrix's begin or end with `embed`.
 
     Returns:
-      What multiplies, of the same shape and dtype.
+      The array that multiplies, of the same shape and dtype.
     """
     outer, ins = matrix_split(axes)
     return read(weight, form, ins, outer)
 
 
 def matrix_split(axes: Axes) -> tuple[int, int]:
-    """Count the dims that a matrix is stacked over, and those that it sums over.
+    """Count the dims that a matrix is stacked over, and the dims that it sums over.
 
-    It sums over `embed`, or over all others where it maps to the residual stream.
+    It sums over `embed`, or over all other dims where it maps to the residual stream.
     """
     outer = sum(axis in _OUTER for axis in axes)
     if axes[-1] == "embed":
@@ -109,8 +106,8 @@ def require_whole_groups(config: ModelConfig, axes: Params, shapes: Params, layo
     Args:
       config: its `sparsity` says which matrices are sparse.
       axes: the logical axes of a block's parameters.
-      shapes: those parameters, stacked, as ShapeDtypeStructs.
-      layout: mesh and rules.
+      shapes: the same parameters, stacked, as ShapeDtypeStructs.
+      layout: the layout of the parameters, or of their gradients and moments.
 
     Raises:
       UserError: a device has no whole number of groups.

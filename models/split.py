@@ -1,5 +1,5 @@
-"""A module of Flax NNX, taken apart into a graph, which is static, and a plain dict of arrays, and
-put together again where it is called. So a model holds no arrays, and jit, scan, shard_map and
+"""Modules of Flax NNX, taken apart into a graph, which is static, and a plain dict of arrays, and
+put together again where they are called. So a model holds no arrays, and jit, scan, shard_map and
 checkpoints see nothing but a dict of dicts.
 """
 
@@ -19,21 +19,21 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import PyTree
 from jaxpar.models.hidden import Projections
 from jaxpar.models.parameters import declared_axes, require_float32
-from jaxpar.models.parts import GIVEN, Maker, OpsMaker, Params, Parts, part_name
+from jaxpar.models.part_protocols import GIVEN, Maker, OpsMaker, Params, Parts, part_name
 
 
 @dataclass(frozen=True)
 class Split:
-    """A part, taken apart.
+    """A part of a model, taken apart.
 
     Attributes:
       graph: the part without its arrays.
       form: the parameters' tree with Flax's own keys, which are numbers in an `nnx.List`.
       axes: the logical axes of every parameter, a tuple with a name or None for each dim, in a dict
         of the parameters' form.
-      names: those of the parameters, in the order in which the part declares them.
+      names: the names of the parameters, in the order in which the part declares them.
       takes: the arguments that it takes by name.
-      name: what a message calls it.
+      name: the part's name in messages.
     """
 
     graph: nnx.GraphDef
@@ -44,14 +44,14 @@ class Split:
     name: str
 
     def __call__(self, params: Params, first: Array, **others: Any) -> Any:
-        """Call the part, made of these parameters, with what it takes of the arguments."""
+        """Call the part with these parameters, and with those of the arguments that it takes."""
         module: Any = nnx.merge(self.graph, with_keys_of(self.form, params))
         taken = {name: x for name, x in others.items() if name in self.takes}
         return module(first, **taken)
 
 
 class SplitModel(NamedTuple):
-    """A model, taken apart: what its forward pass is given beside arrays and a plan.
+    """A model, taken apart: the arguments of its forward pass beside arrays and a plan.
 
     Attributes:
       config: the sizes of the model.
@@ -59,7 +59,8 @@ class SplitModel(NamedTuple):
         `query`, and `head`.
       ops: makes the ops that the parts call from a plan.
       numbers_layers: whether a block is told the number of its layer.
-      projections: what it learns a teacher's hidden states through; None = it learns none.
+      projections: the projections through which it learns a teacher's hidden states; None = it
+        learns none.
     """
 
     config: ModelConfig
@@ -77,8 +78,8 @@ def make_part(
 ) -> nnx.Module:
     """Make a part of a model, with its arrays.
 
-    Where its arrays lie is not the part's to say: Flax would place a parameter with names at once,
-    on the mesh axes of these names.
+    A part does not say where its arrays lie: Flax would place a parameter with names at once, on
+    the mesh axes of these names.
 
     Raises:
       UserError: the maker is a module itself, takes other arguments, or makes no module of Flax
@@ -117,8 +118,8 @@ def plain_dict(
     state: nnx.State,
     of: Callable[[Any], Any] | None = None,
 ) -> Params:
-    """Return a dict of dicts with `of(variable)` of each variable (None = its array), in which all
-    keys are words.
+    """Turn a state into a dict of dicts with `of(variable)` for each variable (None = its array),
+    in which all keys are words.
     """
     return _with_words(nnx.to_pure_dict(state, of))
 
@@ -126,10 +127,11 @@ def plain_dict(
 # Cached, because a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
 def split_parts(config: ModelConfig, parts: Parts) -> Mapping[str, Split]:
-    """Take the parts of a model apart.
+    """Take the parts of a model apart, by their names.
 
     Raises:
-      UserError: one is no such part, or takes nothing of what the config needs: see `BlockPart`.
+      UserError: one is no such part, or does not take an argument that the config needs
+        (`BlockPart`).
     """
     makers = parts._asdict()
     found = {name: split_part(config, name, maker) for name, maker in makers.items()}
@@ -148,15 +150,11 @@ def split_part(config: ModelConfig, name: str, maker: Maker) -> Split:
     """Take a part apart, without making its arrays.
 
     Args:
-      config: the sizes of the model.
-      name: what the part is: `embed`, `blocks`, `query` or `head`.
-      maker: makes it.
-
-    Returns:
-      The part.
+      name: the name of the part: `embed`, `blocks`, `query` or `head`.
+      maker: makes the part.
 
     Raises:
-      UserError: it is no such part.
+      UserError: the maker makes no such part.
     """
     names = list[str]()
 
@@ -182,7 +180,7 @@ def split_part(config: ModelConfig, name: str, maker: Maker) -> Split:
 
 
 def axes_of(state: Mapping[Any, Any], name: str) -> Params:
-    """The logical axes of all variables of a state, as a dict of dicts."""
+    """Read the logical axes of all variables of a state, as a dict of dicts."""
     found = {}
     for key, one in state.items():
         path = f"{name}.{key}"
@@ -195,7 +193,7 @@ def axes_of(state: Mapping[Any, Any], name: str) -> Params:
 
 
 def _declared_names(module: nnx.Pytree, before: tuple[str, ...]) -> Iterator[str]:
-    """The names of the parameters of a module, in the order of its attributes."""
+    """Yield the names of the parameters of a module, in the order of its attributes."""
     for key, value in vars(module).items():
         path = (*before, str(key))
         if isinstance(value, nnx.Param):
@@ -205,7 +203,7 @@ def _declared_names(module: nnx.Pytree, before: tuple[str, ...]) -> Iterator[str
 
 
 def _arguments(module: Any, name: str, word: str) -> frozenset[str]:
-    """The arguments that a part takes by name, of those that it may be given."""
+    """Find the arguments that a part takes by name, among those that it may be given."""
     given = GIVEN[name]
     parameters = list(inspect.signature(module.__call__).parameters.values())
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
@@ -222,14 +220,14 @@ def _arguments(module: Any, name: str, word: str) -> frozenset[str]:
 
 
 def _with_words(tree: PyTree) -> PyTree:
-    """Return a dict of dicts with its keys as words: a checkpoint has no other."""
+    """Return a dict of dicts with its keys as words: a checkpoint has no other keys."""
     if isinstance(tree, dict):
         return {str(key): _with_words(part) for key, part in tree.items()}
     return tree
 
 
 def with_keys_of(form: PyTree, tree: PyTree) -> PyTree:
-    """Return a dict of dicts with the keys of `form`, from one with these as words."""
+    """Return a dict of dicts with the keys of `form`, from a dict with these keys as words."""
     if isinstance(form, dict):
         return {key: with_keys_of(part, tree[str(key)]) for key, part in form.items()}
     return tree

@@ -1,4 +1,4 @@
-"""What a teacher shows of a batch: the entries that it finds most likely, with no array of all
+"""A teacher's answers for a batch: the entries that it finds most likely, with no array of all
 scores, and its hidden states.
 
 Shapes: B batch, S sequence, k entries of a token, P hidden states of a token, T their width.
@@ -14,14 +14,14 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.plan import Plan
 from jaxpar.models.hidden import normed_states
 from jaxpar.models.model import Batch, Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.parallel import TopK
 from jaxpar.parallel.padding import with_text
 from jaxpar.parallel.zigzag import in_natural_order, in_order
 
 
 class TeacherAnswer(NamedTuple):
-    """What a teacher shows of a batch.
+    """A teacher's answer for a batch.
 
     Attributes:
       top: the most likely next entries of each token and their log-probabilities [B, S, k].
@@ -46,16 +46,16 @@ def teacher_answer(
 
     Args:
       model: the model; it is run without dropout.
-      params: its parameters, in the layout of the plan, which has no stages.
+      params: the model's parameters, in the layout of the plan, which has no stages.
       batch: int32 arrays [B, S]: `tokens`, and for packed documents `positions` and `segments`; a
         model with experts tells padding from text by the `labels`, as its loss does.
-      plan: says how it runs on several devices.
-      k: how many entries.
+      plan: says how the model runs on several devices.
+      k: the number of entries for each token.
       after: after how many layers there is a hidden state, each at least 1.
-      dtype: that of the hidden states.
+      dtype: the dtype of the hidden states.
 
     Returns:
-      What it shows, in the tokens' own order.
+      The entries and the hidden states, in the tokens' own order.
 
     Raises:
       UserError: the sequence or the arrays do not fit the plan, k is more than the vocabulary, or

@@ -1,8 +1,8 @@
 """The block of every family, written with logical axes only: attention and an MLP or experts, with
 the norms that stand before or after them.
 
-What sets families apart is asked of their row in `jaxpar.models.families`; no name of one stands
-here.
+The differences between families are read from their rows in `jaxpar.models.families`; this module
+names no family.
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -35,9 +35,9 @@ from jaxpar.parallel.remat import named
 
 
 class Block(nnx.Module):
-    """Attention, followed by an MLP or experts. A norm is before each, or after what each adds is
-    added; where the family has post-norms, what they add is normed too. Or attention beside the
-    MLP, both from one norm."""
+    """A layer of a transformer: attention, followed by an MLP or experts, each with a norm of its
+    input, or of the stream after its output is added. Where the family has post-norms, the outputs
+    are normed too. Or attention and the MLP run beside each other, both from one norm."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         family = family_of(config)
@@ -108,7 +108,7 @@ class Block(nnx.Module):
             self.shared_down = param(rngs, init_residual, mlp=wide, embed=D)
 
     def _init_residual(self) -> Initializer:
-        """What a matrix begins with that adds to the stream (GPT-2 report, section 2.3)."""
+        """Make the initializer of matrices that add to the stream (GPT-2 report, section 2.3)."""
         return normal(self.config.init_std / math.sqrt(2 * self.config.layers))
 
     def __call__(
@@ -122,7 +122,7 @@ class Block(nnx.Module):
         text_BS: Bool[Array, "B S"] | None = None,
         layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "B S D"] | tuple[Float[Array, "B S D"], RouterSums]:
-        """Run the layer; see `jaxpar.models.parts.BlockPart` for what it is given and returns.
+        """Run the layer. `jaxpar.models.part_protocols.BlockPart` explains the arguments.
 
         Called with `x_BSD` alone it is plain mathematics in the dtype of `x_BSD`, on one document a
         row, whose tokens are in their order, without dropout.
@@ -160,13 +160,13 @@ class Block(nnx.Module):
         return (x_BSD, routed)
 
     def _dropout(self, x_BSD: Float[Array, "B S D"], key: jax.Array | None) -> Array:
-        """What a sublayer adds, after dropout."""
+        """Return the output of a sublayer after dropout."""
         return dropout(x_BSD, self.config.dropout, key)
 
     def _attention_input(
         self, x_BSD: Float[Array, "B S D"], layer: Int[Array, ""] | int | None
     ) -> Float[Array, "B S D"]:
-        """What attention reads: the stream after its norm, or as it is."""
+        """Return the input of attention: the stream after its norm, or as it is."""
         if self.family.norm_after:
             return x_BSD
         normed_BSD = self.attention_norm(x_BSD)
@@ -177,7 +177,7 @@ class Block(nnx.Module):
     def _mlp_or_experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        """Compute what the MLP adds to the stream, or the experts with those that are shared."""
+        """Compute the output of the MLP, or of the experts with the shared experts."""
         if self.family.norm_after:
             normed_BSD = x_BSD
         else:
@@ -191,7 +191,7 @@ class Block(nnx.Module):
         return y_BSD, routed
 
     def linear(self, name: str) -> Linear:
-        """A matrix of the block as it multiplies, by its name."""
+        """Return a matrix of the block as it multiplies, by its name."""
         bias = getattr(self, f"{name}_bias", None)
         form = weight_form(self.config, name)
         return Linear(getattr(self, name), bias, self.lora.beside(name), form, name)
@@ -205,18 +205,18 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         kind: int = 0,
     ) -> Float[Array, "B S D"]:
-        """Compute what attention adds to the residual stream.
+        """Compute the output of attention, which is added to the residual stream.
 
         Args:
           x_BSD: the residual stream after its norm.
-          positions_BS: as for a block.
-          segments_BS: as for a block.
-          ops: as for a block.
-          key: as for a block.
-          kind: as for a block.
+          positions_BS: the place of each token in its document.
+          segments_BS: the number of each token's document; None = a row is one document.
+          ops: the ops that the block was given.
+          key: the random key of dropout; None = no dropout.
+          kind: the number of the layer modulo `config.kinds`.
 
         Returns:
-          What is added, in the layout of the stream.
+          The output, in the layout of the stream.
         """
         linears = [self.linear("q"), self.linear("k"), self.linear("v")]
         q_BSHh, k_BSKh, v_BSKh = column_linears(x_BSD, linears, ops, "attention_seq")
@@ -234,19 +234,17 @@ class Block(nnx.Module):
         key: jax.Array | None,
         kind: int,
     ) -> AttentionCall:
-        """Norm and turn queries and keys as the family does: what attention is asked.
+        """Norm and turn queries and keys as the family does, and make the call of attention, which
+        returns the mixed values of each head.
 
         Args:
           q_BSHh: the queries as the matmul made them.
-          k_BSKh: the keys likewise.
-          v_BSKh: the values likewise.
+          k_BSKh: the keys as the matmul made them.
+          v_BSKh: the values as the matmul made them.
           positions_BS: the place of each token in its document.
-          segments_BS: the number of each token's document; None = a row is one.
-          key: the key of dropout; None = no dropout.
+          segments_BS: the number of each token's document; None = a row is one document.
+          key: the random key of dropout; None = no dropout.
           kind: the number of the layer modulo `config.kinds`.
-
-        Returns:
-          The call, whose answer is the mixed values of each head.
         """
         config = self.config
         family = self.family
@@ -282,21 +280,21 @@ class Block(nnx.Module):
         key: jax.Array | None,
         kind: int,
     ) -> Float[Array, "B S D"]:
-        """Compute what attention and the MLP add to the residual stream, from the same input.
+        """Compute the sum of the outputs of attention and the MLP, from the same input.
 
-        All matrices that read the stream share its gather, and what both sublayers add is summed
-        before it is scattered.
+        All matrices that read the stream share its gather, and the outputs of both sublayers are
+        summed before they are scattered.
 
         Args:
           x_BSD: the residual stream after its norm.
-          positions_BS: as for a block.
-          segments_BS: as for a block.
-          ops: as for a block.
-          key: as for a block.
-          kind: as for a block.
+          positions_BS: the place of each token in its document.
+          segments_BS: the number of each token's document; None = a row is one document.
+          ops: the ops that the block was given.
+          key: the random key of dropout; None = no dropout.
+          kind: the number of the layer modulo `config.kinds`.
 
         Returns:
-          What is added, in the layout of the stream.
+          The sum, in the layout of the stream.
         """
         of_heads = [self.linear("q"), self.linear("k"), self.linear("v")]
         of_mlp = self.mlp_inputs()
@@ -319,32 +317,32 @@ class Block(nnx.Module):
         ops: Ops,
         prefix: str = "",
     ) -> Float[Array, "B S D"]:
-        """Compute what an MLP without experts adds to the residual stream.
+        """Compute the output of an MLP without experts, which is added to the residual stream.
 
         Args:
           x_BSD: the residual stream after its norm.
-          ops: as for a block.
-          prefix: what the names of its matrices and activations begin with.
+          ops: the ops that the block was given.
+          prefix: the beginning of the names of its matrices and activations.
 
         Returns:
-          What is added, in the layout of the stream.
+          The output, in the layout of the stream.
         """
         wide_BSF = column_linears(x_BSD, self.mlp_inputs(prefix), ops)
         hidden_BSF = self.mlp_hidden(wide_BSF, prefix)
         return row_linear(hidden_BSF, self.linear(f"{prefix}down"), ops)
 
     def mlp_inputs(self, prefix: str = "") -> list[Linear]:
-        """The matrices with which an MLP reads the stream."""
+        """Return the matrices with which an MLP reads the stream."""
         return [self.linear(f"{prefix}{name}") for name in self._mlp_input_names()]
 
     def _mlp_input_names(self) -> list[str]:
-        """Gate and up, or up alone."""
+        """Return the names `gate` and `up`, or `up` alone."""
         return ["gate", "up"] if self.family.gated else ["up"]
 
     def mlp_hidden(
         self, wide_BSF: list[Float[Array, "B S F"]], prefix: str = ""
     ) -> Float[Array, "B S F"]:
-        """Compute the hidden features of an MLP from what `mlp_inputs` made."""
+        """Compute the hidden features of an MLP from the products of `mlp_inputs`."""
         if self.config.activation == "family":
             activation = ACTIVATIONS[self.family.activation]
         else:
@@ -360,15 +358,15 @@ class Block(nnx.Module):
     def experts(
         self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
     ) -> tuple[Float[Array, "B S D"], RouterSums]:
-        """Compute what the experts add to the residual stream.
+        """Compute the output of the experts, which is added to the residual stream.
 
         Args:
           x_BSD: the residual stream after its norm.
           text_BS: which tokens are text; None = all are.
-          ops: as for a block.
+          ops: the ops that the block was given.
 
         Returns:
-          What is added, in the layout of the stream, and the router's sums.
+          The output, in the layout of the stream, and the router's sums.
         """
         call = ExpertsCall(
             x_BSD,
@@ -384,7 +382,9 @@ class Block(nnx.Module):
 
 
 def _number(layer: Int[Array, ""] | int | None) -> Int[Array, ""] | int:
-    """The number of a layer, which a family asks for whose first layer differs."""
+    """Return the number of a layer, and refuse a call without one: a family whose first layer
+    differs needs it.
+    """
     if layer is None:
         raise UserError(
             "the first layer of this family is another than those after it, and the block was not "

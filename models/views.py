@@ -1,5 +1,5 @@
-"""The parameters of a model as they multiply: LoRA's pairs merged, and zeros where a sparse matrix
-has them. So they are exported, and so text is generated.
+"""The parameters of a model as they multiply, for export and generation: LoRA's pairs are merged,
+and sparse matrices have their zeros.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.config.sparsity import Sparsity
 from jaxpar.models.lora import merge_lora
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.sparsity import read_stacked, weight_form
 
 
 def base_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the same model whose matrices multiply as they are stored: without LoRA,
-    and dense.
+    """Return the config of the same model with matrices that multiply as they are stored: without
+    LoRA, and dense.
     """
     return replace(config, lora=Lora(), sparsity=Sparsity())
 
 
 def base_model(model: Model) -> Model:
-    """Return the same model whose matrices multiply as they are stored, with nothing beside it
-    that only its training has.
+    """Return the same model with matrices that multiply as they are stored, and without the
+    projections that only training needs.
     """
     return model.with_config(base_config(model.config)).with_projections(None)
 
 
 def fold_views(params: Params, model: Model) -> Params:
-    """Put what multiplies in place of what is stored.
+    """Replace stored matrices by the matrices that multiply.
 
     Args:
       params: the parameters of the model; the arrays of matrices that change are donated.

@@ -11,24 +11,21 @@ from jaxpar.base.errors import UserError
 _MARK = "# Checksum of the lines above. Whoever changes them deletes this line: "
 
 
-def seal(text: str) -> str:
-    """The text with its checksum as one more line, a comment of TOML.
-
-    Args:
-      text: whole lines.
-    """
+def add_checksum(text: str) -> str:
+    """Add the checksum of a text of whole lines to it, as one more line, a comment of TOML."""
     return f"{text}{_MARK}{_checksum(text)}\n"
 
 
 def require_intact(text: str, origin: str) -> None:
-    """Refuse a sealed text that is not as it was written. One without a seal is anyone's.
+    """Refuse a text that is not as it was written, by the checksum in its last line. A text without
+    one is anyone's.
 
     Args:
       text: the text, as it was read.
-      origin: what a message calls it.
+      origin: the text's name in a message.
 
     Raises:
-      UserError: it has another checksum than the one in its last line.
+      UserError: the text has another checksum than the one in its last line.
     """
     above, found, checksum = text.rpartition(_MARK)
     if found and checksum.strip() != _checksum(above):

@@ -37,7 +37,7 @@ def _keys_by_word(schema: type) -> Mapping[str, str]:
     return {word: key for key in reversed(words) for word in words[key].split()}
 
 
-def meaning(typed: str, schema: type) -> str:
+def key_of_alias(typed: str, schema: type) -> str:
     """Find the key that a word of another trainer means.
 
     Args:
@@ -64,7 +64,7 @@ def suggest_key(typed: str, known: Iterable[str], schema: type) -> str:
     """
     known = list(known)
     word = typed.rpartition(".")[2].lower()
-    meant = meaning(word, schema)
+    meant = key_of_alias(word, schema)
     if meant in known:
         return f" (did you mean {meant!r}?)"
     same = [key for key in known if key.rpartition(".")[2] == word]
@@ -94,7 +94,7 @@ def suggest_axis(typed: str, axes: Iterable[str], schema: type) -> str:
       empty where there is none.
     """
     axes = list(axes)
-    axis = meaning(typed, schema)
+    axis = key_of_alias(typed, schema)
     if axis in axes:
         return f" (did you mean {axis!r}?)"
     return suggest(typed, axes)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jaxpar.base.errors import UTF8, UserError, reading, require_local, short, suggest
-from jaxpar.base.key_aliases import meaning, suggest_preset
+from jaxpar.base.key_aliases import key_of_alias, suggest_preset
 
 T = TypeVar("T")
 TABLE = {"table": True}
@@ -165,7 +165,7 @@ def _hint(prefix: str, key: str, hints: Mapping[str, Any], root: type) -> str:
     """The key that was meant: one of this table, by its letters or its meaning, or of another table
     of a config.
     """
-    meant = meaning(key, root)
+    meant = key_of_alias(key, root)
     if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
         return f" (did you mean {meant.removeprefix(prefix)!r}?)"
     # where its meaning is known, a key of this table must be a misspelling of it

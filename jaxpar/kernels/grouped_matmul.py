@@ -26,7 +26,7 @@ def grouped_matmul(x_RI: Array, weight_EIO: Array, counts_ME: Array) -> Array:
 
 
 def grouped_weight_gradient(x_RI: Array, dy_RO: Array, counts_ME: Array) -> Array:
-    """The gradients of the experts' matrices [E, I, O], summed in float32."""
+    """Compute the gradients of the experts' matrices [E, I, O], summed in float32."""
     sizes_E = jnp.sum(counts_ME, axis=0)
     float32 = jnp.dtype(jnp.float32)
     return jax.lax.ragged_dot_general(
@@ -35,8 +35,8 @@ def grouped_weight_gradient(x_RI: Array, dy_RO: Array, counts_ME: Array) -> Arra
 
 
 def expert_order(counts_ME: Array, rows: int) -> Array | None:
-    """The permutation that takes rows from the order of the buffers to that of the experts, empty
-    rows last; None = they are in that order already."""
+    """Find the permutation that takes rows from the order of the buffers to the order of the
+    experts, with empty rows last; None = the rows are in that order already."""
     if len(counts_ME) == 1:
         return None
     ends_ME = jnp.cumsum(counts_ME, axis=1)
@@ -48,7 +48,7 @@ def expert_order(counts_ME: Array, rows: int) -> Array | None:
 
 
 def inverse(order: Array) -> Array:
-    """The permutation that undoes this one."""
+    """Return the permutation that undoes this one."""
     return (
         jnp.zeros_like(order)
         .at[order]

@@ -1,7 +1,7 @@
-"""In what form a stored matrix multiplies: which of its entries count, by their values or by their
-places.
+"""The forms in which a stored matrix multiplies: which of its entries count, by their values or by
+their places.
 
-Shapes: I and O the dims that a matmul sums over and makes, each taken together; G groups of M
+Shapes: I and O the dims in and the dims out of a matmul, each merged into one; G groups of M
 blocks, N columns of blocks.
 """
 
@@ -16,43 +16,44 @@ from jaxtyping import Array, Bool, Float
 
 
 class WeightForm(ABC):
-    """What is made of a stored matrix [..., I, O] before it multiplies.
+    """The form of a stored matrix [..., I, O] in which it multiplies.
 
-    It is static and hashable, such as a frozen dataclass: two equal ones make the same program.
-    Entries are read in `unit`s, and one never depends on the entries of another, so that each
-    device makes of its own part what one device makes of the whole.
+    A form is static and hashable, such as a frozen dataclass: two equal forms make the same
+    program. Entries are read in `unit`s, and a unit never depends on the entries of another, so
+    that each device makes of its own part what one device makes of the whole.
     """
 
     @property
     @abstractmethod
     def unit(self) -> tuple[int, int]:
-        """The rows and columns that are read together, of which a device has whole ones."""
+        """The rows and columns that are read together; a device has a whole number of units."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What a message calls it."""
+        """The name of the form in messages."""
 
     @property
     def block(self) -> tuple[int, int]:
         """The rows and columns of the blocks that are zero as a whole, which kernels may skip; 1
-        and 1 = entries are zero one by one, or none is.
+        and 1 = entries are zero one by one, or no entry is.
         """
         return 1, 1
 
     def known_blocks(self, rows: int, columns: int) -> Bool[np.ndarray, "M N"] | None:
-        """Return which blocks multiply of a matrix of whole units, where this is known without its
-        values; None = it is not.
+        """Return which blocks of a matrix of whole units multiply, where this is known without the
+        values; None = it is not known.
         """
         return None
 
     @abstractmethod
     def read(self, weight_IO: Float[Array, "... I O"]) -> Float[Array, "... I O"]:
-        """Return what multiplies."""
+        """Return the matrix that multiplies, of the same shape and dtype."""
 
     def pull(self, gradient_IO: Float[Array, "... I O"]) -> Float[Array, "... I O"]:
-        """Return the gradient of the stored matrix, given that of what multiplies: the same,
-        straight through (Bengio et al. 2013, arXiv:1308.3432), unless a form says otherwise.
+        """Turn the gradient of the matrix that multiplies into the gradient of the stored matrix:
+        the same, straight through (Bengio et al. 2013, arXiv:1308.3432), unless a form says
+        otherwise.
         """
         return gradient_IO
 
@@ -62,8 +63,8 @@ class NOfM(WeightForm):
     """N:M sparsity (Mishra et al. 2021, arXiv:2104.08378): of each M neighbours along the dim that
     is summed over, the N of the largest magnitude multiply. Of equals the first is larger.
 
-    Neighbours are entries, or blocks of `rows` by `columns` of them, of which the sum of squares
-    counts.
+    Neighbours are entries, or blocks of `rows` by `columns` entries, which are compared by their
+    sums of squares.
     """
 
     n: int
@@ -83,11 +84,11 @@ class NOfM(WeightForm):
 
     @property
     def name(self) -> str:
-        """Such as `2:4`, or `1:4 of blocks 16 x 16`."""
+        """The name of the form in messages: `2:4`, or `1:4 of blocks 16 x 16`."""
         return f"{self.n}:{self.m}{_of_blocks(self.block)}"
 
     def mask(self, weight_IO: Float[Array, "... I O"]) -> Bool[Array, "... I O"]:
-        """Tell which entries multiply; they follow from the values alone.
+        """Find the entries that multiply, which follow from the values alone.
 
         Args:
           weight_IO: matrices that have whole units.
@@ -107,7 +108,7 @@ class NOfM(WeightForm):
         return _entries((beaten_by < self.n).reshape(sizes_MN.shape), self.block)
 
     def _sizes(self, weight_IO: Array) -> Array:
-        """What is compared of each block."""
+        """Compute the number by which blocks are compared, for each block."""
         if self.block == (1, 1):
             return jnp.abs(weight_IO)
         *outer, rows, columns = weight_IO.shape
@@ -123,8 +124,9 @@ class NOfM(WeightForm):
 
 @dataclass(frozen=True)
 class CyclicBlocks(WeightForm):
-    """A fixed pattern of places: of the blocks of `rows` by `columns` entries, that in row i and
-    column j multiplies where (i - j) modulo M is below N. What does not multiply is not trained.
+    """A fixed pattern of places: of the blocks of `rows` by `columns` entries, the block in row i
+    and column j multiplies where (i - j) modulo M is below N. Entries that do not multiply are not
+    trained.
 
     Every row and every column of blocks keeps N of M. Fixed patterns of blocks are compared by Dao
     et al. 2021 (arXiv:2112.00029).
@@ -147,15 +149,15 @@ class CyclicBlocks(WeightForm):
 
     @property
     def name(self) -> str:
-        """Such as `cyclic 1:4 of blocks 16 x 16`."""
+        """The name of the form in messages, such as `cyclic 1:4 of blocks 16 x 16`."""
         return f"cyclic {self.n}:{self.m}{_of_blocks(self.block)}"
 
     def mask(self, weight_IO: Float[Array, "... I O"]) -> Bool[Array, "I O"]:
-        """Tell which entries multiply, of matrices of this shape."""
+        """Find the entries that multiply in matrices of this shape."""
         return _entries(jnp.asarray(self.known_blocks(*weight_IO.shape[-2:])), self.block)
 
     def known_blocks(self, rows: int, columns: int) -> Bool[np.ndarray, "M N"]:
-        """Return which blocks multiply of a matrix of this many rows and columns."""
+        """Return which blocks of a matrix of so many rows and columns multiply."""
         i = np.arange(rows // self.rows)[:, None]
         j = np.arange(columns // self.columns)
         return (i - j) % self.m < self.n

@@ -1,19 +1,19 @@
-"""What a model calls for a matmul, a lookup, attention, experts and a loss, and what those are made
-of.
+"""The ops that a model calls for a matmul, a lookup, attention, experts and a loss, and the parts
+that they are made of.
 
 Each op takes a `jaxpar.Layout` and keyword options, is trainable, and works inside any jitted
-function. A model is given `Ops`, of which `MeshOps` are these, bound to a plan.
+function. A model is given `Ops`; `MeshOps` are the ops of this package, bound to a plan.
 
-Read `collectives` first: every op is two functions of local arrays, which it joins. Then come the
-folders, each by itself: `linear`, `cross_entropy`, `experts`, and `context`, attention over a split
-sequence, whose tokens are in the order of `zigzag`. Beside them are the ops that need no folder
-(`_lookup`, `_dropout`, `_attention` with `_choose_attention`, `padding`). `ops` says what a model
-calls, and `mesh_ops` binds all of these to a plan. `attention_state` lets attention leave something
-for a later call: `sequence_halves` the keys of a half, where a block runs on the halves of a batch
-in turn (`domino`), and `cache` those of a text that is written. What is kept for the backward, and
-where, is in `remat` and `host_memory`.
-`pipeline` comes last, with `cpu_collective_order`, by which it keeps XLA:CPU's collectives in
-order.
+Read `collectives` first: an op is a forward and a backward function of local arrays, and
+`collectives` joins the two. Then come the folders, each by itself: `linear`, `cross_entropy`,
+`experts`, and `context` (attention over a split sequence, whose tokens are in the order of
+`zigzag`). Beside them are the ops that need no folder (`_lookup`, `_dropout`, `_attention` with
+`_choose_attention`, `padding`). `ops` says what a model calls, and `mesh_ops` binds all of these to
+a plan. `attention_state` lets attention leave an array for a later call: in `sequence_halves` the
+keys of the first half, where a block runs on the halves of a batch in turn (`domino`), and in
+`cache` the keys and values of the tokens that are generated. `remat` and `host_memory` say what is
+kept for the backward, and where. `pipeline` comes last, with `cpu_collective_order`, by which it
+keeps XLA:CPU's collectives in order.
 """
 
 from jaxpar.parallel._attention import attention

@@ -46,29 +46,27 @@ def attention(
     softcap: float = 0.0,
     q_start: int = 0,
 ) -> Float[Array, "B S H h"]:
-    """Softmax attention, inside any jitted function.
+    """Compute softmax attention, inside any jitted function.
 
     Args:
       q_BSHh: queries, of a floating dtype; H is a multiple of K. With a layout q, k and v share one
         sequence and are split as by `column_linear`: over `batch`, `attention_seq`, and `heads` or
         `kv_heads`.
-      k_BTKh: keys.
-      v_BTKh: values.
       mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids,
         ids)`. Where a `ring` splits the sequence, the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a
         `shard_map`.
-      context: how keys and values come together where the layout splits the sequence: see
-        `jaxpar.parallel.context`.
+      context: the strategy by which keys and values come together where the layout splits the
+        sequence (`jaxpar.parallel.context` explains each).
       implementation: a value of the setting `kernels.attention`; `auto` = the first that serves,
         which the log names.
-      dropout_rate: dropout of the attention weights, from 0 to below 1.
-      key: of the dropout; there is none when it is None.
-      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
-        they are.
-      q_start: the place of the first query among the keys; the last one stands where the last key
-        does. With a layout, any `Segments` of the mask are those of the keys, for queries too:
-        `Segments(ids, ids)`. No device may split the sequence then.
+      dropout_rate: the share of the attention weights that is dropped, from 0 to below 1.
+      key: the random key of the dropout; None = nothing is dropped.
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 =
+        they are taken as they are.
+      q_start: the place of the first query among the keys; the last query stands where the last key
+        does. With a layout, any `Segments` of the mask number the keys, for queries too:
+        `Segments(ids, ids)`. Where it is not 0, no device may split the sequence.
 
     Returns:
       The output, in the layout of q and the dtype of v.
@@ -153,7 +151,9 @@ def _on_each_device(
 
 
 def _kv_heads(layout: Layout) -> Axes:
-    """The logical axes of keys and values, which lie as query heads do where they are copied."""
+    """Return the logical axes of keys and values, which lie as query heads do where they are
+    copied.
+    """
     return (*ATTENDED[:2], output_axis("kv_heads", layout), "head_dim")
 
 

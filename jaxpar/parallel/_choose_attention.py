@@ -1,5 +1,5 @@
-"""Which implementation of attention serves a layout, and how a layout is made to serve more devices
-than there are heads.
+"""The choice of the implementation of attention for a layout, and the change of a layout that has
+more devices than heads.
 
 Shapes: B batch, S sequence, H heads, K kv heads, h head_dim.
 """
@@ -36,17 +36,16 @@ def choose_attention(
     batch: int = 1,
     heads: int = 0,
 ) -> tuple[str, str]:
-    """Which implementation computes `attention`, or its parts where the sequence is split, and why
-    no earlier one does.
+    """Choose the implementation that computes `attention`, or its parts where the sequence is
+    split, and say why no earlier one does.
 
     Args:
-      split: how it runs on several devices; see `ops.attention_calls`.
+      split: how attention runs on several devices, one of `mesh_ops.attention_calls`.
       mask: the mask without its documents.
-      seq_len: the length of the whole sequence, in tokens; the queries are those from
-        `split.q_start` on.
+      seq_len: the length of the whole sequence, in tokens; the queries begin at `split.q_start`.
       head_dim: the size h of a head.
       dropping: whether attention weights are dropped out.
-      packed: whether the mask is limited to documents besides.
+      packed: whether documents limit the mask besides.
       platform: `gpu` or `tpu`; empty = the platform of the layout's devices.
       batch: how many sequences one device has.
       heads: how many query heads one device has, before `ulysses` shares them out; 0 = enough for
@@ -83,7 +82,7 @@ def choose_attention(
 
 
 def cut_heads(layout: Layout) -> str:
-    """Why a device's query heads and kv heads do not fit together whole; empty = they do."""
+    """Say why a device's query heads and kv heads do not fit together whole; empty = they do."""
     if layout.size("head_dim") > 1:
         return "heads are split inside"
     otherwise = layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not kv_copy_axes(
@@ -95,16 +94,8 @@ def cut_heads(layout: Layout) -> str:
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """Let attention run on more devices than there are heads: see `base.layout.fit_heads`.
-    The log says once what was changed.
-
-    Args:
-      layout: mesh and rules of the model's arrays.
-      heads: the number of query heads H.
-      kv_heads: the number of kv heads K.
-
-    Returns:
-      The same layout with the fitting rules.
+    """Change a layout's rules so that attention runs on more devices than there are heads H or kv
+    heads K, by `base.layout.fit_heads`. The log says once what was changed.
     """
     rules, notes = fit_rules(layout.rules, heads, kv_heads, layout.mesh.shape)
     for note in notes:

@@ -17,8 +17,8 @@ def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
 
     Args:
       x: an array of any shape.
-      rate: the share, from 0 to below 1.
-      key: the key of the bits; None = nothing is dropped.
+      rate: the share that is zeroed, from 0 to below 1.
+      key: the random key of the bits; None = nothing is dropped.
 
     Returns:
       An array of the shape and dtype of x; x itself where nothing is dropped.

@@ -25,16 +25,15 @@ def lookup(
     Args:
       table_VD: the table, with logical axes (axis, "embed").
       ids_BS: the rows to look up, of an integer dtype.
-      axis: logical axis of the table's rows: "vocab", or None for a table that is never split by
-        rows.
-      layout: the layout of the table and the tokens.
+      axis: the logical axis of the table's rows: "vocab", or None for a table that is never split
+        by rows.
 
     Returns:
       The rows [B, S, D], in the compute dtype and the residual stream's layout.
 
     Raises:
-      UserError: the rules split tokens and rows over the same mesh axis, or the arguments are of
-        another kind.
+      UserError: the rules split tokens and rows over the same mesh axis, or an argument has another
+        shape, dtype or type.
     """
     require_layout(layout, "lookup")
     if not (axis is None or isinstance(axis, str)):

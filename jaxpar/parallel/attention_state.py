@@ -1,9 +1,9 @@
 """Attention that is given a state and leaves one: the keys of the first half of a sequence
-(`sequence_halves`), or the cache of a text that is written (`cache`).
+(`sequence_halves`), or the cache of keys and values in generation (`cache`).
 
-A block knows nothing of it: it calls `ops.attention`, and is given an array. Here such a block
-becomes a function of states that returns states, as Flax makes one of a module whose variables
-change (`module.apply(..., mutable=["cache"])`).
+A block knows nothing of the state: it calls `ops.attention`, which returns an array. This module
+turns such a block into a function of states that returns states, as Flax does with a module whose
+variables change (`module.apply(..., mutable=["cache"])`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class StatefulAttention(Protocol):
     """Attention that is given a state and leaves one, each an array or a tree of arrays."""
 
     def __call__(self, call: AttentionCall, state: Any, ops: Ops) -> tuple[Array, Any]:
-        """Attend.
+        """Compute a block's attention from its call and a state.
 
         Args:
-          call: what the block asks for.
+          call: the call that the block makes.
           state: what an earlier call left for this one; None where there was none.
-          ops: the ops without states, with whose attention it may attend.
+          ops: the ops without states, whose attention may be used.
 
         Returns:
-          What the block is given, and the state that is left.
+          The output of attention, which the block gets, and the state for a later call.
         """
         ...
 
@@ -41,17 +41,17 @@ def run_with_states(
     attend: StatefulAttention,
     states: Sequence[Any] | None = None,
 ) -> tuple[T, tuple[Any, ...]]:
-    """Run a block whose attention has a state.
+    """Run a block with an attention that takes and leaves a state.
 
     Args:
       block: calls the block with the ops that it is given.
       ops: the ops without states.
-      attend: its attention.
-      states: what each attention of the block is given, in the order of its calls; None = they are
-        given none.
+      attend: the attention that the block uses in place of the one of `ops`.
+      states: the state for each call of attention in the block, in the order of the calls; None =
+        every call is given None.
 
     Returns:
-      What the block returned, and what its attentions left, in their order.
+      The block's result, and the states that its calls of attention left, in their order.
     """
     scope = _Scope(ops, attend, states)
     found = block(scope)

@@ -1,12 +1,12 @@
 """Attention with a cache of keys and values: `fill_cache` where a model reads a prompt, and
-`attend_cached` for each next token (`attention_state`).
+`attend_cached` for each next token (`attention_state` says how a block uses them).
 
 A layer's cache is a pair of arrays [N, T, h]: T slots for each kv head of each row. The prompts lie
-in the first slots, filled up on the right, and each new token takes the next slot of every row at
-once, so that one slice is written in place. The slots of a row whose prompt is shorter than others
-stay unused in between; `places_BT` says which token of its row a slot holds. Each device has a
-block of N for its own rows and kv heads. They are one dim because XLA:CPU copies a cache five times
-a token where a matmul has to reshape it (with one row, say).
+in the first slots, padded on the right, and each new token takes the next slot of every row at
+once, so that one slice is written in place. Where a row's prompt is shorter than others, the slots
+in between stay unused; `places_BT` says which token of its row a slot holds. Each device has the
+part of N that belongs to its own rows and kv heads. Rows and kv heads are one dim because XLA:CPU
+copies a cache five times a token where a matmul has to reshape it (with one row, say).
 
 Shapes: B batch, S sequence, T slots, H heads, K kv heads, N rows x kv heads, G query heads per kv
 head, h head_dim.
@@ -35,14 +35,8 @@ EMPTY = 2**30
 
 
 def cache_spec(plan: Plan) -> P:
-    """Lay out a cache, whose first dim merges the sequences and the kv heads of a device. Kv heads
-    that are copied (`kv_copy_axes`) lie as heads do.
-
-    Args:
-      plan: the plan of the run.
-
-    Returns:
-      The PartitionSpec of a cache [N, T, h].
+    """Return the PartitionSpec of a cache [N, T, h], whose first dim merges the sequences and the
+    kv heads of a device. Kv heads that are copied (`kv_copy_axes`) lie as heads do.
     """
     return P(
         (
@@ -78,11 +72,11 @@ def fill_cache(
     """Attend within the prompts, and leave the layer's cache.
 
     Args:
-      call: the attention of the layer.
-      state: nothing was left before.
+      call: the call of the layer, with the whole prompts.
+      state: not used: there is no cache before.
       ops: the ops that attend.
-      plan: the plan of the run.
-      slots: how many slots the cache has.
+      plan: says how the cache lies.
+      slots: T, how many slots the cache has.
 
     Returns:
       The output, and the cache.
@@ -99,12 +93,12 @@ def fill_cache(
 
 
 class NewTokens(NamedTuple):
-    """Where the new tokens stand, one of each row, and those that are in the cache."""
+    """The places of the new tokens, one in each row, and of the tokens in the cache."""
 
     slot: Int[Array, ""] | int
     """The slot that the new tokens take."""
     place_B: Int[Array, " B"]
-    """The place of each in its row."""
+    """The place of each new token in its row."""
     places_BT: Int[Array, "B T"]
     """The place in its row of the token in each slot; EMPTY for none. Later slots have later
     places."""
@@ -117,11 +111,11 @@ def attend_cached(
     mask shows.
 
     Args:
-      call: the attention of the layer. There are no documents, no dropout and no halves.
+      call: the call of the layer, with one query a row. There are no documents, no dropout and no
+        halves.
       state: the cache of the layer.
       ops: not used: the cache has all that is attended to.
-      plan: the plan of the run.
-      new: where the new tokens stand.
+      plan: says how the arrays lie.
 
     Returns:
       The output, and the cache with the new tokens.
@@ -158,12 +152,10 @@ def attend(
 
     Args:
       q_BSHh: the queries of the new tokens; H is a multiple of K.
-      k_BSKh: their keys.
-      v_BSKh: their values.
       cache: the keys and the values of the layer so far, [B K, T, h] each.
       slot: the place in T that is written.
       seen_BT: which of the T places a row's query sees.
-      softcap: as for `jaxpar.parallel.attention`.
+      softcap: scores become `softcap * tanh(score / softcap)`; 0 = they are taken as they are.
 
     Returns:
       The output, and the cache with the new tokens.

@@ -1,5 +1,5 @@
-"""Moves between layouts inside `shard_map`: what is gathered, what is summed, and over which mesh
-axes.
+"""Moves of arrays between layouts inside `shard_map`, with their collectives and the mesh axes that
+these run over.
 
 If XLA chose the collectives, it might turn partial sums into all-reduces and small gathers into
 large ones. Here every collective of an op is written out in its place, so that a layout's
@@ -41,7 +41,7 @@ def manual(
       layout: mesh and rules, by which the logical axes are split.
       in_axes: the logical axes of each argument, in trees of the arguments' forms (an array's axes
         are a tuple).
-      out_axes: the same for what it returns.
+      out_axes: the logical axes of the result, in a tree of its form.
 
     Returns:
       A function of the global arrays, or of the parts that the `shard_map` around it has.
@@ -83,23 +83,23 @@ def manual_vjp(
     in_axes: tuple[PyTree, ...],
     out_axes: PyTree,
 ) -> Callable[..., Out]:
-    """`manual(forward, ...)` with its gradient written out, so that every collective of it stands
-    where it should.
+    """Return `manual(forward, ...)` with a gradient that is written out, so that every collective
+    of the backward stands where it should.
 
     Args:
       forward: a function of local arrays. Its arguments are kept for `backward`.
       backward: a function of the same arguments and of the cotangent of the result. It returns the
         gradient of each argument, laid out as gradients are (`state_axes`), and None for an
         argument of integers.
-      layout: as for `manual`.
-      in_axes: the logical axes of each argument.
-      out_axes: those of the result of `forward`.
+      layout: mesh and rules, by which the logical axes are split.
+      in_axes: the logical axes of each argument, in trees of the arguments' forms.
+      out_axes: the logical axes of the result of `forward`.
 
     Returns:
       A function of the global arrays that JAX can differentiate once, in reverse.
 
     Raises:
-      UserError: as for `manual`, when the function is called.
+      UserError: when the function is called, and `jax.set_mesh` has a mesh of Explicit axes.
     """
 
     @jax.custom_vjp
@@ -120,13 +120,13 @@ def manual_vjp(
 
 
 def platform_of(layout: Layout) -> str:
-    """The platform of the layout's devices: `cpu`, `gpu` or `tpu`."""
+    """Return the platform of the layout's devices: `cpu`, `gpu` or `tpu`."""
     return layout.mesh.devices.flat[0].platform
 
 
 def capability_of(layout: Layout) -> str:
-    """The compute capability of the layout's GPUs, `9.0`, which need not be here; empty for other
-    devices.
+    """Return the compute capability of the layout's GPUs, such as `9.0`; empty for other devices.
+    The GPUs may be absent.
     """
     return str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
 
@@ -143,8 +143,7 @@ def gather(
     Args:
       x: this device's part, as it is stored.
       stored: the logical axes of the stored array.
-      used: those of the array as it is used, one for each dim.
-      layout: mesh and rules.
+      used: the logical axes of the array as it is used, one for each dim.
 
     Returns:
       This device's part as it is used; a dim is larger by the devices it was gathered from.
@@ -171,14 +170,14 @@ def reduce(
       x: this device's summand, as it is used.
       partial: the mesh axes over which the sum is partial.
       used: the logical axes of the array as it is used.
-      stored: those of the sum as it is stored, one for each dim.
-      layout: mesh and rules.
+      stored: the logical axes of the sum as it is stored, one for each dim.
 
     Returns:
       This device's part of the sum, as it is stored.
 
     Raises:
-      UserError: as for `gather`.
+      UserError: the mesh axes that split a dim as it is used are not the first of those that split
+        it as stored.
     """
     left = set(partial)
     for dim, moved in further_split(stored, used, layout):
@@ -205,7 +204,6 @@ def own_piece(
     axes.
 
     Args:
-      x: the array.
       mesh_axes: the mesh axes, outermost first.
       dim: the dim that is cut.
       pieces: the number of devices along these axes, which divides the dim.
@@ -272,8 +270,7 @@ def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array 
 
     Args:
       axis: the logical axis of the rows; None = they are not split.
-      rows: how many each device has.
-      layout: mesh and rules.
+      rows: how many rows each device has.
 
     Returns:
       The first row's number in the whole array, known at run time where the rows are split.
@@ -285,8 +282,8 @@ def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array 
 
 
 def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:
-    """The mesh axes that split any of these logical axes: a sum along these logical axes is partial
-    over them.
+    """Return the mesh axes that split any of these logical axes: a sum along these logical axes is
+    partial over them.
     """
     return tuple(mesh_axis for axis in axes for mesh_axis in layout.mesh_axes(axis))
 
@@ -298,11 +295,11 @@ def further_split(
 
     Args:
       stored: the logical axes of an array as it is stored.
-      used: those of the array as it is used, one for each dim.
-      layout: mesh and rules.
+      used: the logical axes of the array as it is used, one for each dim.
 
     Returns:
-      For each such dim its number and the mesh axes of the difference, outermost first.
+      For each such dim its number, and the mesh axes that split it only as it is stored, outermost
+      first.
 
     Raises:
       UserError: the mesh axes that split a dim as it is used are not the first of those that split

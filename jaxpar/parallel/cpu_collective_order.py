@@ -21,8 +21,8 @@ Tree = TypeVar("Tree")
 
 
 def first_order_token(layout: Layout) -> jax.Array | None:
-    """The order token before anything has run; None where the layout's devices keep collectives in
-    order by themselves.
+    """Make the order token that waits for nothing; None where the layout's devices keep collectives
+    in order by themselves.
     """
     if platform_of(layout) == "cpu":
         return jnp.int32(0)
@@ -32,14 +32,13 @@ def first_order_token(layout: Layout) -> jax.Array | None:
 def order_token_after(
     order_token: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout
 ) -> jax.Array | None:
-    """Make what follows wait for these arrays: what takes its arrays by `ready_after` from the
-    order token runs after their ops.
+    """Return an order token that is ready after these arrays: an op whose arrays are held back by
+    it (`ready_after`) runs after the ops that made them.
 
     Args:
-      order_token: the one before, or None.
+      order_token: the token before, or None.
       arrays: results of ops that may hold collectives.
       axes: the logical axes of each array.
-      layout: the layout that they have.
 
     Returns:
       An int32 zero that is ready only after the arrays; None where `order_token` is None.
@@ -64,7 +63,7 @@ def ready_after(x: Tree, order_token: jax.Array | None) -> Tree:
 
     Args:
       x: a tree of arrays.
-      order_token: of `order_token_after`; None = they need not wait.
+      order_token: the result of `order_token_after`; None = the arrays need not wait.
 
     Returns:
       The same arrays.

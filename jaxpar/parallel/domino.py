@@ -1,9 +1,9 @@
 """Halves of a batch, on which a block runs in turn, so that one computes while the other
 communicates (`overlap.domino`).
 
-They are halves of a device's sequences, or of each sequence where a device has a single one. The
-tokens of such a batch are `in_order` (`token_order`), and `sequence_halves` has the ops of halves
-of sequences.
+The halves are halves of a device's sequences, or of each sequence where a device has a single one.
+The tokens of such a batch are `in_order` (`zigzag`), and `sequence_halves` has the ops of halves of
+sequences.
 
 Shapes: B batch, S sequence.
 """
@@ -23,11 +23,11 @@ from jaxpar.parallel.zigzag import TOKENS
 
 
 class Places(NamedTuple):
-    """What a block is told of the tokens of a batch, or of one of its `halves`.
+    """The places of the tokens of a batch, or of one of its `halves`, as a block is told them.
 
     Attributes:
       positions: int [B, S], where a token stands in its document.
-      segments: int [B, S], the number of its document; None = one in each row.
+      segments: int [B, S], the number of a token's document; None = a row is one document.
       text: bool [B, S], false for padding, which routers leave out of their sums; None = all are
         text.
     """
@@ -38,12 +38,12 @@ class Places(NamedTuple):
 
 
 class LayerInfo(NamedTuple):
-    """What a layer is told of itself.
+    """A layer's own key and number.
 
     Attributes:
-      key: the key of its dropout; None = no dropout.
+      key: the random key of its dropout; None = nothing is dropped.
       kind: its number modulo `config.kinds`, which says which of the masks is its own.
-      number: its number, which is not known while the program is traced; None = it is not told.
+      number: its number, which may be known at run time only; None = the layer is not told.
     """
 
     key: Array | None = None
@@ -62,16 +62,16 @@ def halves(
     axes: Axes,
     plan: Plan,
 ) -> tuple[Any, ...]:
-    """Cut an array into what a block runs on in turn: under Domino two halves of each device's
-    sequences, or of each sequence, if they are `in_order`.
+    """Cut an array into the parts that a block runs on in turn: under Domino two halves of each
+    device's sequences, or of each sequence, whose tokens are `in_order`.
 
     Args:
       x: an array whose first dims are the batch and the sequence, or None.
-      axes: its logical axes.
+      axes: the logical axes of the array.
       plan: says whether Domino is on, and what it cuts.
 
     Returns:
-      The two halves, or the array alone; for None as many times None.
+      The two halves, or the array alone; for None a None in the place of each part.
 
     Raises:
       UserError: `overlap.domino` is still `auto`.
@@ -92,12 +92,12 @@ def halves(
 
 
 def _pieces_of_sequence(axes: Axes, plan: Plan) -> int:
-    """How many devices' pieces of the residual stream's sequence an array of these axes has."""
+    """Count the devices' pieces of the residual stream's sequence in an array of these axes."""
     return plan.size("residual_seq") // plan.size(axes[1])
 
 
 def _halves_of_sequence(x: Array, pieces: int) -> tuple[Array, Array]:
-    """The first halves of all pieces of dim 1, and the second halves."""
+    """Cut each piece of dim 1 in two, and return all first halves and all second halves."""
     B, S, *rest = x.shape
     chunks = x.reshape(B, pieces, 2, S // (2 * pieces), *rest)
     first = chunks[:, :, 0].reshape(B, S // 2, *rest)
@@ -106,16 +106,7 @@ def _halves_of_sequence(x: Array, pieces: int) -> tuple[Array, Array]:
 
 
 def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
-    """Undo `halves`.
-
-    Args:
-      parts: what it returned.
-      axes: the logical axes of the array.
-      plan: the plan that it was given.
-
-    Returns:
-      The whole array.
-    """
+    """Join the parts of an array, which `halves` made under the same axes and plan."""
     if len(parts) == 1:
         return parts[0]
     if plan.overlap.cuts_sequence:
@@ -132,7 +123,7 @@ def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
 
 
 def _of_halves_of_sequence(parts: Sequence[Array], pieces: int) -> Array:
-    """Undo `_halves_of_sequence`."""
+    """Join what `_halves_of_sequence` cut."""
     B, half, *rest = parts[0].shape
     chunks = [part.reshape(B, pieces, half // pieces, *rest) for part in parts]
     return jnp.stack(chunks, axis=2).reshape(B, 2 * half, *rest)

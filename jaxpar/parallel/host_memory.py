@@ -1,5 +1,5 @@
-"""Host memory: where it can be used, where it is known to fail, and a check that it does not fail
-on this device.
+"""Host memory for activations and arguments: which devices have it, which versions are known to
+offload wrongly, and a check of the gradients on this device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KNOWN_BAD = {
         "0.11.0",
     ): "scan residuals in host memory give silently wrong gradients (openxla/xla#46231)"
 }
-"""What happens with a platform and a jaxlib that offload wrongly."""
+"""The known faults of offloading, by platform and version of jaxlib, in words."""
 
 
 def known_problem(platform: str, jaxlib: str) -> str:
@@ -38,7 +38,7 @@ def known_problem(platform: str, jaxlib: str) -> str:
 
     Args:
       platform: `cpu`, `gpu` or `tpu`.
-      jaxlib: its version, as `jaxlib` itself states it.
+      jaxlib: the version of jaxlib, as it states it itself.
 
     Returns:
       The problem in words; empty = nothing is known.
@@ -54,7 +54,7 @@ def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
 
     Args:
       what: the setting that asks for it, with which a message begins.
-      device: one that the plan is for, which may be absent.
+      device: a device of the plan, which may be absent.
       anyway: whether to do it even where it is known to be wrong.
 
     Raises:
@@ -77,36 +77,32 @@ def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
 
 
 def on_host(x: jax.Array) -> jax.Array:
-    """Send an array of a traced function to host memory; if it is there already, it stays."""
+    """Move an array of a traced function to host memory; if it is there already, it stays."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """Fetch an array of a traced function to the device; if it is there already, it stays."""
+    """Move an array of a traced function to the device; if it is there already, it stays."""
     if in_host_memory(x):
         return jax.device_put(x, jax.memory.Space.Device)
     return x
 
 
 def in_host_memory(x: jax.Array) -> bool:
-    """Whether an array of a traced function lies in host memory."""
+    """Return whether an array of a traced function lies in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def compile_absent(
     lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compile for devices that may be absent.
+    """Compile a lowered program for devices that may be absent.
 
-    Where JAX keeps programs, it cannot read those of an absent GPU again: they are compiled anew,
-    and its warning, which nobody could mend, is left out.
+    JAX's cache of programs cannot read those of an absent GPU again: they are compiled anew, and
+    JAX's warning, which nobody could mend, is left out.
 
     Args:
-      lowered: the lowered program.
       options: options of the compiler, beside those of the jitted function.
-
-    Returns:
-      The compiled program.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
@@ -123,14 +119,14 @@ def lower_for(
     """Trace and lower a jitted function for devices that may be absent, with some of its arguments
     in host memory.
 
-    An absent GPU knows no kinds of memory and its shardings forget them, so they are written into
+    An absent GPU knows no kinds of memory, and its shardings forget them, so they are written into
     the lowered program.
 
     Args:
       jitted: the function, which uses all of its arguments where some lie in host memory.
-      arguments: its arguments, a tuple of trees of ShapeDtypeStructs with shardings.
-      host: a tree of the same form that says of each whether it lies in host memory.
-      platform: what to lower for: `cpu`, `cuda` or `tpu`.
+      arguments: the function's arguments, a tuple of trees of ShapeDtypeStructs with shardings.
+      host: a tree of the form of `arguments` that says of each whether it lies in host memory.
+      platform: the platform to lower for: `cpu`, `cuda` or `tpu`.
       keywords: arguments that the function takes by name; none of them lies in host memory.
 
     Returns:
@@ -167,8 +163,8 @@ def lower_for(
 
 
 def memory_kinds(device: jax.Device) -> list[str]:
-    """The kinds of memory that a program on this device can use; none where the device does not
-    say.
+    """List the kinds of memory that a program on this device can use; none where the device does
+    not say.
     """
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
@@ -181,7 +177,7 @@ def require_right_gradients(device: jax.Device, say: Say) -> None:
 
     Args:
       device: a device that is here.
-      say: is told in one line that the two are the same.
+      say: is told in one line that the two gradients are the same.
 
     Raises:
       UserError: the two gradients differ.
@@ -207,8 +203,8 @@ def gradient_error(device: jax.Device) -> float:
       device: a device that is here.
 
     Returns:
-      The largest difference from the plain gradient, relative to the largest entry of that;
-      infinity where it is no number.
+      The largest difference from the gradient without offloading, relative to the largest entry of
+      that gradient; infinity where the difference is not a number.
     """
     rng = np.random.default_rng(0)
     arrays = (rng.standard_normal(shape, np.float32) for shape in ((5, 64, 64), (8, 64)))

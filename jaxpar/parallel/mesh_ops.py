@@ -1,4 +1,4 @@
-"""The ops of a model, bound to a plan: here the plan's choices become the ops' keyword options.
+"""The ops of a model, bound to a plan, whose choices become the ops' keyword options.
 
 Shapes: B batch, S sequence, D embed, r rank, V vocab, I hidden dims.
 """
@@ -31,8 +31,8 @@ from jaxpar.parallel.ops import AttentionCall, ExpertsCall, LogitsCall, LossCall
 
 @dataclass(frozen=True)
 class MeshOps(Ops):
-    """The ops of a model under a plan, on any mesh: each is the function of `jaxpar.parallel` of
-    its name, which says what it refuses.
+    """The ops of a model under a plan, on any mesh. Each method calls the function of
+    `jaxpar.parallel` of its name, which says what it refuses.
     """
 
     plan: Plan
@@ -139,10 +139,10 @@ class MeshOps(Ops):
         )
 
     def linear_top_k(self, call: LogitsCall, k: int) -> TopK:
-        """Find the largest log-probabilities.
+        """Find the k largest log-probabilities of each token.
 
         Raises:
-          UserError: the scores have a bias, which is not taken here.
+          UserError: the scores have a bias, which `linear_top_k` does not take.
         """
         if call.bias_V is not None:
             raise UserError("linear_top_k takes no bias of the vocabulary: leave bias_V out")
@@ -169,23 +169,20 @@ class MeshOps(Ops):
 
 
 def ops_without_plan(compute: str = "float32") -> MeshOps:
-    """The ops of a module that is called by itself: plain mathematics on one device.
+    """Make the ops of a module that is called by itself, on the first device of JAX alone.
 
     Args:
       compute: the dtype of matmuls, activations and their sums: float32 or bfloat16.
 
-    Returns:
-      The ops, on the first device of JAX.
-
     Raises:
-      UserError: it is another dtype.
+      UserError: `compute` is another dtype.
     """
     mesh = make_mesh(MeshSpec(), jax.devices()[:1])
     return MeshOps(Plan(mesh, compute=cast(Literal["float32", "bfloat16"], compute)))
 
 
 def split_of(plan: Plan, softcap: float = 0.0) -> Split:
-    """How attention runs under a plan."""
+    """Return how attention runs on several devices under a plan."""
     return Split(plan, plan.context.strategy, plan.attention, softcap)
 
 
@@ -194,9 +191,9 @@ def attention_calls(plan: Plan, seq_len: int, softcap: float = 0.0) -> list[tupl
     each sequence.
 
     Args:
-      plan: the plan.
+      plan: says what splits the sequence.
       seq_len: the length of the whole sequence, in tokens.
-      softcap: that of the scores.
+      softcap: the cap of the scores; 0 = none.
 
     Returns:
       Pairs of a split and the keys' length, as `choose_attention` takes them.
@@ -209,13 +206,8 @@ def attention_calls(plan: Plan, seq_len: int, softcap: float = 0.0) -> list[tupl
 
 
 def overlap_notes(plan: Plan) -> list[str]:
-    """Say for the log where a collective replaces a ring that the plan asks for.
-
-    Args:
-      plan: the plan, whose overlap is chosen.
-
-    Returns:
-      A line for each such case.
+    """Say for the log where a collective replaces a ring that the plan asks for, a line for each
+    such case. The plan's overlap is chosen already.
     """
     rings = ring_forms()
     asked = [name for name, form in vars(plan.overlap).items() if form in rings]

@@ -1,9 +1,9 @@
-"""What a model calls for a matmul, a lookup, attention, experts and a loss: the `Ops` that every
-implementation has, and the records of what its longer calls are given.
+"""The protocol `Ops`, by which a model calls a matmul, a lookup, attention, experts and a loss, and
+the records that its longer calls take.
 
 A model is given its ops and knows no plan. The implementations are `MeshOps`, which follow a plan;
-`jaxpar.verify.reference_ops`, which are plain mathematics; and `WrappedOps`, which are those of
-another but for what a class derived from it changes.
+`jaxpar.verify.reference_ops`, which are plain mathematics; and `WrappedOps`, which pass each call
+on to other ops, except what a derived class changes.
 
 Shapes: B batch, S sequence, T keys, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab,
 E experts, k entries of a token.
@@ -27,23 +27,21 @@ from jaxpar.parallel.linear.weight_view import Weight
 
 
 class AttentionCall(NamedTuple):
-    """What attention is given."""
+    """The arguments of attention."""
 
     q_BSHh: Float[Array, "B S H h"]
     """The queries; H is a multiple of K."""
     k_BTKh: Float[Array, "B T K h"]
-    """The keys."""
     v_BTKh: Float[Array, "B T K h"]
-    """The values."""
     mask: Mask
-    """What a query sees, by its place and the key's."""
+    """Which keys a query sees, by its place and the key's."""
     segments_BT: Int[Array, "B T"] | None = None
     """The number of each key's document; None = a row is one document. A token sees what the mask
-    shows it of its own document, as if that were alone."""
+    shows it of its own document, as if that document were alone."""
     dropout_rate: float = 0.0
     """The share of the attention weights that is dropped, from 0 to below 1."""
     key: jax.Array | None = None
-    """The key of the dropout; None = nothing is dropped."""
+    """The random key of the dropout; None = nothing is dropped."""
     softcap: float = 0.0
     """Scores become `softcap * tanh(score / softcap)`; 0 = they are taken as they are."""
     q_start: int = 0
@@ -52,21 +50,21 @@ class AttentionCall(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """What a mixture of experts is given."""
+    """The arguments of a mixture of experts, whose weights have one entry E for each expert."""
 
     x_BSD: Float[Array, "B S D"]
     """The residual stream after its norm."""
     router_DE: Float[Array, "D E"]
     """The weight that scores the experts."""
     gate_EDF: Weight
-    """Each expert's weight whose output goes through SiLU."""
+    """The weights whose output goes through SiLU."""
     up_EDF: Weight
-    """Each expert's weight whose output is multiplied by that."""
+    """The weights whose output is multiplied by the SiLU."""
     down_EFD: Weight
-    """Each expert's weight back to the residual stream."""
+    """The weights back to the residual stream."""
     experts_per_token: int
-    """How many experts a token is sent to; in the mean, where experts choose. The weights of
-    several are scaled to a sum of 1."""
+    """How many experts a token is sent to, or is sent to in the mean where experts choose. Where it
+    is more than 1, a token's weights for its experts are scaled to a sum of 1."""
     text_BS: Bool[Array, "B S"] | None = None
     """True where a token is text; padding is in none of the router's sums. None = all are text."""
     router: RouterName = "token_choice"
@@ -74,7 +72,7 @@ class ExpertsCall(NamedTuple):
 
 
 class LogitsCall(NamedTuple):
-    """What scores the vocabulary: `x @ head.T + bias`."""
+    """The arguments of the scores of the vocabulary, `x @ head.T + bias`."""
 
     x_BSD: Float[Array, "B S D"]
     """The final hidden states, in the residual stream's layout."""
@@ -85,16 +83,15 @@ class LogitsCall(NamedTuple):
     softcap: float = 0.0
     """Scores become `softcap * tanh(score / softcap)`; 0 = they are taken as they are."""
     bias_V: Float[Array, " V"] | None = None
-    """What is added to the score of each entry, before the cap; None = nothing is."""
+    """The bias that is added to each entry's score before the cap; None = nothing is added."""
 
 
 class LossCall(NamedTuple):
-    """What a loss is given: scores, and what they are held against."""
+    """The arguments of a loss: the scores, and the targets that they are compared with."""
 
     scores: LogitsCall
-    """What makes the scores."""
     labels_BS: Int[Array, "B S"]
-    """For each token the entry that should follow; one below zero does not count."""
+    """For each token the entry that should follow; a label below zero does not count."""
     z_loss: float = 0.0
     """The weight of the square of the softmax's log-normaliser."""
     label_smoothing: float = 0.0
@@ -104,12 +101,12 @@ class LossCall(NamedTuple):
     alpha: float = 1.0
     """The share of the soft targets in the loss; the labels have the rest."""
     temperature: float = 1.0
-    """What scores are divided by where they are held against the soft targets."""
+    """The divisor of the scores where they are compared with the soft targets."""
 
 
 class Ops(Protocol):
-    """What a model calls. All arrays are global, and the same on any mesh; the axes that are named
-    are logical.
+    """The ops that a model calls. All arrays are global, and the same on any mesh; every axis that
+    is named is a logical axis.
     """
 
     def column_linear(
@@ -123,10 +120,9 @@ class Ops(Protocol):
         """Multiply the residual stream by a weight, or by several that share its gather.
 
         Args:
-          x_BSD: the stream.
           weights: one weight [D, *out], an array or a `WeightView`; or a list or tuple of them.
           axes: the logical axes of the output's dims after the second, of each weight.
-          biases: a bias [*out] of each weight, or None for no bias.
+          biases: a bias [*out] of each weight; None = no bias.
           seq: the logical axis of the output's sequence, or one for each weight.
 
         Returns:
@@ -143,15 +139,16 @@ class Ops(Protocol):
         seq: LogicalAxis | Sequence[LogicalAxis] = "seq",
         to: LogicalAxis = "embed",
     ) -> Array:
-        """Multiply hidden features by a weight back to the residual stream; of several, sum the
-        products before they are scattered.
+        """Multiply hidden features by a weight back to the residual stream. Where there are several
+        features, their products are summed before they are scattered.
 
         Args:
-          h_BSI: the features [B, S, *in], or a list or tuple of several.
-          weight: the weight [*in, D], an array or a `WeightView`, of each.
-          axes: the logical axes of its dims but the last, of each.
-          bias: the bias [D], or None for no bias, of each.
-          seq: the logical axis of the features' sequence, or one for each.
+          h_BSI: the features [B, S, *in], or a list or tuple of several; the next three arguments
+            are then lists or tuples too.
+          weight: the weight [*in, D], an array or a `WeightView`.
+          axes: the logical axes of the weight's dims but the last.
+          bias: the bias [D]; None = no bias.
+          seq: the logical axis of the features' sequence, or one for each of several.
           to: the logical axis of the output's last dim.
 
         Returns:
@@ -165,10 +162,8 @@ class Ops(Protocol):
         """Multiply a narrow array, such as LoRA's, that each device has whole.
 
         Args:
-          u_BSr: the array.
           weight: the weight [r, *out].
           axes: the logical axes of the output's dims after the second.
-          seq: the logical axis of the sequence.
 
         Returns:
           The output [B, S, *out] in the compute dtype.
@@ -179,7 +174,6 @@ class Ops(Protocol):
         """Look up rows of a table.
 
         Args:
-          table_VD: the table.
           ids_BS: the number of a row for each token.
           axis: the logical axis of the table's rows.
 
@@ -207,17 +201,17 @@ class Ops(Protocol):
         ...
 
     def logits(self, call: LogitsCall) -> Array:
-        """Return the float32 scores [B, S, V]; those past the true vocabulary may be there, and
+        """Return the float32 scores [B, S, V]. There may be scores past the true vocabulary, which
         mean nothing.
         """
         ...
 
 
 class WrappedOps(Ops):
-    """The ops of another; a class derived from it says which of them it changes.
+    """Ops that pass each call on to other ops. A derived class changes some of them.
 
     Attributes:
-      ops: the others.
+      ops: the ops that the calls are passed on to.
     """
 
     def __init__(self, ops: Ops):

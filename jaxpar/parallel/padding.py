@@ -1,5 +1,5 @@
-"""Says which tokens of a batch are text and which are padding, and counts them: what routers'
-losses are means over.
+"""Which tokens of a batch are text and which are padding, and how many: routers' losses are means
+over the text.
 
 Shapes: B batch, S sequence.
 """
@@ -14,15 +14,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 FILLER = 0
-"""The token that rows are filled up with, and the segment that what fills a packed row has."""
+"""The token that pads a row, and the segment of the padding of a packed row."""
 
 
 class TokenCounts(NamedTuple):
-    """How many tokens a whole step has, of which a batch may be one of many microbatches.
+    """The numbers of tokens of a whole step, of which a batch may be one of many microbatches.
 
     Attributes:
-      labels: the tokens whose labels count, float32.
-      text: the tokens that are no padding, float32.
+      labels: how many labels count, float32.
+      text: how many tokens are text and not padding, float32.
     """
 
     labels: Float[Array, ""]
@@ -30,7 +30,7 @@ class TokenCounts(NamedTuple):
 
     @property
     def labels_per_token(self) -> Float[Array, ""]:
-        """The factor of a sum over text where the loss, a sum over labels, is divided by `labels`:
+        """The factor for a sum over text in a loss that is a sum over labels, divided by `labels`:
         it makes the sum's share of the quotient a mean over text."""
         return self.labels / jnp.maximum(self.text, 1)
 
@@ -38,13 +38,12 @@ class TokenCounts(NamedTuple):
 def text_tokens(batch: Mapping[str, Shaped[Array | np.ndarray, "B S ..."]]) -> Bool[Array, "B S"]:
     """Tell which tokens are text and which are padding.
 
-    Padding is the end of a row in which no label counts and which is filled up: with segment 0
-    where the batch is packed, and with token 0 where it is not. A prompt is text, though its labels
-    do not count.
+    Padding is the end of a row in which no label counts and every token is 0, or every segment is
+    0 where the batch is packed. A prompt is text, though its labels do not count.
 
     Args:
       batch: int arrays of whole rows in their natural order (before `in_order`): `tokens`, `labels`
-        (one below zero does not count) and, where rows are packed, `segments`, which number the
+        (a label below zero does not count) and, where rows are packed, `segments`, which number the
         documents of a row from 1. Without labels a token 0 may be text, so that only segments tell
         of padding.
 
@@ -69,20 +68,15 @@ def text_tokens(batch: Mapping[str, Shaped[Array | np.ndarray, "B S ..."]]) -> B
 
 
 def with_text(batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Return a batch that says which of its tokens are `text`, as routers need to know; it is as
-    for `text_tokens`.
+    """Return the batch with a further array `text`, by which routers know which tokens are no
+    padding. The batch has the arrays that `text_tokens` takes.
     """
     return {**batch, "text": text_tokens(batch)}
 
 
 def count_tokens(batch: Mapping[str, Shaped[Array | np.ndarray, "B S ..."]]) -> TokenCounts:
-    """Count the tokens of a batch as `text_tokens` tells them apart.
-
-    Args:
-      batch: as for `text_tokens`.
-
-    Returns:
-      Two float32 numbers: how many labels count, and how many tokens are text.
+    """Count the labels that count and the tokens that are text in a batch of the arrays that
+    `text_tokens` takes.
     """
     labels = jnp.sum(batch["labels"] >= 0, dtype=jnp.float32)
     return TokenCounts(labels, jnp.sum(text_tokens(batch), dtype=jnp.float32))

@@ -1,4 +1,4 @@
-"""A policy over `jax.checkpoint` that says by name what a block keeps for its backward pass."""
+"""A policy of `jax.checkpoint` by the names of activations, which says what a block keeps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,8 @@ _MADE_BY = {CUDNN_ATTENTION: "attention_out"}
 
 
 def named(x: Array, name: str) -> Array:
-    """Give an activation the name by which the plan knows it.
-
-    Args:
-      x: the activation.
-      name: one of `jaxpar.base.layout.activation_names.NAMES`.
-
-    Returns:
-      The same array.
+    """Give an activation the name by which the plan knows it, one of
+    `jaxpar.base.layout.activation_names.NAMES`.
     """
     assert name in NAMES, f"activation_names.NAMES has no {name}"
     return checkpoint_name(x, name)
@@ -37,15 +31,15 @@ def remat(
     plan: Plan,
     looped: bool = True,
 ) -> Callable[..., Any]:
-    """Wrap a block in a policy: of the activations it names, it keeps those the plan says and
-    computes the rest again.
+    """Wrap a block in `jax.checkpoint`, so that of the activations that it names it keeps those
+    that the plan says, and computes the rest again.
 
     The loop around a block keeps the block's input. So that the input can lie in host memory
     instead, the block gives it a name before anything else, and the loop keeps the named array.
 
     Args:
       block: a function of arrays that names its activations by `named`.
-      plan: says what becomes of each name.
+      plan: says which names are kept, offloaded or recomputed.
       looped: whether the block is the body of a `lax.scan` over layers, or of its unrolled form.
 
     Returns:

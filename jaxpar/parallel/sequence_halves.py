@@ -1,10 +1,10 @@
 """The ops of blocks that run on the two halves of each sequence, one after the other.
 
 All ops but attention work on single tokens, and take the tokens of a half as they would take a
-batch of shorter sequences. In attention no query of the first half sees a later key, so it is that
-of a sequence half as long. The queries of the second half see the keys and values of both: the
-first half's are handed on from one to the other, and that is all that the second waits for. What
-one half gathers and scatters may so run beside what the other computes (ISO, Xiao & Su 2024,
+batch of shorter sequences. In attention no query of the first half sees a later key, so that the
+first half is a sequence half as long. The queries of the second half see the keys and values of
+both halves: the first half hands on its own, and the second waits for nothing else. So the
+collectives of one half may run beside the computation of the other (ISO, Xiao & Su 2024,
 arXiv:2409.11155, does so where prompts are read).
 
 Shapes: B batch, S sequence of a half, T whole sequence, H heads, K kv heads, h head_dim.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Keys(NamedTuple):
-    """What an attention of the first half leaves for that of the second."""
+    """The keys and values that attention in the first half leaves for the second."""
 
     k_BSKh: Array
     v_BSKh: Array
@@ -50,14 +50,14 @@ def run_parts(
     """Run a block on each part of a batch in turn (`domino.halves`).
 
     Args:
-      block: runs it on a part, with the ops of that part.
+      block: runs the block on a part, with the ops for that part.
       xs: the residual stream of each part.
-      places: the places of its tokens.
-      ops: the ops of the whole batch.
+      places: the places of the tokens of each part.
+      ops: the ops for the whole batch.
       plan: says what the parts are.
 
     Returns:
-      What the block returned of each part.
+      The block's result for each part.
 
     Raises:
       UserError: each sequence is cut in two, and a mask may show the first half keys of the second.
@@ -88,12 +88,12 @@ def attend_in_second_half(
 
     Args:
       call: the attention of the second half.
-      state: the keys and values of the first.
+      state: the keys and values of the first half.
       ops: the ops that attend.
       plan: says how the arrays lie.
 
     Returns:
-      The output of the second half; nothing is left for another.
+      The output of the second half, and no state.
     """
     kv: Axes = ("batch", "attention_seq", output_axis("kv_heads", plan), None)
     segments_BT = None
@@ -109,7 +109,7 @@ def attend_in_second_half(
 
 
 def _joined(first: Array, second: Array, axes: Axes, plan: Plan) -> Array:
-    """The two along the sequence, which no device splits."""
+    """Join two arrays along the sequence, which no device splits."""
 
     def join(first: Array, second: Array) -> Array:
         return jnp.concatenate([first, second], axis=1)
@@ -121,7 +121,7 @@ def require_no_later_keys(mask: Mask) -> None:
     """Refuse a mask under which the first half of a sequence may see keys of the second.
 
     Raises:
-      UserError: it may.
+      UserError: the mask may show such keys.
     """
     if not looks_back(mask):
         raise UserError(

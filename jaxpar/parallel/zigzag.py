@@ -5,8 +5,8 @@ has the same work (LLaMA 3, arXiv:2407.21783, section 3.3.2). Ulysses keeps toke
 order.
 
 Where blocks run on the two halves of each sequence, device i of the n that split the residual
-stream has chunks i and n + i of 2n. So what all devices have first is the first half of the
-sequence, in its own order and split evenly, and what they have second is the other half.
+stream has chunks i and n + i of 2n. So the first chunks of all devices are the first half of the
+sequence, in its own order and split evenly, and their second chunks are the other half.
 
 Shapes: B batch, S sequence, V vocab.
 """
@@ -26,14 +26,14 @@ from jaxpar.base.layout.plan import Strategy
 from jaxpar.base.layout.sharding import Axes, Layout, require_layout
 
 TOKENS: Axes = ("batch", None)
-"""The layout of a batch's arrays, which have one entry per token."""
+"""The logical axes of a batch's arrays, which have one entry per token."""
 
 
 def chunk_order(layout: Layout, strategy: Strategy, halved: bool = False) -> list[int]:
     """Tell which chunk of the sequence stands at each place.
 
     Args:
-      layout: mesh and rules.
+      layout: says which mesh axes split the sequence.
       strategy: how attention runs where the sequence is split.
       halved: whether blocks run on the two halves of each sequence, which attention does not split.
 
@@ -51,7 +51,7 @@ def chunk_order(layout: Layout, strategy: Strategy, halved: bool = False) -> lis
 
 
 def require_strategy(context: object) -> None:
-    """Refuse what is no strategy of attention over a split sequence.
+    """Refuse a value that is no strategy of attention over a split sequence.
 
     Raises:
       UserError: there is no strategy of this name.
@@ -76,9 +76,9 @@ def reorder(x: Array, order: Sequence[int], dim: int) -> Array:
     """Put the chunks of one dim in another order.
 
     Args:
-      x: an array.
+      x: an array of any shape.
       order: which chunk stands at each place; its length divides the dim.
-      dim: the dim.
+      dim: the number of the dim.
 
     Returns:
       An array of the same shape.
@@ -94,7 +94,7 @@ def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
     """Refuse a sequence that cannot be cut into equal chunks.
 
     Args:
-      layout: mesh and rules.
+      layout: says which mesh axes split the sequence.
       strategy: how attention runs where the sequence is split.
       seq_len: the length of the whole sequence, in tokens.
 
@@ -119,7 +119,7 @@ def check_halves(layout: Layout, seq_len: int) -> None:
     would not be whole where they attend.
 
     Args:
-      layout: mesh and rules.
+      layout: says which mesh axes split the sequence.
       seq_len: the length of the whole sequence, in tokens.
 
     Raises:
@@ -162,15 +162,16 @@ def in_order(
     Args:
       batch: arrays [B, S, ...] by name, `tokens` among them, each sequence whole on every device.
         `positions` are made if missing.
-      layout: mesh and rules.
-      context: how attention runs where the sequence is split, as for `attention`.
+      layout: says which mesh axes split the sequence.
+      context: how attention runs where the sequence is split, as `attention` is told.
       halved: whether blocks run on the two halves of each sequence (`overlap.domino`).
 
     Returns:
       The arrays in the new order, with `positions`, which say where the tokens stood.
 
     Raises:
-      UserError: the sequence cannot be cut into equal chunks, or an argument is of another kind.
+      UserError: the sequence cannot be cut into equal chunks, or an argument has another shape,
+        dtype or type.
     """
     require_layout(layout, "in_order")
     require_strategy(context)
@@ -198,8 +199,8 @@ def in_order(
 
 
 def axes_of(x: Array) -> Axes:
-    """The layout of one of a batch's arrays, [B, S], or [B, S, ...] where a token has several
-    entries.
+    """Return the logical axes of one of a batch's arrays: [B, S], or [B, S, ...] where a token has
+    several entries.
     """
     return (*TOKENS, *[None] * (x.ndim - 2))
 
@@ -212,17 +213,16 @@ def in_natural_order(
 ) -> Shaped[Array, "B S ..."]:
     """Put what a model made of a batch `in_order` back into the tokens' own order.
 
+    The layout, the context and `halved` are those that `in_order` was given.
+
     Args:
-      x_BS: an array whose second dim is the sequence.
-      layout: as for `in_order`.
-      context: as for `in_order`.
-      halved: as for `in_order`.
+      x_BS: an array whose second dim is the sequence; a token may have several entries.
 
     Returns:
       An array of the same shape.
 
     Raises:
-      UserError: an argument is of another kind.
+      UserError: an argument has another shape, dtype or type.
     """
     require_layout(layout, "in_natural_order")
     require_strategy(context)

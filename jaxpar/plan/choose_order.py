@@ -3,6 +3,9 @@
 XLA orders a program by its own estimates. The step is compiled with other settings of the scheduler
 (`jax_compat.ORDER_SETTINGS`), and where the compiler reads a profile, once more in each of them
 with the prices of the rehearsal for one. Every candidate is the whole step, played for the target.
+
+XLA's latency-hiding scheduler orders a program by the list schedule of its own estimates. With a
+profile it goes by these prices instead, and by what a target's links take among them.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.compiler import option_words, order_options, profile_option
 from jaxpar.base.errors import Say, UserError
 from jaxpar.base.jax_compat import Options
+from jaxpar.hlo.program.tasks import Program, walk_paths
+from jaxpar.rehearse.cost import Costs
 from jaxpar.rehearse.of_config import compile_step, fits
 from jaxpar.rehearse.report.report_tables import seconds_text, titled_table
-from jaxpar.rehearse.scheduler_profile import scheduler_profile
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import read_and_price, replay
 from jaxpar.train.experiment import Experiment
@@ -28,6 +32,8 @@ from jaxpar.train.experiments import with_config
 
 AS_IT_IS = "as train has it"
 """The name of the order without further options."""
+_LEAST = 1e-3
+"""The least microseconds: an instruction of no time is none that was measured."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,24 @@ def _try(experiment: Experiment, target: Target, name: str, options: Options) ->
         fits(step),
         scheduler_profile(priced.program, priced.costs),
     )
+
+
+def scheduler_profile(program: Program, costs: Costs) -> str:
+    """Write the prices of a program's tasks in the form that XLA's scheduler reads, the text of its
+    `ProfiledInstructionsProto`.
+
+    Args:
+      costs: the cost of one run of each task.
+
+    Returns:
+      A line for each task, with its instruction's name and its microseconds. A task that is in two
+      places, such as a branch, has the first one's.
+    """
+    lines: dict[str, str] = {}
+    for path, task, _ in walk_paths(program.nodes):
+        took = max(_LEAST, 1e6 * costs[path].seconds)
+        lines.setdefault(task.name, f'costs {{ name: "{task.name}" cost_us: {took:.6g} }}')
+    return "\n".join(lines.values()) + "\n"
 
 
 def _with_options(experiment: Experiment, options: Options) -> Experiment:

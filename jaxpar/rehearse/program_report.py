@@ -14,18 +14,26 @@ from jaxpar.base.machine import versions
 from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Origin
+from jaxpar.kernels.attention.libraries import stand_ins_in
 from jaxpar.rehearse.compiled import Compiled
 from jaxpar.rehearse.cost import peak_name
 from jaxpar.rehearse.graph.report import task_graph_of
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.alive import alive_arrays
 from jaxpar.rehearse.report.collectives import collective_rows
-from jaxpar.rehearse.report.kernels import stand_ins
 from jaxpar.rehearse.report.report_tables import seconds_text
-from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, TargetFacts, Time
+from jaxpar.rehearse.report.schema import (
+    SCHEMA,
+    KernelRow,
+    Line,
+    Memory,
+    Rehearsal,
+    TargetFacts,
+    Time,
+)
 from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
-from jaxpar.rehearse.targets import Target
+from jaxpar.rehearse.targets import Target, cudnn_packages
 from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, read_and_price, replay
 
 _DRAWN_TRIPS = 100
@@ -128,6 +136,17 @@ def _target_facts(target: Target, dtype: str, peak: float | None) -> TargetFacts
         "dtype": dtype,
         "note": target.note,
     }
+
+
+def stand_ins(text: str) -> list[KernelRow]:
+    """List what a compiled program runs in place of the kernels of its target (attention without
+    cuDNN, where the target has it), with the command that installs what is missing.
+    """
+    install = f"pip install {' '.join(cudnn_packages())}"
+    return [
+        {"op": "attention", "priced": name, "runs": "cuDNN", "install": install}
+        for name in stand_ins_in(text)
+    ]
 
 
 def _add_alive(report: Rehearsal, text: str, tasks: Sequence[TaskTime]) -> None:

@@ -1,4 +1,4 @@
-"""Defines the parallel ops as plain mathematics on one device, which `verify` takes as the truth.
+"""The parallel ops as plain mathematics on one device, which `verify` takes as the truth.
 
 There is no mesh, no kernel, no tiling and no derivative written by hand: JAX differentiates these
 functions. The arguments are those of `jaxpar.parallel.Ops`; where they name a logical axis it does
@@ -42,8 +42,9 @@ class ReferenceOps(Ops):
 
     Attributes:
       plan: a plan for one device; only its compute dtype matters.
-      offset: in attention the token at t sees what the mask shows to t + offset. It is 0 except to
-        diagnose a mask that is off by one. A token that sees nothing takes the mean of all values.
+      offset: in attention the token at t sees the keys that the mask shows to t + offset. It is 0
+        except to diagnose a mask that is off by one. A token that sees no key takes the mean of all
+        values.
     """
 
     plan: Plan
@@ -110,8 +111,8 @@ class ReferenceOps(Ops):
         return table_VD.astype(self.plan.dtype)[ids_BS]
 
     def attention(self, call: AttentionCall) -> Array:
-        """Compute attention over all scores at once, in float32. Dropout is never on here, and in a
-        document of its own a token's place counts from its first.
+        """Compute attention over all scores at once, in float32, without dropout. Where there are
+        documents, a token's place counts from the first token of its own.
         """
         S, H, h = call.q_BSHh.shape[1:]
         T = call.k_BTKh.shape[1]
@@ -144,7 +145,7 @@ class ReferenceOps(Ops):
         return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
     def expert_mlp(self, call: ExpertsCall) -> tuple[Array, RouterSums]:
-        """Run every expert on every token, with weight zero where it is not chosen."""
+        """Run every expert on every token, with weight zero where the expert is not chosen."""
         x_BSD = call.x_BSD
         text_BS = call.text_BS
         experts_per_token = call.experts_per_token
@@ -231,12 +232,14 @@ class ReferenceOps(Ops):
 
 
 def _cross_entropy(logits_BSV: Array, weights_BSV: Array) -> Array:
-    """The cross-entropy [B, S] of scores against weights, which need not add up to one."""
+    """Compute the cross-entropy [B, S] of scores against weights, which need not add up to one."""
     return -jnp.sum(weights_BSV * jax.nn.log_softmax(logits_BSV, axis=-1), axis=-1)
 
 
 def _weights_by_experts(probabilities_BSE: Array, text_BS: Array, experts_per_token: int) -> Array:
-    """The probabilities of the tokens that each expert takes of each sequence, and 0 elsewhere."""
+    """Keep the probabilities of the tokens that each expert takes of each sequence, and put 0
+    elsewhere.
+    """
     _, S, E = probabilities_BSE.shape
     taken = min(S, math.ceil(S * experts_per_token / E))
     scores_BSE = jnp.where(text_BS[..., None], probabilities_BSE, -1)
@@ -246,7 +249,7 @@ def _weights_by_experts(probabilities_BSE: Array, text_BS: Array, experts_per_to
 
 
 def _places_in_document(segments_BS: Array) -> Array:
-    """Count the tokens before each one in its document, whose tokens lie together."""
+    """Count the tokens before each token in its document. A document's tokens lie together."""
     row_S = jnp.arange(segments_BS.shape[1])
     begins_BS = jnp.diff(segments_BS, axis=1, prepend=segments_BS[:, :1] - 1) != 0
     return row_S - jax.lax.cummax(jnp.where(begins_BS, row_S, 0), axis=1)

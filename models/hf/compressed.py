@@ -1,5 +1,5 @@
-"""Sparse matrices of entries as their values and indices: what runtimes with 2:4 hardware begin
-from.
+"""Sparse matrices as the values and indices of their entries, from which runtimes with 2:4 hardware
+begin.
 
 Of each M neighbours N values are kept, in their order, each with its place among the M. Places are
 bytes here, which every reader has; tensor cores read them in 2 bits each.
@@ -25,13 +25,13 @@ from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import Dtype, Tensor, hf_layout
 from jaxpar.models.hf.load import shift_norms
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.sparsity import form_of_parameter
 from jaxpar.models.views import base_config
 
 COMPRESSED = "compressed.safetensors"
-"""The file, which has another name than that of dense tensors, so that no reader takes it for
-them.
+"""The file's name, which is not the name of a file of dense tensors, so that no reader takes the
+file for one.
 """
 _ROWS = ("out", "down")
 """The matrices that map to the residual stream; the others sum over it."""
@@ -42,7 +42,7 @@ class Compressed(NamedTuple):
 
     Attributes:
       values: the entries that multiply; the dim that is summed over is N / M as long.
-      indices: the place of each among its M neighbours, of the same shape.
+      indices: the place of each value among its M neighbours, of the same shape.
     """
 
     values: np.ndarray
@@ -53,9 +53,9 @@ def compress(matrix: np.ndarray, form: NOfM, dim: int) -> Compressed:
     """Take the values that multiply out of a matrix.
 
     Args:
-      matrix: with or without zeros for the others.
-      form: of entries, N of M.
-      dim: the dim that is summed over, a multiple of M.
+      matrix: the matrix, with or without zeros for the other entries.
+      form: a form N of M of single entries.
+      dim: the dim that is summed over, whose size is a multiple of M.
 
     Returns:
       The values and their indices.
@@ -72,15 +72,8 @@ def compress(matrix: np.ndarray, form: NOfM, dim: int) -> Compressed:
 
 
 def expand(compressed: Compressed, form: NOfM, dim: int) -> np.ndarray:
-    """Return the matrix with its zeros: the inverse of `compress`.
-
-    Args:
-      compressed: values and indices.
-      form: as there.
-      dim: as there.
-
-    Returns:
-      The matrix.
+    """Return the matrix, with its zeros, that `compress` took the values and indices from with the
+    same form and dim.
     """
     values_GN = _in_groups(compressed.values, form.n, dim)
     places_GN = _in_groups(compressed.indices, form.n, dim)
@@ -108,12 +101,12 @@ def export_compressed(
 
     Args:
       params: the parameters, in any sharding.
-      model: their model.
-      folder: as for `export_hf`.
-      dtype: of the values.
+      folder: a folder that does not exist yet or is empty.
+      dtype: the dtype of the values.
 
     Raises:
-      UserError: no matrix is sparse, or whole blocks are; or as for `export_hf`.
+      UserError: no matrix is sparse, whole blocks are, or `export_hf` refuses the model or the
+        folder.
     """
     require_library_parts(model)
     sparsity = model.config.sparsity
@@ -149,7 +142,7 @@ def export_compressed(
 
 
 def _summed_dim(tensor: Tensor, model: Model) -> int | None:
-    """The dim of a tensor that a matmul sums over; None where not all of it is sparse."""
+    """Return the dim of a tensor that a matmul sums over; None where not all of it is sparse."""
     if any(form_of_parameter(model.config, name) is None for name in tensor.params):
         return None
     of_stream = tensor.dims.index("D")

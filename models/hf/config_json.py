@@ -1,8 +1,8 @@
 """The config.json of Hugging Face, read as the sizes of a model and written from them.
 
-The table of a family (`families`) says which of our fields stands at which key. Here is what takes
-more than a table: windows, the extension of RoPE, the scale of queries, and what no such file can
-say. Reading comes first, and then writing.
+The table of a family (`families`) says which of our fields stands at which key. This module has the
+settings that take more than a table: windows, the extension of RoPE and the scale of queries. It
+also refuses models that no such file can express. Reading comes first, and then writing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ROPE = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_seq_len": "original_max_position_embeddings",
 }
-"""Our fields, and the keys of the llama3 context extension."""
+"""The keys of the llama3 context extension, by our fields."""
 _TYPES = {"causal": "full_attention", "window": "sliding_attention"}
-"""What `layer_types` calls a layer that sees all, and one that has a window."""
+"""The names in `layer_types` of a layer that sees all, and of one that has a window."""
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:
@@ -65,7 +65,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
 
 
 def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
-    """Read the sizes of a model of a family; see `model_config_from_hf`."""
+    """Read the sizes of a model of a family, as `model_config_from_hf` documents."""
     values = {field: _value(hf, *row, file=file) for field, row in family.sizes.items()}
     _require_fixed(hf, family, file)
     if family.rope_theta:
@@ -94,7 +94,7 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
 
 
 def _require_fixed(hf: Json, family: HfFamily, file: Path) -> None:
-    """Refuse a file that asks for what our models of the family do not compute."""
+    """Refuse a file with a setting that our models of the family do not compute."""
     for key, accepted in family.fixed.items():
         if hf.get(key, accepted[0]) not in accepted:
             raise UserError(
@@ -104,7 +104,7 @@ def _require_fixed(hf: Json, family: HfFamily, file: Path) -> None:
 
 
 def _query_scale(hf: Json, family: HfFamily, config: ModelConfig, file: Path) -> float:
-    """The scale of queries; 0 = the usual one, by the size of a head."""
+    """Read the scale of queries; 0 = the usual scale, by the size of a head."""
     scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))
     if scalar == config.head_size:
         return 0.0
@@ -158,7 +158,7 @@ def _value(
     *,
     file: Path,
 ) -> Any:
-    """A value of a config.json, or what stands for it where there is none, or null."""
+    """Look up a value of a config.json, or the value that an absent key or a null stands for."""
     value = table.get(key)
     if value is None and absent is REQUIRED:
         raise UserError(f"{file} has no {key}: add it, or download the file again")
@@ -170,7 +170,7 @@ def _value(
 
 
 def _rope_fields(hf: Json, family: HfFamily, file: Path) -> Json:
-    """Return our rope fields.
+    """Read our fields of RoPE.
 
     transformers 5 writes all in `rope_parameters`, where layers with a window may have a table of
     their own; 4 writes the extension in `rope_scaling`, and the base of those layers in
@@ -217,12 +217,6 @@ def hf_config(config: ModelConfig) -> Json:
     Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to
     another vocabulary.
 
-    Args:
-      config: the sizes of the model.
-
-    Returns:
-      What the file holds.
-
     Raises:
       UserError: the family has no model type, or its config.json cannot express one of the sizes.
     """
@@ -246,8 +240,8 @@ def hf_config(config: ModelConfig) -> Json:
 
 
 def _require_sayable(config: ModelConfig, family: HfFamily, name: str) -> None:
-    """Refuse a model of which the config.json of its family cannot say all: it would be read as
-    another.
+    """Refuse a model that the config.json of its family cannot wholly describe: it would be read as
+    another model.
     """
     head_dim = config.head_size
     if "head_dim" not in family.sizes and head_dim * config.heads != config.embed:
@@ -288,13 +282,13 @@ def _require_sayable(config: ModelConfig, family: HfFamily, name: str) -> None:
 
 
 def _windows(config: ModelConfig, family: HfFamily) -> set[str]:
-    """The words of the layers that do not see all that the family's layers may."""
+    """Return the words of the layers that do not see all that the family's layers may."""
     return {word for word in config.masks if word != family.whole}
 
 
 def _can_say_windows(config: ModelConfig, family: HfFamily) -> bool:
-    """Whether the file can say which layers have which window: it has one number, and perhaps which
-    layers it is for.
+    """Return whether the file can say which layers have which window: it has one number, and
+    perhaps the layers that the number is for.
     """
     local = family.local
     windows = _windows(config, family)
@@ -308,20 +302,20 @@ def _can_say_windows(config: ModelConfig, family: HfFamily) -> bool:
 
 
 def _query_scalar(config: ModelConfig) -> int:
-    """The whole number whose inverse root is the scale of queries, or is nearest to it."""
+    """Return the whole number whose inverse root is the scale of queries, or is nearest to it."""
     if config.query_scale:
         return round(config.query_scale**-2)
     return config.head_size
 
 
 def _can_say_scale(config: ModelConfig, family: HfFamily) -> bool:
-    """Whether the file can say the scale of queries, by a whole number."""
+    """Return whether the file can say the scale of queries, by a whole number."""
     said = _query_scalar(config) ** -0.5
     return bool(family.query_scalar) and math.isclose(config.query_scale, said, rel_tol=1e-6)
 
 
 def _sizes_said(config: ModelConfig, family: HfFamily) -> Json:
-    """The sizes, by the names of the file."""
+    """Write the sizes, by the names of the file."""
     spelled_out = {"kv_heads": config.kv_head_count, "head_dim": config.head_size}
     values = dataclasses.asdict(config) | spelled_out
     said: Json = {}
@@ -332,7 +326,7 @@ def _sizes_said(config: ModelConfig, family: HfFamily) -> Json:
 
 
 def _rope_said(config: ModelConfig, family: HfFamily) -> Json:
-    """The base of RoPE, and its extension."""
+    """Write the base of RoPE, and its extension."""
     keys = _ROPE if config.rope_scaling == "llama3" else {"rope_factor": "factor"}
     scaling = {"rope_type": config.rope_scaling}
     scaling |= {key: getattr(config, field) for field, key in keys.items()}
@@ -343,7 +337,7 @@ def _rope_said(config: ModelConfig, family: HfFamily) -> Json:
 
 
 def _windows_said(config: ModelConfig, family: HfFamily, local: Local) -> Json:
-    """The number of a window, and the layers that have it."""
+    """Write the number of a window, and the layers that have it."""
     windows = _windows(config, family)
     if windows:
         number = local.number(windows.pop(), config.max_seq_len)

@@ -1,5 +1,5 @@
-"""Writes Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the
-whole model.
+"""The writing of Hugging Face safetensors checkpoints, tensor by tensor, so that no host ever holds
+the whole model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jaxpar.models.hf.layout import (
 from jaxpar.models.hf.load import shift_norms
 from jaxpar.models.lora import lora_scale
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 from jaxpar.models.sparsity import form_of_parameter, read_stacked
 from jaxpar.models.views import base_config
 
@@ -56,20 +56,20 @@ def export_hf(
     """Write a folder that `transformers` loads: config.json and safetensors, in one file or in
     several with an index.
 
-    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in
-    float32; sparse matrices are written with their zeros. One tensor at a time passes through host
-    memory. Every process must call this, because parameters split over hosts are gathered, tensor
-    by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
+    LoRA's pairs are merged into the matrices that they stand beside: W + (alpha / rank) A B,
+    computed in float32; sparse matrices are written with their zeros. One tensor at a time passes
+    through host memory. Every process must call this, because parameters split over hosts are
+    gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at
+    all.
 
     Args:
       params: parameters in any sharding.
-      model: the model of the parameters.
       folder: a folder that does not exist yet or is empty.
-      max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of
-        its own.
-      dtype: of the tensors that are written.
-      token_ids: what config.json says of the tokenizer, such as `{"eos_token_id": [1, 106]}`; what
-        is missing is null.
+      max_shard_bytes: the size of the largest file, in bytes of tensors; a larger tensor gets a
+        file of its own.
+      dtype: the dtype of the tensors that are written.
+      token_ids: the keys of config.json about the tokenizer, such as `{"eos_token_id": [1, 106]}`;
+        missing ones are null.
 
     Raises:
       UserError: the model has parts of one's own, the folder has files in it, the dtype is unknown,
@@ -95,11 +95,8 @@ def export_hf(
 def require_library_parts(model: Model) -> None:
     """Refuse a model with parts of one's own, which nobody who loads the folder would compute.
 
-    Args:
-      model: the model.
-
     Raises:
-      UserError: it has such a part.
+      UserError: the model has such a part.
     """
     for part, name in model.own_parts().items():
         raise UserError(
@@ -120,7 +117,7 @@ def write_folder(
     Args:
       folder: a folder that does not exist yet or is empty.
       write: fills the folder that it is given, from `arrays`.
-      arrays: what all processes make together, one after another.
+      arrays: the arrays that all processes make together, one after another.
 
     Raises:
       UserError: the path is a URL, there is something at it, or it cannot be written.
@@ -154,17 +151,16 @@ def hf_tensors(
     """Yield every tensor of a model's checkpoint, in the file's order; each is fetched on demand.
 
     Args:
-      params: the parameters. Anything of the same form will do, such as gradients.
-      model: the model of the parameters.
-      dtype: of the values.
-      layout: the tensors to yield; None = those of the model's checkpoint.
+      params: the parameters, or arrays of the same form, such as gradients.
+      dtype: the dtype of the values.
+      layout: the tensors to yield; None = all tensors of the model's checkpoint.
 
     Yields:
       The name and the value of a tensor, with the dims of the file and without the vocabulary's
       padding.
 
     Raises:
-      UserError: the parameters are not those of the family's checkpoints.
+      UserError: the model's parameters are not the ones that the family's checkpoints have.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     require_mapping(model)
@@ -201,8 +197,8 @@ def hf_tensors(
 
 
 def _fetch(piece: jax.Array) -> np.ndarray:
-    """Copy a piece to this host. In a function of its own, so that nothing holds the piece while
-    the next is made.
+    """Copy a piece to this host. This is a function of its own so that nothing holds the piece
+    while the next one is made.
     """
     return np.asarray(
         piece
@@ -220,9 +216,9 @@ def _piece(
     form: WeightForm | None,
     axes: Axes,
 ) -> jax.Array:
-    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has
-    seen of an array. A LoRA pair that follows it in the group is merged into it, in float32. Of a
-    sparse matrix it is what multiplies; `axes` are those of the slice.
+    """Slice a stacked parameter, or take all of another, as a new array: jax keeps the host copy of
+    an array that numpy has seen. A LoRA pair that follows the parameter in the group is merged into
+    it, in float32. A sparse matrix has its zeros; `axes` are the logical axes of the slice.
     """
 
     def cut(leaf: jax.Array) -> jax.Array:
@@ -289,9 +285,9 @@ def write_tensors(
 
     Args:
       file: the file, which must not exist yet.
-      tensors: what it holds, in its order.
-      arrays: their names and values in the same order, in `dtype`.
-      dtype: what the header says of all of them.
+      tensors: the tensors of the file, in its order.
+      arrays: the names and values of the tensors in the same order, in `dtype`.
+      dtype: the dtype that the header states for all tensors.
 
     Raises:
       OSError: the file is there already or cannot be written.

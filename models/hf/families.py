@@ -1,5 +1,5 @@
-"""How a family looks at Hugging Face: a row each, with a table of its config.json and one of the
-tensors of its checkpoint.
+"""The families of models at Hugging Face: a row for each, with a table of its config.json and a
+table of the tensors of its checkpoint.
 
 Shapes: V vocab, P positions, T token types, D embed, d embed after a head's transform, H heads,
 K kv heads, h head_dim, F mlp, E experts.
@@ -19,16 +19,17 @@ Json = dict[str, Any]  # a config.json: another program wrote it, so its values 
 
 
 class Local(NamedTuple):
-    """How a config.json says which layers have a sliding window of `sliding_window` tokens.
+    """The way in which a config.json states which layers have a sliding window of `sliding_window`
+    tokens.
 
     Attributes:
-      absent: what an absent `sliding_window` means; null is no window.
-      where: `(config.json, layer) -> ` whether the layer has it, where there are no `layer_types`;
-        None = all have it.
-      extra: what is written besides `sliding_window` and `layer_types`, for a model with windows
-        and for one without.
-      key: the name of the number, if it is another.
-      both_sides: the number is that of the tokens on both sides, which an encoder sees.
+      absent: the number that an absent `sliding_window` stands for; null is no window.
+      where: `(config.json, layer) -> ` whether the layer has the window, where there are no
+        `layer_types`; None = all layers have it.
+      extra: the keys that are written besides `sliding_window` and `layer_types`, for a model with
+        windows and for one without.
+      key: the name of the number in the file.
+      both_sides: the number counts the tokens on both sides, which an encoder sees.
     """
 
     absent: int | None
@@ -38,11 +39,11 @@ class Local(NamedTuple):
     both_sides: bool = False
 
     def word(self, number: int) -> str:
-        """The word of `model.masks` for a number of the file."""
+        """Return the word of `model.masks` for a number of the file."""
         return f"local({number // 2})" if self.both_sides else f"window({number})"
 
     def number(self, word: str, seq_len: int) -> int:
-        """The number of the file for a word."""
+        """Return the number of the file for a word of `model.masks`."""
         reach = read_word(word).reach(seq_len)
         return reach - 1 if self.both_sides else reach
 
@@ -51,27 +52,28 @@ class HfFamily(NamedTuple):
     """A family's config.json and checkpoint.
 
     Attributes:
-      family: our name of it.
+      family: our name of the family.
       architecture: the transformers class that runs it.
-      sizes: our field -> its key in config.json, the value that an absent key stands for, and that
-        of a null, if it is another.
+      sizes: our field -> its key in config.json, the value that an absent key stands for, and the
+        value that a null stands for, if it is another.
       fixed: keys for which our model has no field -> the values that it computes; the first is
-        written, and is what an absent key means.
-      rope_theta: the value that an absent key means; None for a family without RoPE.
-      prefix: what some checkpoints put before every name but the head's, and others leave out.
+        written, and an absent key stands for it.
+      rope_theta: the value that an absent key stands for; None for a family without RoPE.
+      prefix: the prefix that some checkpoints put before every name but the head's, and others
+        leave out.
       ignored: endings of names that are not parameters (constants that old releases saved).
-      local: how windows are said; None = there are none.
-      local_theta: what an absent base of RoPE in layers with a window means; None = they have no
-        base of their own.
-      query_scalar: the absent value of the number whose inverse root is the query's scale; 0 =
-        there is none.
-      norm_offset: what is added to the scale of a norm of the file.
+      local: how the file states windows; None = there are none.
+      local_theta: the value that an absent base of RoPE in layers with a window stands for; None =
+        these layers have no base of their own.
+      query_scalar: the value that an absent key stands for, of the number whose inverse root is the
+        query's scale; 0 = there is no such key.
+      norm_offset: the number that is added to the scales of norms in the file.
       whole: the word of `model.masks` for layers without a window.
       head: the name of the vocabulary matrix of the head, which a tied model may have or not.
       renamed: (old, new) ends of names, of which old checkpoints have the first.
       theta_keys: the names of the bases of RoPE, in layers without and with a window.
-      written: what config.json says besides.
-      first_lacks: the parameters of blocks that the first layer has no tensor of.
+      written: further keys that are written to config.json.
+      first_lacks: the parameters of blocks for which the first layer has no tensor.
       tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges
         them: "Hh D" is a [heads * head_dim, embed] matrix. Several parameters lie side by side
         along the last dim, or the one with a star: "*Hh D". A tensor whose name has {layer} or
@@ -426,14 +428,8 @@ HF_FAMILIES = {
 
 
 def model_type(config: ModelConfig) -> str:
-    """Name the model type of Hugging Face for such a model: a LLaMA with windows is a Mistral, with
-    experts a Mixtral.
-
-    Args:
-      config: the sizes of the model.
-
-    Returns:
-      The type; the name of the family where no type has that family.
+    """Name the model type of Hugging Face for a model: a LLaMA with windows is a Mistral, with
+    experts a Mixtral. Where no type has the model's family, the result is the family's name.
     """
     tables = [(name, table) for name, table in HF_FAMILIES.items() if table.family == config.family]
     names = [name for name, table in tables if ("experts" in table.sizes) == bool(config.experts)]
@@ -445,10 +441,7 @@ def hf_family(name: str, origin: str) -> HfFamily:
 
     Args:
       name: the `model_type` of a config.json.
-      origin: who asked, with which a message begins.
-
-    Returns:
-      The table.
+      origin: the beginning of a message, such as the file's path.
 
     Raises:
       UserError: there is no such type, or it reads images too.

@@ -1,4 +1,4 @@
-"""How the parameters of a model lie in the tensors of a Hugging Face checkpoint.
+"""The places of a model's parameters in the tensors of a Hugging Face checkpoint.
 
 Shapes: V vocab, P positions, T token types, D embed, d embed after a head's transform, H heads,
 K kv heads, h head_dim, F mlp, E experts, r rank.
@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.layout.sharding import LogicalAxis, path_name
 from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.model import Model
-from jaxpar.models.parts import part_name
+from jaxpar.models.part_protocols import part_name
 from jaxpar.models.views import base_model
 
 Dtype = Literal["float32", "bfloat16"]
@@ -41,8 +41,9 @@ _NEVER_SPLIT = {
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, which holds one or several parameters; of stacked ones the slice at
-    `slices`: layer, expert. They lie side by side `along` a dim; None = all are this one tensor."""
+    """A tensor of a checkpoint, which holds one or several parameters, or of stacked parameters the
+    slice at `slices`: layer, expert. Several lie side by side `along` a dim; None = each of them is
+    this one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,14 +57,7 @@ class Tensor(NamedTuple):
 
 
 def hf_layout(model: Model) -> list[Tensor]:
-    """List the tensors of a model's checkpoint.
-
-    Args:
-      model: the model.
-
-    Returns:
-      The tensors in the file's order, with those of a block together.
-    """
+    """List the tensors of a model's checkpoint in the file's order, a block's tensors together."""
     sizes = dim_sizes(model)
     present = dim_letters(model)
     family = HF_FAMILIES[model_type(model.config)]
@@ -96,13 +90,8 @@ def hf_layout(model: Model) -> list[Tensor]:
 
 
 def dim_sizes(model: Model) -> dict[str, int]:
-    """Give the size of each dim in a checkpoint by its letter.
-
-    Args:
-      model: the model.
-
-    Returns:
-      The sizes; V is the vocabulary without our padding.
+    """Return the size of each dim in a model's checkpoint by its letter; V is the vocabulary
+    without our padding.
     """
     config = model.config
     return {
@@ -121,10 +110,7 @@ def dim_sizes(model: Model) -> dict[str, int]:
 
 
 def dim_letters(model: Model) -> dict[str, str]:
-    """Spell out every parameter's dims as letters.
-
-    Args:
-      model: the model.
+    """Spell out the dims of every parameter of a model as letters.
 
     Returns:
       The letters by the parameter's name, in our order, without the dims that it is stacked over:
@@ -144,12 +130,9 @@ def dim_letters(model: Model) -> dict[str, str]:
 
 
 def require_mapping(model: Model) -> None:
-    """Refuse a model whose parameters are not those of its family's checkpoints.
+    """Refuse a model with parameters that its family's checkpoints do not have.
 
     Blocks of one's own may have parameters of the same names and dims, and are then imported.
-
-    Args:
-      model: the model.
 
     Raises:
       UserError: a parameter has a name or dims that no tensor of the checkpoints has.

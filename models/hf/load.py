@@ -1,5 +1,5 @@
-"""Reads Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole
-model.
+"""The reading of Hugging Face safetensors checkpoints, tensor by tensor, so that no host ever holds
+the whole model.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -35,7 +35,7 @@ from jaxpar.models.hf.layout import (
 )
 from jaxpar.models.hf.misfits import other_head, require_unquantised, what_helps
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 
@@ -55,8 +55,8 @@ class Source(NamedTuple):
     dtype: str
 
     def read(self, index: slice | tuple[slice, ...]) -> np.ndarray:
-        """Read a part. The file is opened for it alone: what was read of a mapped file counts as
-        this process's memory until it is closed."""
+        """Read a part. The file is opened for it alone: the pages of a mapped file that were read
+        count as this process's memory until it is closed."""
         with safe_open(self.file, framework="numpy") as handle:
             return handle.get_slice(self.name)[index]
 
@@ -98,11 +98,11 @@ def import_hf(
 
 
 def shift_norms(params: Params, by: float) -> Params:
-    """Add to the scales of norms what a checkpoint leaves out.
+    """Add the number that a checkpoint leaves out to the scales of norms.
 
     Args:
       params: parameters as they were read.
-      by: what is added to each entry, such as 1.
+      by: the number that is added to each entry, such as 1.
 
     Returns:
       The parameters, with other arrays where a path ends with `norm.scale`.
@@ -129,7 +129,6 @@ def read_params(
 
     Args:
       pairs: the tensors, each with where it is read from.
-      model: the model of the parameters.
       plan: says where the parameters go, and in which dtype.
       shapes: ShapeDtypeStructs of all or some of the model's parameters.
       allow_nonfinite: whether entries may be NaN or infinite.
@@ -165,18 +164,12 @@ def read_params(
 
 
 def _ones(bounds: Bounds) -> np.ndarray:
-    """What a layer has in place of a parameter that it does not use."""
+    """Make the ones that a layer has in place of a parameter that it does not use."""
     return np.ones([stop - start for start, stop in bounds], np.float32)
 
 
 def find_tensors(files: Sequence[Path]) -> dict[str, Source]:
-    """Find every tensor of the files of a checkpoint.
-
-    Args:
-      files: the safetensors files.
-
-    Returns:
-      Where each tensor is read from, by its name.
+    """Find every tensor of a checkpoint's safetensors files, by its name.
 
     Raises:
       UserError: a file cannot be read as safetensors, or two files have a tensor of one name.
@@ -291,10 +284,10 @@ def pair_up(
 
     Args:
       wanted: the tensors of the model, by name.
-      found: those of the checkpoint, by name.
-      origin: what a message calls the checkpoint.
-      what_helps: returns the end of a message, of the names that are missing and those that have
-        no place.
+      found: the tensors of the checkpoint, by name.
+      origin: the checkpoint's name in a message.
+      what_helps: makes the end of a message from the names that are missing and the names that
+        have no place in the model.
 
     Returns:
       The pairs, in the order of `wanted`.
@@ -352,8 +345,8 @@ def _check_tied(head: Source, table: Source, model: Model, folder: Path) -> None
 
 
 def _require_finite(found: np.ndarray, source: Source) -> np.ndarray:
-    """Return what was read of a tensor, or refuse it with a UserError where it has an entry that is
-    not finite.
+    """Return the part of a tensor that was read, or refuse it with a UserError where it has an
+    entry that is not finite.
     """
     finite = np.isfinite(found)
     if not finite.all():

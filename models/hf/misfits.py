@@ -1,5 +1,5 @@
-"""Why the tensors of a folder are not those of a model, and what helps: they are quantised, the
-folder contradicts itself, or the model is another than the folder's.
+"""The reasons why the tensors of a folder do not fit a model, and what helps: they are quantised,
+the folder contradicts itself, or the model is another than the folder's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from jaxpar.models.views import base_config
 
 _CONFIG = "config.json"
 _SAID_BY = ("quantization_config", "compression_config")
-"""Keys of config.json; the second is compressed-tensors' former one."""
+"""The keys of config.json that state a quantisation; the second is compressed-tensors' former key.
+"""
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""What a method writes beside config.json."""
+"""The methods of quantisation by the file that they write beside config.json."""
 _ENDINGS = {
     ".absmax": "bitsandbytes",
     ".quant_map": "bitsandbytes",
@@ -46,14 +47,14 @@ _ENDINGS = {
     ".W_q": "HQQ",
     "._data": "quanto",
 }
-"""Ends of the names of tensors that only quantised weights have -> by which method, where one alone
-writes it."""
+"""Ends of the names of tensors that only quantised weights have -> the method, where one alone
+writes such names."""
 _BEFORE_STATE = ".quant_state."
-"""Within the names of bitsandbytes, before the kind of numbers."""
+"""The text in bitsandbytes' names before the kind of numbers."""
 _OF_A_TRAINING = ("dropout", "init_std", "scan_layers", "vocab_multiple")
-"""Settings of a model that no config.json says."""
+"""Settings of a model that no config.json states."""
 _NARROW = ("F4", "F6_", "F8_", "I8", "U8")
-"""How the dtypes of quantised weights begin."""
+"""The beginnings of the dtypes of quantised weights."""
 
 
 def require_unquantised(
@@ -61,8 +62,8 @@ def require_unquantised(
 ) -> None:
     """Refuse the tensors of a quantised model, by the name of the method.
 
-    The tensors tell it, and config.json the method: a method may leave weights in 16 bits, which
-    are read.
+    The names and dtypes of the tensors show that they are quantised, and config.json names the
+    method: a method may leave weights in 16 bits, which are read.
 
     Args:
       folder: the folder of the checkpoint.
@@ -71,7 +72,7 @@ def require_unquantised(
       readable: the dtypes that are read.
 
     Raises:
-      UserError: they are quantised.
+      UserError: the tensors are quantised.
     """
     strangers = [name for name in dtypes if name not in wanted]
     signs = [name for name in strangers if _method_of(name) is not None]
@@ -92,7 +93,7 @@ def require_unquantised(
 
 
 def _method_of(name: str) -> str | None:
-    """Return the method that writes a tensor of a name, empty where several do; None = it is no
+    """Return the method that writes a tensor of this name, empty where several do; None = it is no
     tensor of quantised weights."""
     if _BEFORE_STATE in name:
         return "bitsandbytes"
@@ -100,7 +101,7 @@ def _method_of(name: str) -> str | None:
 
 
 def _said_method(folder: Path) -> str:
-    """Return the method of quantisation that a folder's files say; empty = none."""
+    """Return the method of quantisation that a folder's files name; empty = they name none."""
     config = _config(folder)
     for key in _SAID_BY:
         said = config.get(key)
@@ -114,19 +115,18 @@ def _said_method(folder: Path) -> str:
 
 
 def _config(folder: Path) -> Json:
-    """Return what config.json says; nothing where there is none."""
+    """Read a folder's config.json; empty where there is none."""
     file = folder / _CONFIG
     return read_json(file) if file.is_file() else {}
 
 
 def what_helps(folder: Path, model: Model, missing: Sequence[str], extra: Sequence[str]) -> str:
-    """Say what helps where the tensors of a folder are not those of a model.
+    """Say what helps where the tensors of a folder do not fit a model.
 
     Args:
       folder: the folder of the checkpoint.
-      model: the model.
       missing: the names of tensors that the model needs and the folder lacks.
-      extra: those that the folder has and the model has no place for.
+      extra: the names of tensors that the folder has and the model has no place for.
 
     Returns:
       The end of a sentence.
@@ -174,8 +174,7 @@ def other_head(folder: Path, model: Model, same_shape: bool) -> str:
 
     Args:
       folder: the folder of the checkpoint.
-      model: the model.
-      same_shape: whether the head could be one that is not tied.
+      same_shape: whether the head has the shape of one that is not tied.
 
     Returns:
       The end of a sentence.

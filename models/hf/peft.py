@@ -1,8 +1,8 @@
 """LoRA's matrices in the form of Hugging Face's PEFT: adapter_config.json beside
 adapter_model.safetensors.
 
-PEFT has A as [r, in] and B as [out, r], under the name of the linear that they are beside. The
-letters are those of `jaxpar.models.hf.layout`, with r for the rank.
+PEFT has A as [r, in] and B as [out, r], under the name of the linear that they stand beside. Dims
+have the letters of `jaxpar.models.hf.layout`, and r for the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxpar.models.hf.families import HF_FAMILIES, model_type
 from jaxpar.models.hf.layout import Tensor, dim_letters, dim_sizes, require_mapping
 from jaxpar.models.hf.load import Source, find_tensors, pair_up, read_params
 from jaxpar.models.model import Model
-from jaxpar.models.parts import Params
+from jaxpar.models.part_protocols import Params
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -58,19 +58,13 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether it is the folder of a PEFT adapter."""
+    """Return whether a folder is a PEFT adapter's."""
     return (folder / CONFIG).exists()
 
 
 def base_folder(folder: Path) -> Path:
-    """Find the folder of the model that an adapter belongs to: `base_model_name_or_path`, seen from
-    the adapter's folder, or from here.
-
-    Args:
-      folder: the adapter's folder.
-
-    Returns:
-      The absolute path.
+    """Find the folder of the model that an adapter belongs to, as an absolute path:
+    `base_model_name_or_path`, relative to the adapter's folder or to the current folder.
 
     Raises:
       UserError: there is no such folder, or the adapter's config cannot be read.
@@ -92,14 +86,14 @@ def lora_of(folder: Path, base: ModelConfig) -> Lora:
 
     Args:
       folder: the adapter's folder.
-      base: the sizes of the model that it belongs to.
+      base: the sizes of the model that the adapter belongs to.
 
     Returns:
       The values of `model.lora`.
 
     Raises:
-      UserError: the config cannot be read or asks for what the model does not compute, or no tensor
-        is beside a matrix of a block.
+      UserError: the config cannot be read or has a setting that the model does not compute, or no
+        tensor belongs to a matrix of a block.
     """
     config = read_json(folder / CONFIG, _KINDS)
     for key, accepted in _COMPUTED.items():
@@ -130,8 +124,7 @@ def lora_of(folder: Path, base: ModelConfig) -> Lora:
 
 
 def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool = False) -> Params:
-    """Read the LoRA matrices of a model, each straight into its sharding; the rest of the
-    parameters is not there.
+    """Read the LoRA matrices of a model, and no other parameters, each straight into its sharding.
 
     Args:
       folder: the adapter's folder.
@@ -158,7 +151,8 @@ def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool
 
 
 def export_adapter(params: Params, model: Model, folder: Path, base: str) -> None:
-    """Write a folder that PEFT loads; see `export_hf` for how it is written.
+    """Write a folder that PEFT loads, with one tensor at a time in host memory, as `export_hf`
+    does. Every process must call this.
 
     Args:
       params: parameters in any sharding.
@@ -220,8 +214,8 @@ def _tensors(folder: Path) -> dict[str, Source]:
 
 
 def _linears(config: ModelConfig) -> dict[str, list[str]]:
-    """Return Hugging Face's names of the linears that may have a pair, each with our names of what
-    it holds.
+    """Return Hugging Face's names of the linears that may have a pair, each with our names of the
+    matrices that it holds.
     """
     rows = HF_FAMILIES[model_type(config)].tensors.items()
     there = Model(config).axes["blocks"]
@@ -279,5 +273,5 @@ def _layout(model: Model) -> list[Tensor]:
 
 
 def _last(module: str) -> str:
-    """Return the end of a linear's name that is enough to tell it from others."""
+    """Return the end of a linear's name that is enough to tell it from other linears."""
     return ".".join(module.split(".")[-2:])

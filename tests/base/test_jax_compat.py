@@ -107,14 +107,14 @@ def test_processes_give_each_other_bytes_through_jaxs_own_service() -> None:
 _JOINED = """
 import sys, jax
 from jaxpar.base import jax_compat
-from jaxpar.base.process.kv_store import Exchange
+from jaxpar.base.process.kv_store import KvStore
 jax.distributed.initialize(sys.argv[1], 1, 0)
-exchange = Exchange(jax_compat.coordination_client(), 0, 1)
-exchange.put("here/1/a", b"one")
-exchange.put("here/1/a", b"two")
-print(exchange.get("here/1/a", 5.0), exchange.get("here/2/a"), list(exchange.below("here/")))
-exchange.remove("here/1/")
-print(exchange.get("here/1/a", 0.1))
+store = KvStore(jax_compat.coordination_client(), 0, 1)
+store.put("here/1/a", b"one")
+store.put("here/1/a", b"two")
+print(store.get("here/1/a", 5.0), store.get("here/2/a"), list(store.below("here/")))
+store.remove("here/1/")
+print(store.get("here/1/a", 0.1))
 """
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.process.kv_store import open_exchange
+from jaxpar.base.process.kv_store import open_kv_store
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 from jaxpar.data.documents import tokenized
 from jaxpar.data.mixture import skipped_records
@@ -58,8 +58,8 @@ def main() -> None:
             states.append(batches.get_state())
             found.append(next(batches))
         states.append(batches.get_state())
-    exchange = open_exchange()
-    kept = {} if exchange is None else exchange.below("jaxpar/documents/")
+    store = open_kv_store()
+    kept = {} if store is None else store.below("jaxpar/documents/")
     told = {
         "kept": sum(name.endswith("/head") for name in kept),
         "tokenized": ids_made[0],

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.kernels.attention import dispatch, libraries
 from jaxpar.kernels.masks import Causal, Mask, Window
-from jaxpar.rehearse.report.kernels import stand_ins
+from jaxpar.rehearse.program_report import stand_ins
 from jaxpar.rehearse.report.lint import LintedStep, find
 
 

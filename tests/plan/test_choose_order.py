@@ -14,10 +14,15 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import SCHEDULER_PROFILE, Options
 from jaxpar.hlo.program.tasks import Loop, Program, Task
 from jaxpar.plan import choose_order as subject
-from jaxpar.plan.choose_order import AS_IT_IS, TriedOrder, choose_order, order_parts
+from jaxpar.plan.choose_order import (
+    AS_IT_IS,
+    TriedOrder,
+    choose_order,
+    order_parts,
+    scheduler_profile,
+)
 from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.of_config import on_target
-from jaxpar.rehearse.scheduler_profile import scheduler_profile
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment

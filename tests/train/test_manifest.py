@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxpar.train.runs.folder.manifest as manifest
-from jaxpar.base.checksum_line import require_intact, seal
+from jaxpar.base.checksum_line import add_checksum, require_intact
 from jaxpar.base.config import CheckpointConfig, Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
@@ -214,8 +214,8 @@ def test_a_damaged_loss_is_none_and_is_said(tmp_path: Path) -> None:
     assert Checkpoints(folder, say=said.append).best() == 1 and len(said) == 1
 
 
-def test_a_sealed_text_is_as_it_was_written_or_without_its_last_line() -> None:
-    text = seal("[train]\nsteps = 20\n")
+def test_a_text_with_a_checksum_is_as_it_was_written_or_without_its_last_line() -> None:
+    text = add_checksum("[train]\nsteps = 20\n")
     require_intact(text, "config.toml")
     changed = text.replace("20", "30")
     with pytest.raises(UserError, match=r"config.toml is not as it was written.*delete its last"):

@@ -13,8 +13,8 @@ import jax
 from jaxpar.base import jax_compat
 
 
-class Exchange:
-    """Names with bytes, the same for all processes of a run.
+class KvStore:
+    """Bytes by name, the same for all processes of a run.
 
     What fails here fails quietly: a process that others do not hear from does its work alone.
     """
@@ -71,15 +71,15 @@ class Exchange:
             return
 
 
-def open_exchange() -> Exchange | None:
-    """Open the exchange of this run.
+def open_kv_store() -> KvStore | None:
+    """Open the store of this run.
 
     Returns:
-      It; None where this process is alone, or jax has no such service any more.
+      The store; None where this process is alone, or jax has no such service any more.
     """
     if jax.process_count() == 1:
         return None
     client = jax_compat.coordination_client()
     if client is None:
         return None
-    return Exchange(client, jax.process_index(), jax.process_count())
+    return KvStore(client, jax.process_index(), jax.process_count())

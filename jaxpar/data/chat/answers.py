@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json, suggest
 from jaxpar.data.chat.conversations import Conversation
-from jaxpar.data.chat.dropped_content import find_unwritten
+from jaxpar.data.chat.dropped_content import find_dropped
 from jaxpar.data.chat.template.files import ChatTemplate, load_template
 from jaxpar.data.chat.template.forms import Forms, find_forms, shape_messages
 from jaxpar.data.chat.template.render import GIVEN, Message, Rendered, Span, names_read, try_render
@@ -105,9 +105,9 @@ class ConversationWriter:
         learned = [i for i in turns if conversation.is_learned(i)]
         origin = self.template.origin
         write = partial(self.write, names=names)
-        unwritten = find_unwritten(messages, learned, whole.text, write, origin)
-        unwritten |= self._unwritten_names(conversation, messages, whole.text)
-        notes = {f"its chat template does not write {what}" for what in unwritten}
+        dropped = find_dropped(messages, learned, whole.text, write, origin)
+        dropped |= self._dropped_names(conversation, messages, whole.text)
+        notes = {f"its chat template does not write {what}" for what in dropped}
         if not find:
             if learned:
                 spans = [(0, len(whole.text))]
@@ -136,7 +136,7 @@ class ConversationWriter:
         own = {key: value for key, value in conversation.names.items() if key in read}
         return self.names | own
 
-    def _unwritten_names(
+    def _dropped_names(
         self, conversation: Conversation, messages: Sequence[Message], text: str
     ) -> set[str]:
         """Return which of a conversation's tools and documents make no difference to what is

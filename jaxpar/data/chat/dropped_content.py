@@ -46,7 +46,7 @@ class _Said(NamedTuple):
     """
 
 
-def find_unwritten(
+def find_dropped(
     messages: Sequence[Message], learned: Sequence[int], text: str, write: Write, origin: str
 ) -> set[str]:
     """Find what a template does not write of a conversation, such as "reasoning_content of

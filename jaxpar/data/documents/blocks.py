@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.process.kv_store import Exchange
+from jaxpar.base.process.kv_store import KvStore
 
 BLOCK = 32
 """The number of documents of a block."""
@@ -72,20 +72,20 @@ class Blocks:
 
     def __init__(
         self,
-        exchange: Exchange,
+        store: KvStore,
         encode: Callable[[Any], tuple[np.ndarray, str]],
         threads: int,
     ):
         """Make blocks of nothing; `begin` gives them their documents.
 
         Args:
-          exchange: the processes that share the work.
+          store: the processes that share the work.
           encode: makes ids [n] of a document, and says why it is no text, if it is none.
           threads: how many blocks this process makes at once.
         """
-        self.ahead = _AHEAD * exchange.count
+        self.ahead = _AHEAD * store.count
         """How many blocks must be under way for every process to have work."""
-        self._exchange = exchange
+        self._store = store
         self._encode = encode
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="documents")
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Blocks:
 
     def offer(self, number: int) -> None:
         """Begin to make a block, if this process has to make it."""
-        if number % self._exchange.count != self._exchange.index:
+        if number % self._store.count != self._store.index:
             return
         with self._lock:
             if number not in self._known:
@@ -165,7 +165,7 @@ class Blocks:
             self._released = number
             for old in [known for known in self._known if known < number]:
                 del self._known[old]
-        if number >= self._told + self._exchange.count:
+        if number >= self._told + self._store.count:
             self._tell(number)
             self._remove_passed()
 
@@ -181,16 +181,16 @@ class Blocks:
 
     def _tell(self, number: int) -> None:
         self._told = number
-        self._exchange.put(f"{self._name}/at/{self._exchange.index}", str(number).encode())
+        self._store.put(f"{self._name}/at/{self._store.index}", str(number).encode())
 
     def _say_gone(self, number: int) -> None:
         """Tell the other processes before which number this process gives no block any more."""
-        self._exchange.put(f"{self._name}/gone/{self._exchange.index}", str(number).encode())
+        self._store.put(f"{self._name}/gone/{self._store.index}", str(number).encode())
 
     def _remove_passed(self) -> None:
         """Remove the blocks that every process has passed, so that the first one keeps few."""
-        places = self._exchange.below(f"{self._name}/at/")
-        if len(places) < self._exchange.count:
+        places = self._store.below(f"{self._name}/at/")
+        if len(places) < self._store.count:
             return
         lowest = min(int(place) for place in places.values())
         with self._lock:
@@ -199,13 +199,13 @@ class Blocks:
         if passed:
             self._say_gone(lowest)
         for number in passed:
-            self._exchange.remove(f"{self._name}/{number}/")
+            self._store.remove(f"{self._name}/{number}/")
 
     def _ids(self, number: int) -> np.ndarray:
         """Return the ids [N] of a block."""
         block = self.block(number)
         if block.ids is None:
-            sent = self._exchange.get(f"{self._name}/{number}/ids")
+            sent = self._store.get(f"{self._name}/{number}/ids")
             if sent is None:
                 block.ids = self._make(self._documents(number)).ids
             else:
@@ -229,13 +229,13 @@ class Blocks:
     def _give(self, name: str, number: int, documents: Callable[[int], Sequence[Any]]) -> Block:
         """Make a block in a thread of its own, and give it to the other processes."""
         at = f"{name}/{number}"
-        self._exchange.put(f"{at}/begun", b"1")
+        self._store.put(f"{at}/begun", b"1")
         found = documents(number)
         try:
             block = self._make(found)
         except Exception:
             # each of the others meets the same error, and need not wait for it
-            self._exchange.put(f"{at}/head", b"null")
+            self._store.put(f"{at}/head", b"null")
             raise
         assert block.ids is not None
         head = {
@@ -244,8 +244,8 @@ class Blocks:
             "dtype": block.dtype,
             "documents": _fingerprint(found),
         }
-        self._exchange.put(f"{at}/ids", block.ids.astype(block.dtype).tobytes())
-        self._exchange.put(f"{at}/head", json.dumps(head).encode())
+        self._store.put(f"{at}/ids", block.ids.astype(block.dtype).tobytes())
+        self._store.put(f"{at}/head", json.dumps(head).encode())
         return block
 
     def _receive(self, number: int) -> Block:
@@ -256,7 +256,7 @@ class Blocks:
             return self._make(self._documents(number))
         if self._total == 0 and head["documents"] != _fingerprint(self._documents(number)):
             raise UserError(
-                f"process {number % self._exchange.count} reads other documents than this one: "
+                f"process {number % self._store.count} reads other documents than this one: "
                 "all machines must see the same files at data.path and data.val_path"
             )
         counts = np.array(head["counts"], np.int64)
@@ -268,17 +268,17 @@ class Blocks:
         block.
         """
         at = f"{self._name}/{number}"
-        gone = f"{self._name}/gone/{number % self._exchange.count}"
+        gone = f"{self._name}/gone/{number % self._store.count}"
         began = time.monotonic()
         patience = _PATIENCE_SECONDS
         while time.monotonic() - began < patience:
             asked = time.monotonic()
-            sent = self._exchange.get(f"{at}/head", _POLL_SECONDS)
+            sent = self._store.get(f"{at}/head", _POLL_SECONDS)
             if sent is not None:
                 return sent
-            if int(self._exchange.get(gone) or 0) > number:
+            if int(self._store.get(gone) or 0) > number:
                 return None
-            if self._exchange.get(f"{at}/begun") is not None:
+            if self._store.get(f"{at}/begun") is not None:
                 patience = _LONG_PATIENCE_SECONDS
             # a service that is gone answers at once
             time.sleep(max(0.0, _POLL_SECONDS / 2 - (time.monotonic() - asked)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
-from jaxpar.base.process.kv_store import open_exchange
+from jaxpar.base.process.kv_store import open_kv_store
 from jaxpar.data.documents.blocks import UNREAD, Blocks, UnreadRow
 from jaxpar.data.documents.document_order import (
     DocumentStream,
@@ -169,10 +169,10 @@ class Documents(PartDefaults):
                 batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
             return batch
 
-        exchange = open_exchange()
+        store = open_kv_store()
         blocks = None
-        if exchange is not None:
-            blocks = Blocks(exchange, self._try, threads=max(min(data.prefetch, 4), 1))
+        if store is not None:
+            blocks = Blocks(store, self._try, threads=max(min(data.prefetch, 4), 1))
         documents = self.encoded(data, seed, endless, blocks).filter(
             lambda document: len(document["tokens"]) > 0
         )

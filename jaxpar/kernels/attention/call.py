@@ -1,5 +1,5 @@
-"""What every implementation of attention is given, what it returns, and the definition that it is
-held against.
+"""The arguments and the results that all implementations of attention share, and the definition of
+attention that they are tested against.
 
 An implementation is a pair of functions on local arrays, with no gradient of their own:
 
@@ -8,9 +8,9 @@ An implementation is a pair of functions on local arrays, with no gradient of th
         -> dq_BSHh, dk_BTKh, dv_BTKh
 
 `lse` is the float32 log-sum-exp of a query's scores over the keys that it sees. For a query that
-sees nothing it is at most `BLIND`, and the output is zeros. `delta` is the sum over h of the output
+sees no key it is at most `BLIND`, and the output is zeros. `delta` is the sum over h of the output
 times its gradient, less the gradient of lse. The backward computes the weights again from lse,
-which may cover more keys than these (ring attention).
+which may be over more keys than the backward is given (ring attention).
 
 Shapes: B batch, S queries, T keys, H heads, K kv heads (head n has kv head n // (H // K)), G heads
 a kv head, h head_dim.
@@ -34,42 +34,42 @@ Arrays: TypeAlias = Array | jax.ShapeDtypeStruct
 Index: TypeAlias = int | np.integer | Array
 """The number of a tile, a head or a program, which may be traced."""
 Ref: TypeAlias = Any
-"""A ref of a Pallas kernel, or several. Jax has no public type for what a kernel is given."""
+"""A ref of a Pallas kernel, or several. Jax has no public type for the arguments of a kernel."""
 # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
 MASKED = -1e30
 BLIND = MASKED / 2  # below any score and above what is masked: exp(MASKED - BLIND) is exactly 0
 
 
 class Unserved(Exception):
-    """An implementation cannot serve. The text is the reason: `head_dim 80 is no multiple of
-    128`.
+    """The error of an implementation that cannot serve. Its text is the reason, such as `head_dim
+    80 is no multiple of 128`.
     """
 
 
 class Call(NamedTuple):
-    """How attention is to be computed."""
+    """The options of attention."""
 
     scale: float = 0.0
     """The factor of the scores; 0 = 1 / sqrt(h)."""
     softcap: float = 0.0
     """Scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = no cap."""
     q_start: Start = 0
-    """The place of the first query for the mask."""
+    """The place of the first query, as the mask counts places."""
     k_start: Start = 0
-    """The place of the first key for the mask."""
+    """The place of the first key, as the mask counts places."""
     multiple: int = 1
     """A number that traced starts are multiples of."""
     out_dtype: DTypeLike | None = None
-    """The dtype of the output or of the gradients; None = those of the inputs."""
+    """The dtype of the output or of the gradients; None = the dtype of each input."""
     interpret: bool = False
     """Whether a kernel is interpreted, which tests it on any device."""
 
     def scale_of(self, q_BSHh: Arrays) -> float:
-        """The factor of the scores of these queries."""
+        """Return the factor of the scores of these queries."""
         return self.scale or 1 / math.sqrt(q_BSHh.shape[-1])
 
     def starts(self) -> Array:
-        """The places of the first query and the first key, int32 [2], as kernels read them."""
+        """Return the places of the first query and key, int32 [2], as kernels read them."""
         return jnp.stack(
             [
                 jnp.int32(self.q_start),
@@ -89,8 +89,8 @@ def cap_scores(scores: Array, softcap: float) -> Array:
 
 
 def through_cap(dscores: Array, capped_scores: Array, softcap: float) -> Array:
-    """The gradient of the scores, from the gradient of the capped scores, some of which may be
-    masked.
+    """Compute the gradient of the scores from the gradient of the capped scores, some of which may
+    be masked.
     """
     if softcap:
         return dscores * (1 - jnp.maximum(capped_scores / softcap, -1) ** 2)
@@ -101,8 +101,8 @@ def merge(
     first: tuple[Array, Array],
     second: tuple[Array, Array],
 ) -> tuple[Array, Array]:
-    """(out, lse) over two sets of keys together, from those over each, weighted by exp(lse - the
-    larger lse).
+    """Merge the pairs (out, lse) over two sets of keys into the pair over both sets, in which each
+    out is weighted by exp(lse - the larger lse).
     """
     (first_out, first_lse) = first
     (second_out, second_lse) = second
@@ -134,7 +134,8 @@ def reference(
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """Attention by its definition, all scores at once: (out, lse), which jax differentiates.
+    """Compute attention by its definition, all scores at once, and return (out, lse), which jax
+    differentiates.
 
     Scores and softmax are float32, or float64 for float64 inputs. No weights are dropped out when
     `key` is None.
@@ -167,7 +168,7 @@ def reference(
 
 
 def drop_weights(weights: Array, rate: float, key: jax.Array | None) -> Array:
-    """The weights [B, K, G, R, C], with a share `rate` of them zeroed and the rest scaled up."""
+    """Zero a share `rate` of the weights [B, K, G, R, C], and scale up the rest."""
     if key is None or rate == 0:
         return weights
     B, K, G, R, C = weights.shape

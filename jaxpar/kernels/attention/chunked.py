@@ -1,8 +1,8 @@
 """Attention in plain XLA, a tile of scores at a time: memory grows with queries and keys, never
 with their product.
 
-The softmax's maximum and sum are carried along, and the backward makes the weights again from the
-log-sum-exp (FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out,
+The softmax's maximum and sum are carried along, and the backward computes the weights again from
+the log-sum-exp (FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out,
 either while tracing, if that is known then, or by a branch. This serves every mask, shape and dtype
 on every platform.
 
@@ -50,15 +50,15 @@ _MOST = jax.make_user_context(TILE)
 
 
 def tiles_at_most(size: TileSize) -> AbstractContextManager[None]:
-    """A context in which functions are traced with tiles of at most this size, so that a short
-    sequence has as many as a long one.
+    """Return a context in which functions are traced with tiles of at most this size, so that a
+    short sequence has as many tiles as a long one.
     """
     return _MOST(size)
 
 
 class Dropout(NamedTuple):
-    """Dropout of the weights, one draw a tile. The same key on the whole array gives the same bits
-    on every mesh.
+    """Dropout of the weights, with one random draw for each tile. The same key for the whole array
+    gives the same bits on every mesh.
     """
 
     rate: float
@@ -156,7 +156,7 @@ def backward(
 
 
 class _Inputs(NamedTuple):
-    """What the backward reads, filled up to whole tiles."""
+    """The arrays that the backward reads, padded to whole tiles."""
 
     q_BKGSh: Array
     k_BKTh: Array
@@ -174,11 +174,11 @@ class _Gradients(NamedTuple):
     dk: Array
     """[B, K, T, h], or of a tile [B, K, c, h]."""
     dv: Array
-    """As `dk`."""
+    """[B, K, T, h], or of a tile [B, K, c, h]."""
 
 
 def _add_tile(sums: _Gradients, inputs: _Inputs, at: _Tile) -> _Gradients:
-    """Add what a tile contributes to the sums of its rows and columns."""
+    """Add the gradients that a tile contributes to the sums of its rows and columns."""
     q_BKGrh = at.rows_of(inputs.q_BKGSh)
     dout_BKGrh = at.rows_of(inputs.dout_BKGSh)
     k_BKch = at.columns_of(inputs.k_BKTh)
@@ -227,7 +227,7 @@ class _Work(NamedTuple):
         k_BTKh: Array,
         v_BTKh: Array,
     ) -> tuple[Array, Array, Array]:
-        """Lay the arrays out as [B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
+        """Lay the arrays out as [B, K, G, S, h] and [B, K, T, h], padded to whole tiles."""
         k_BKTh, v_BKTh = (pad_to(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
         return self.pad_rows(_group_heads(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
 
@@ -235,7 +235,7 @@ class _Work(NamedTuple):
         return pad_to(x, 3, self.tiles.block_q)
 
     def visit_all(self, visit: Callable[[State, _Tile], State], state: State) -> State:
-        """The state after a visit to every tile in which something may be seen."""
+        """Visit every tile in which something may be seen, and return the state after the last."""
         found = tile_states(self.mask, self.tiles)
         known = isinstance(found, np.ndarray) and found.ndim == 2
         if known:
@@ -268,8 +268,8 @@ class _Work(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """One tile: its numbers, whether any of it may be hidden, and the states of all tiles if found
-    at run time.
+    """One tile: its numbers, whether any of it may be hidden, and the states of all tiles if they
+    are found at run time.
     """
 
     work: _Work
@@ -297,7 +297,7 @@ class _Tile(NamedTuple):
         )
 
     def where_seen(self, seen: Callable[[], State], otherwise: State) -> State:
-        """`seen()`, or `otherwise` where ids or places leave nothing to see."""
+        """Return `seen()`, or `otherwise` where ids or places leave nothing to see."""
         if self.states is None:
             return seen()
         return jax.lax.cond(
@@ -307,8 +307,8 @@ class _Tile(NamedTuple):
         )
 
     def scores(self, q_BKGSh: Array, k_BKTh: Array) -> Float[Array, "B K G r c"]:
-        """The float32 scores as the softmax takes them, with the places that may not be seen masked
-        out.
+        """Compute the float32 scores as the softmax takes them, with the places that may not be
+        seen masked out.
         """
         work = self.work
         scores = (
@@ -342,7 +342,7 @@ class _Tile(NamedTuple):
         return jnp.where(visible, scores, MASKED)
 
     def drop(self, weights: Array) -> Array:
-        """The weights, with some of them dropped."""
+        """Return the weights, with some of them dropped."""
         if self.work.dropout is None:
             return weights
         rate, key = self.work.dropout
@@ -351,14 +351,14 @@ class _Tile(NamedTuple):
 
 
 def _even_part(size: int, most: int) -> int:
-    """The size of the fewest equal parts that are no larger than `most`; the last part may be
-    smaller.
+    """Return the size of the fewest equal parts that are no larger than `most`; the last part may
+    be smaller.
     """
     return -(-size // -(-size // most))
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:
-    """An einsum that sums in float32."""
+    """Compute an einsum that sums in float32."""
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
@@ -370,7 +370,7 @@ def _group_heads(x_BSHh: Array, K: int) -> Array:
 
 
 def _ungroup_heads(x_BKGSh: Array) -> Array:
-    """The inverse of `_group_heads`."""
+    """Turn [B, K, G, S, h] into [B, S, H, h]."""
     B, K, G, S, h = x_BKGSh.shape
     x_BSKGh = x_BKGSh.transpose(0, 3, 1, 2, 4)
     return x_BSKGh.reshape(B, S, K * G, h)

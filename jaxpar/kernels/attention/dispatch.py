@@ -1,5 +1,4 @@
-"""Attention behind one function, which takes the fastest implementation that can serve what is
-asked.
+"""Attention behind one function, which takes the fastest implementation that can serve the request.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -44,29 +43,28 @@ def attention(
     capability: str = "",
     q_start: int = 0,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:
-    """Return (out, lse): softmax attention with grouped query heads (arXiv:2305.13245), and the
-    log-sum-exp of each query's scores. Both have gradients. A query that sees nothing has an output
-    of zeros and an lse of about -1e30.
+    """Compute softmax attention with grouped query heads (arXiv:2305.13245), and the log-sum-exp of
+    each query's scores: (out, lse). Both have gradients. A query that sees no key has an output of
+    zeros and an lse of about -1e30.
 
     Args:
       q_BSHh: queries, of a floating dtype such as float32 or bfloat16; scores and softmax are
-        float32.
-      k_BTKh: keys; H is a multiple of K.
-      v_BTKh: values.
+        float32. H is a multiple of K.
       mask: a mask of `jaxpar.kernels.masks`.
       scale: the factor of the scores; None = 1 / sqrt(h).
-      softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
-      implementation: the name of one that is registered; None = the first that serves, in the
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 =
+        they are taken as they are.
+      implementation: the name of a registered implementation; None = the first that serves, in the
         platform's order.
-      platform: the platform that it is compiled for; None = that of a rehearsal's target, or else
-        jax's default backend, with their capability.
-      dropout_rate: the dropout of the weights, from 0 to below 1.
-      key: of the dropout; there is none when it is None.
+      platform: the platform that the program is compiled for; None = the platform of a rehearsal's
+        target, or else jax's default backend, with their capability.
+      dropout_rate: the share of the weights that is dropped, from 0 to below 1.
+      key: the random key of the dropout; None = nothing is dropped.
       with_lse: False = lse may be None, so that libraries can serve that give no lse with a
         gradient.
-      capability: the compute capability of the GPU that it is compiled for; empty = that of the one
-        here.
-      q_start: the place of the first query for the mask; the first key stands at 0.
+      capability: the compute capability of the GPU that the program is compiled for; empty = the
+        capability of the GPU that is here.
+      q_start: the place of the first query, as the mask counts places; the first key stands at 0.
 
     Raises:
       UserError: the shapes or dtypes do not go together, a number is out of its range, the ids have
@@ -109,11 +107,15 @@ def choose(
     platform: str,
     implementation: str | None = None,
 ) -> tuple[str, str]:
-    """The implementation that serves, and why those before it do not; the log says so once.
+    """Choose the implementation that serves, and say why those before it do not; the log says so
+    once.
 
     Args:
       implementation: None or "auto" = the first that serves, which is plain XLA by tiles where no
         kernel does.
+
+    Returns:
+      The name of the implementation, and the reasons against those before it.
 
     Raises:
       UserError: the implementation asked for is unknown or cannot serve.
@@ -148,14 +150,14 @@ def choose(
 
 
 def kernels_for(platform: str) -> list[str]:
-    """The names of the implementations that are made for a platform, in the order in which they are
-    tried.
+    """List the names of the implementations that are made for a platform, in the order in which
+    they are tried.
     """
     return [name for name, kernel in KERNELS.items() if platform in kernel.platforms]
 
 
 def refusal(name: str, request: AttentionRequest, platform: str) -> str:
-    """Why an implementation cannot serve; empty = it can."""
+    """Say why an implementation cannot serve; empty = it can."""
     kernel: Kernel = KERNELS[name]
     if request.parts and not kernel.merges:
         return "the sequence is split over devices, and it cannot merge parts"
@@ -173,7 +175,7 @@ def refusal(name: str, request: AttentionRequest, platform: str) -> str:
 
 
 def _require_output(name: str, out: object, q_BSHh: Array) -> None:
-    """Refuse what a kernel of one's own returned in place of an output."""
+    """Refuse a result of a program's own kernel that is no output of these queries."""
     shape = getattr(out, "shape", None)
     if shape != q_BSHh.shape:
         found = short(out) if shape is None else f"an array of shape {shape}"
@@ -267,7 +269,7 @@ _of_pair.defvjp(_of_pair_forward, _of_pair_backward)
 
 
 def _given(name: str, rate: float, key: jax.Array | None) -> tuple[Dropout | None, ...]:
-    """What a kernel is given after the call: plain ones the dropout."""
+    """Return the arguments of a kernel after the call: the dropout for plain JAX, else none."""
     return (_dropout(rate, key),) if KERNELS[name].plain else ()
 
 

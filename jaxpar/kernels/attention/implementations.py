@@ -1,9 +1,9 @@
 """Our implementations of attention, in the order in which `auto` tries them, each registered as a
 program registers one of its own.
 
-The libraries' kernels come before ours: of ours `pallas_gpu` was measured on one chip, an H100,
-where cuDNN is faster, and `pallas_tpu` was interpreted and compiled for absent ones. A module of
-Pallas is imported only when it is asked for, since that takes long.
+The libraries' kernels come before ours: `pallas_gpu` was measured on one chip, an H100, where cuDNN
+is faster, and `pallas_tpu` was interpreted and compiled for absent chips. A module of Pallas is
+imported only when it is asked for, since that takes long.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -27,7 +27,7 @@ Pair = tuple[Array, Array]
 
 @register_kernel("cudnn", refusal=libraries.refuse_cudnn, platforms=("gpu",))
 def cudnn(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Array:
-    """Attention of cuDNN."""
+    """Compute attention by cuDNN."""
     return libraries.cudnn(q_BSHh, k_BTKh, v_BTKh, mask, call)
 
 
@@ -53,7 +53,7 @@ def _pallas_gpu_backward(*arguments):
     platforms=("gpu",),
 )
 def pallas_gpu(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Pair:
-    """Our attention for NVIDIA GPUs, by Triton."""
+    """Compute attention by our Triton kernels for NVIDIA GPUs."""
     from jaxpar.kernels.attention import triton
 
     return triton.forward(q_BSHh, k_BTKh, v_BTKh, mask, call)
@@ -61,7 +61,7 @@ def pallas_gpu(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Ca
 
 @register_kernel("splash", refusal=libraries.refuse_splash, platforms=("tpu",))
 def splash(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Array:
-    """JAX's own attention for TPUs."""
+    """Compute attention by JAX's own kernel for TPUs."""
     return libraries.splash(q_BSHh, k_BTKh, v_BTKh, mask, call)
 
 
@@ -87,7 +87,7 @@ def _pallas_tpu_backward(*arguments):
     platforms=("tpu",),
 )
 def pallas_tpu(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Pair:
-    """Our attention for TPUs."""
+    """Compute attention by our Pallas kernels for TPUs."""
     from jaxpar.kernels.attention import tpu
 
     return tpu.forward(q_BSHh, k_BTKh, v_BTKh, mask, call)
@@ -102,7 +102,7 @@ def tiles(
     call: Call,
     dropout: Dropout | None = None,
 ) -> Pair:
-    """Plain XLA, some tiles of the scores at a time."""
+    """Compute attention in plain XLA, a tile of the scores at a time."""
     return chunked.forward(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout)
 
 
@@ -115,6 +115,6 @@ def reference(
     call: Call,
     dropout: Dropout | None = None,
 ) -> Pair:
-    """The definition, all scores at once."""
+    """Compute attention by its definition, all scores at once."""
     rate, key = dropout or (0.0, None)
     return by_definition(q_BSHh, k_BTKh, v_BTKh, mask, call, rate, key)

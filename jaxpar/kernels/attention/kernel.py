@@ -1,5 +1,5 @@
-"""What an implementation of attention is to the rest of the library, and how one is registered:
-ours (`implementations`), and those of a program.
+"""The record of an implementation of attention, and the decorator that registers one: ours
+(`implementations`), and a program's own.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ _BACKWARD = ("q", "k", "v", "dout", "lse", "delta", "mask", "call")
 
 
 class AttentionRequest(NamedTuple):
-    """What the choice of an implementation depends on."""
+    """The facts that the choice of an implementation depends on."""
 
     q: Arrays
     """The queries, [B, S, H, h], or their shape and dtype."""
     k: Arrays
     """The keys, [B, T, K, h], or their shape and dtype."""
     mask: Mask
-    """What a query sees."""
+    """Which keys a query sees."""
     call: Call
-    """The scale, the soft cap and so on."""
     with_lse: bool = True
     """Whether the log-sum-exp is asked for too."""
     dropping: bool = False
     """Whether weights are dropped out."""
     parts: bool = False
-    """Whether the answers are parts, to be merged or added up."""
+    """Whether the results are partial, to be merged or added up."""
     capability: str = ""
-    """The compute capability of the GPU that it is compiled for, `9.0`; empty = that of the one
-    here.
+    """The compute capability of the GPU that the program is compiled for, such as `9.0`; empty =
+    the capability of the GPU that is here.
     """
     cut: str = ""
     """Why the arrays are not whole heads of one device, so that only plain XLA takes them; empty =
-    they are.
+    they are whole heads.
     """
 
 
 Refusal = Callable[[AttentionRequest, str], str]
-"""Says why a request cannot be served on a platform; empty = it can."""
+"""A function that says why a request cannot be served on a platform; empty = it can."""
 
 
 def _serves_all(request: AttentionRequest, platform: str) -> str:
@@ -56,7 +55,7 @@ def _serves_all(request: AttentionRequest, platform: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An implementation of attention; the fields are those of `register_kernel`."""
+    """An implementation of attention. `register_kernel` explains the fields, its arguments."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
@@ -66,7 +65,7 @@ class Kernel:
 
     @property
     def merges(self) -> bool:
-        """Whether it serves parts of the keys, whose answers are merged."""
+        """Whether it serves parts of the keys, whose results are merged."""
         return self.backward is not None
 
     @property
@@ -90,29 +89,30 @@ def register_kernel(
             ...
             return out_BSHh
 
-    It is called on one device's own arrays, and sees no mesh; `jaxpar.kernels.attention.call` says
-    what it is given.
+    The function is called on one device's own arrays, and sees no mesh;
+    `jaxpar.kernels.attention.call` defines its arguments.
 
     Args:
-      name: a word.
-      backward: the backward of an implementation that writes one out. It then also gives the
-        log-sum-exp, and so can attend to parts of the keys, as ring attention and Ulysses ask; None
-        = JAX differentiates it.
-      refusal: what it cannot serve: a function of an `AttentionRequest` and a platform that returns
-        the reason, or an empty text.
-      platforms: those that it is made for, of `cpu`, `gpu` and `tpu`: elsewhere it is refused, and
-        there `auto` tries it, after those that were registered before. Empty = it runs on all, and
-        only where it is asked for by name.
+      name: a word that no other implementation has.
+      backward: the backward of an implementation that writes one out. The implementation then also
+        returns the log-sum-exp, and so can attend to parts of the keys, as ring attention and
+        Ulysses ask; None = JAX differentiates it.
+      refusal: a function of an `AttentionRequest` and a platform that returns the reason why the
+        implementation cannot serve, or an empty text.
+      platforms: the platforms that it is made for, of `cpu`, `gpu` and `tpu`: on these `auto` tries
+        it, after the implementations that were registered before, and on others it is refused.
+        Empty = it runs on all platforms, and only where it is asked for by name.
       plain: whether it is plain JAX, which XLA may split over devices in any way. It is then given
         a `Dropout` or None, too, and returns a pair of the output and the log-sum-exp.
 
     Returns:
       The decorator, for a function of (q, k, v, mask, call) that returns the output, or with a
-      `backward` a pair of that and the log-sum-exp.
+      `backward` a pair of the output and the log-sum-exp.
 
     Raises:
-      UserError: the name is no word, or `backward` or `refusal` cannot be called so; and the
-        decorator, where the function cannot, or the name is taken. Or there is no such platform.
+      UserError: the name is no word, there is no such platform, or `backward` or `refusal` cannot
+        be called so. The decorator raises it where the function cannot be called so, or the name is
+        taken.
     """
     KERNELS.require_word(name)
     word = f"{KERNELS.what} {name!r}"

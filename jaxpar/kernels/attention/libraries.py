@@ -1,5 +1,5 @@
-"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve bands of
-keys without lse.
+"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve masks
+that are bands of keys, and return no lse.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -43,8 +43,8 @@ _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
 
 
 class _Band(NamedTuple):
-    """The keys from `left` before the query to `right` after it, in the same document; None =
-    however far.
+    """A mask that shows the keys from `left` before the query to `right` after it, in the same
+    document; None = however far.
     """
 
     left: int | None = None
@@ -53,7 +53,7 @@ class _Band(NamedTuple):
 
 
 def refuse_splash(request: AttentionRequest, platform: str) -> str:
-    """Why `splash` cannot serve a request; empty = it can."""
+    """Say why `splash` cannot serve a request; empty = it can."""
     S = request.q.shape[1]
     h = request.q.shape[3]
     T = request.k.shape[1]
@@ -70,7 +70,7 @@ def refuse_splash(request: AttentionRequest, platform: str) -> str:
 
 
 def refuse_cudnn(request: AttentionRequest, platform: str) -> str:
-    """Why `cudnn` cannot serve a request; empty = it can."""
+    """Say why `cudnn` cannot serve a request; empty = it can."""
     if why := too_old(request.capability):
         return why
     h = request.q.shape[3]
@@ -106,8 +106,8 @@ def refuse_cudnn(request: AttentionRequest, platform: str) -> str:
 
 
 def stand_in_scope(name: str, why: str) -> contextlib.AbstractContextManager[object]:
-    """A named scope around attention by `name` that says that it stands there for want of cuDNN,
-    where the reasons `why` of `dispatch.choose` say so; a program carries it along, and
+    """Return a named scope for attention by `name` that stands in a program for want of cuDNN, if
+    the reasons `why` of `dispatch.choose` say so. A program carries the scope along, and
     `stand_ins_in` finds it."""
     if f"cudnn: {_NO_CUDNN}" not in why:
         return contextlib.nullcontext()
@@ -115,12 +115,12 @@ def stand_in_scope(name: str, why: str) -> contextlib.AbstractContextManager[obj
 
 
 def stand_ins_in(text: str) -> list[str]:
-    """The implementations that stand in a compiled program for want of cuDNN, each once."""
+    """List the implementations that stand in a compiled program for want of cuDNN, each once."""
     return list(dict.fromkeys(re.findall(rf"{_FOR_CUDNN}(\w+)", text)))
 
 
 def has_cudnn() -> bool:
-    """Whether jax finds cuDNN, which it also needs to compile for absent GPUs."""
+    """Return whether jax finds cuDNN, which it also needs to compile for absent GPUs."""
     return cudnn_version() > 0
 
 
@@ -131,7 +131,7 @@ def cudnn(
     mask: Mask,
     call: Call,
 ) -> Array:
-    """The output, computed by `jax.nn.dot_product_attention`."""
+    """Compute the output of attention by `jax.nn.dot_product_attention`."""
     band = _band_of(mask)
     assert band is not None
     return jax.nn.dot_product_attention(
@@ -152,8 +152,8 @@ def splash(
     mask: Mask,
     call: Call,
 ) -> Array:
-    """The output, computed by jax's own Pallas kernel for TPUs, on local arrays only: the compiler
-    cannot split it.
+    """Compute the output of attention by jax's own Pallas kernel for TPUs, on local arrays only:
+    the compiler cannot split it.
     """
     splash_kernel, splash_mask = splash_attention()
     band = _band_of(mask)
@@ -214,15 +214,18 @@ def splash(
 
 
 def _first_query(call: Call) -> int | None:
-    """The place of the first query as counted from the first key; None = known only at run time."""
+    """Return the place of the first query as counted from the first key; None = it is known only at
+    run time.
+    """
     if isinstance(call.q_start, int) and isinstance(call.k_start, int):
         return call.q_start - call.k_start
     return None
 
 
 def _splash_block(q_BSHh: Array, call: Call) -> int:
-    """The largest tiles whose forward and backward compile within the 16 MiB of VMEM that every
-    chip allows a kernel, as tried with the compilers for v4 and v5e, with documents in a window."""
+    """Choose the largest tiles whose forward and backward compile within the 16 MiB of VMEM that
+    every chip allows a kernel, as tried with the compilers for v4 and v5e, with documents in a
+    window."""
     row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
     if row <= 256 and not call.softcap:
         return 1024
@@ -232,7 +235,7 @@ def _splash_block(q_BSHh: Array, call: Call) -> int:
 
 
 def _band_of(mask: Mask) -> _Band | None:
-    """The mask as a band; None if it is not a band."""
+    """Read a mask as a band; None if it is no band."""
     if isinstance(mask, Full):
         return _Band()
     if isinstance(mask, Causal):
@@ -266,13 +269,16 @@ def kernel_cost(
     path: str,
     shapes: list[tuple[int, ...]],
 ) -> float | None:
-    """The FLOPs of one call of a kernel, which the compiled program does not state; None for a
-    kernel not from here.
+    """Count the FLOPs of one call of a library's kernel, which the compiled program does not state;
+    None for any other kernel.
 
-    `name` is that of the call's instruction (`splash_mha_fwd_residuals.3`), and `shapes` are those
-    of its operands. In jax's `path` of the operation `splash` leaves the share of the scores that
-    are computed; where something else called the kernel the share is taken as half, that of a
-    causal mask.
+    In the path of the operation `splash` leaves the share of the scores that are computed; where
+    something else called the kernel, the share is taken as half, as under a causal mask.
+
+    Args:
+      name: the name of the call's instruction, such as `splash_mha_fwd_residuals.3`.
+      path: jax's path of the operation.
+      shapes: the shapes of the call's operands.
     """
     matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
     count = next(

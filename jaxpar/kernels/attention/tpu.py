@@ -1,8 +1,9 @@
 """Attention on TPUs: three Pallas kernels after FlashAttention-2 (arXiv:2307.08691, algorithms 1
 and 2).
 
-`tpu_kernels` has what each kernel does with a tile, `tpu_grid` which tiles there are and how their
-arrays come to it. dk and dv are summed over the query heads of a kv head inside their kernel.
+`tpu_kernels` has the work of each kernel on a tile, and `tpu_grid` the list of tiles and the way of
+their arrays to the kernel. dk and dv are summed over the query heads of a kv head inside their
+kernel.
 
 Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, t keys of a tile.
 """
@@ -31,7 +32,7 @@ def refusal(
     mask: Mask,
     call: Call = DEFAULT,
 ) -> str:
-    """Why these arrays cannot be served; empty = they can."""
+    """Say why these arrays cannot be served; empty = they can."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype).name} is not float32 or bfloat16"
     if q_shape[-1] > _HEAD_DIM:
@@ -48,17 +49,13 @@ def refusal(
 def forward(
     q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call = DEFAULT, tile: int = 0
 ) -> tuple[Array, Array]:
-    """Return (out, lse), as in `jaxpar.kernels.attention.call`.
+    """Return (out, lse) as `jaxpar.kernels.attention.call` defines them.
 
     Args:
-      q_BSHh: the queries.
-      k_BTKh, v_BTKh: the keys and values.
-      mask: what a query sees.
-      call: the options of the call.
       tile: the most queries, and the most keys, of a tile; 0 = as fits.
 
     Raises:
-      Unserved: what `refusal` says.
+      Unserved: for the reasons that `refusal` says.
     """
     B, S, H, h = q_BSHh.shape
     walk = make_walk(q_BSHh, k_BTKh, mask, call, tile)
@@ -89,11 +86,13 @@ def backward(
     call: Call = DEFAULT,
     tile: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv), as in `jaxpar.kernels.attention.call`; the arguments are the forward's,
-    and what its gradient needs.
+    """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them.
+
+    Args:
+      tile: the most queries, and the most keys, of a tile; 0 = as fits.
 
     Raises:
-      Unserved: what `refusal` says.
+      Unserved: for the reasons that `refusal` says.
     """
     _, S, _, h = q_BSHh.shape
     T = k_BTKh.shape[1]

@@ -1,5 +1,5 @@
-"""How the TPU kernels of attention walk the visited tiles: the list of steps, the part of each
-array that a step takes, and the call that runs a kernel over them.
+"""The walk of the TPU kernels of attention over the visited tiles: the list of steps, the part of
+each array that a step takes, and the call that runs a kernel over the steps.
 
 Each step of the grid is a visited tile. The tiles stand row after row in one flat list; a row is a
 tile of queries for the output and dq, and a tile of keys for dk and dv. A grid of all rows by the
@@ -62,13 +62,13 @@ class Walk(NamedTuple):
     """The factor of the scores."""
     tiles: Tiles
     of_keys: bool
-    """Whether rows are tiles of keys."""
+    """Whether rows are tiles of keys, and not tiles of queries."""
     rows: Array | np.ndarray
     """The row of each step, int32 [L], or [B * L] where sequences differ."""
     codes: Array | np.ndarray
     """For each step `entry << 2 | state`: the entry of `Visits`, and the state of its tile."""
     length: int | Array
-    """How many steps there are; it is on the device where ids or places are."""
+    """How many steps there are; it is traced where ids or places are."""
     stride: int
     """How many steps each sequence has in the lists; 0 = all sequences share one list."""
     across: bool
@@ -83,13 +83,13 @@ class Walk(NamedTuple):
         return pad_to(x_BSHh.transpose(0, 2, 1, 3), 2, block)
 
     def by_place(self, x: Array, S: int) -> Array:
-        """The inverse of `by_head`."""
+        """Turn an array that `by_head` made back into [B, S, H, h], without padding."""
         if self.across:
             return x[..., :S].transpose(0, 3, 1, 2)
         return x[:, :, :S].swapaxes(1, 2)
 
     def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
-        """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
+        """Read the tile of queries and the tile of keys of a step from the lists in SMEM."""
         row = rows[self.stride * b + n]
         tile = codes[self.stride * b + n] >> 2
         if self.of_keys:
@@ -103,11 +103,10 @@ def make_walk(
     """List the steps of a grid.
 
     Args:
-      q_BSHh, k_BTKh: the queries and keys; only their shapes and dtype are looked at.
-      mask: what a query sees.
-      call: the options of the call.
+      q_BSHh, k_BTKh: the queries and keys, of which only shapes and dtype are read.
+      mask: which keys a query sees.
       tile: the most queries, and the most keys, of a tile; 0 = as fits.
-      of_keys: whether rows are tiles of keys.
+      of_keys: whether rows are tiles of keys, and not tiles of queries.
 
     Raises:
       Unserved: no tile divides the mask's blocks, or the list is longer than SMEM holds.
@@ -137,10 +136,10 @@ def cut_tiles(
     """Cut queries and keys into the fewest equal tiles, or into parts of the mask's blocks.
 
     Args:
-      q_shape: that of the queries, [B, S, H, h].
+      q_shape: the shape of the queries, [B, S, H, h].
       T: the number of keys.
-      dtype: that of the arrays.
-      mask: what a query sees.
+      dtype: the dtype of the arrays.
+      mask: which keys a query sees.
       call: the options of the call, which say where places begin.
       tile: the most queries, and the most keys, of a tile; 0 = as fits.
 
@@ -159,8 +158,8 @@ def cut_tiles(
 
 
 def _block(length: int, most: int, unit: int) -> int:
-    """How many places a tile has: of the fewest equal tiles, or for a mask of blocks a number that
-    divides `unit`.
+    """Return the number of places of a tile: of the fewest equal tiles, or for a mask of blocks a
+    number that divides `unit`.
 
     Raises:
       Unserved: no size of a tile divides `unit`.
@@ -180,7 +179,7 @@ def _block(length: int, most: int, unit: int) -> int:
 def _step(
     walk: Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_ids: Sequence[Ref]
 ) -> Step:
-    """The step that a kernel is at; the refs are those of its lists and of its tile's ids."""
+    """Make the step that a kernel is at, from the refs of its lists and of its tile's ids."""
     rows, codes, starts = lists
     T = walk.tiles.T
     block_q = walk.tiles.block_q
@@ -234,10 +233,11 @@ def launch(
     sums: list[tuple[int, int]],
     products: int,
 ) -> list[Array]:
-    """Run a kernel that reads arrays filled up to whole tiles, writes `outputs` and has float32
-    `sums` of these shapes.
+    """Run a kernel that reads arrays padded to whole tiles, writes `outputs` and has float32 `sums`
+    of these shapes.
 
-    It makes `products` matrix products for a tile, which is for XLA's estimate of its time.
+    Args:
+      products: the number of matrix products for each tile, by which XLA estimates the time.
     """
     B, H, *last = arrays["queries"][0].shape
     K = arrays["keys"][0].shape[1]
@@ -294,7 +294,7 @@ def launch(
 
 
 def _specs(walk: Walk, G: int, h: int) -> dict[ArrayKind, pl.BlockSpec]:
-    """The block of each kind of array that a step takes."""
+    """Make the block of each kind of array that a step takes."""
     q = walk.tiles.block_q
     t = walk.tiles.block_k
 
@@ -337,7 +337,7 @@ def _specs(walk: Walk, G: int, h: int) -> dict[ArrayKind, pl.BlockSpec]:
 
 
 def by_tile(x: Array, block: int) -> Array:
-    """Turn [..., S] into [..., Q, 1, q], zeros up to whole tiles; a block has the last two dims
-    whole for any q.
+    """Turn [..., S] into [..., Q, 1, q], with zeros up to whole tiles; a block has the last two
+    dims whole for any q.
     """
     return pad_to(x, -1, block).reshape(*x.shape[:-1], -1, 1, block)

@@ -26,24 +26,24 @@ from jaxpar.kernels.attention.call import BLIND, MASKED, Call, Ref, cap_scores, 
 from jaxpar.kernels.masks import FULL, PARTIAL
 
 Shown = Callable[[Array, float], Array]
-"""Takes a tile's array and a value for the places that are not seen, and gives an array that may be
-summed.
+"""A function from a tile's array and a value for the places that are not seen to an array that may
+be summed.
 """
 
 
 class Step(NamedTuple):
-    """A step of a kernel."""
+    """A step of a kernel: the visit to one tile of a row."""
 
     call: Call
     scale: float
     first: Array
-    """Whether it is the first of its row, where sums begin."""
+    """Whether it is the first step of its row, where sums begin."""
     last: Array
-    """Whether it is the last of its row, where sums are written."""
+    """Whether it is the last step of its row, where sums are written."""
     state: Array
     """Whether its tile is EMPTY, PARTIAL or FULL."""
     seen: Callable[[], Array]
-    """Gives which places of a partial tile are seen, [t, q]."""
+    """A function that says which places of a partial tile are seen, [t, q]."""
     across: bool
     """Whether arrays lie with their places along the lanes."""
 
@@ -60,14 +60,14 @@ class Step(NamedTuple):
         return x[...] if self.across else x[...].T
 
     def scores(self, q: Ref, k: Ref) -> Array:
-        """The scores of a tile [t, q], capped."""
+        """Compute the scores of a tile [t, q], capped."""
         scores = product(self.rows(k), self.columns(q)) * self.scale
         return cap_scores(scores, self.call.softcap)
 
     def gradients(
         self, shown: Shown, q: Ref, dout: Ref, k: Ref, v: Ref, lse: Ref, delta: Ref
     ) -> tuple[Array, Array]:
-        """Return the weights of the tile, made again from the log-sum-exp, and the gradient of its
+        """Compute the weights of the tile, again from the log-sum-exp, and the gradient of its
         scores.
         """
         scores = self.scores(q, k)
@@ -89,7 +89,9 @@ class Step(NamedTuple):
 
 
 def forward_kernel(step: Step, q, k, v, out, lse, most, total, weighted) -> None:
-    """The output and its log-sum-exp, by a running maximum and total of each query."""
+    """Compute the output of a row and its log-sum-exp, by a running maximum and total of each
+    query.
+    """
 
     @pl.when(step.first)
     def _() -> None:
@@ -117,7 +119,7 @@ def forward_kernel(step: Step, q, k, v, out, lse, most, total, weighted) -> None
 
 
 def dq_kernel(step: Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
-    """The gradient of the queries of a row."""
+    """Compute the gradient of the queries of a row."""
 
     @pl.when(step.first)
     def _() -> None:
@@ -134,7 +136,9 @@ def dq_kernel(step: Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
 
 
 def dkv_kernel(step: Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) -> None:
-    """The gradients of the keys and values of a row, over all query heads of their kv head."""
+    """Compute the gradients of the keys and values of a row, summed over all query heads of their
+    kv head.
+    """
 
     @pl.when(step.first)
     def _() -> None:
@@ -154,8 +158,8 @@ def dkv_kernel(step: Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) ->
 
 
 def product(a: Array, b: Array, dim_a: int = 1, dim_b: int = 0) -> Array:
-    """A matrix product over one dim of each, summed in float32; float32 factors keep all their
-    bits.
+    """Compute a matrix product over one dim of each factor, summed in float32. float32 factors keep
+    all their bits.
     """
     if a.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST

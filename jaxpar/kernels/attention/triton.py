@@ -45,7 +45,7 @@ def refusal(
     mask: Mask,
     call: Call = DEFAULT,
 ) -> str:
-    """Why these arrays cannot be served; empty = they can."""
+    """Say why these arrays cannot be served; empty = they can."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
     if not LEAST <= q_shape[-1] <= MOST_HEAD_DIM:
@@ -65,14 +65,10 @@ def forward(
     call: Call = DEFAULT,
     sizes: TileSizes | None = None,
 ) -> tuple[Array, Array]:
-    """Return (out, lse), as in `jaxpar.kernels.attention.call`.
+    """Return (out, lse) as `jaxpar.kernels.attention.call` defines them.
 
     Args:
-      q_BSHh: the queries.
-      k_BTKh, v_BTKh: the keys and values.
-      mask: what a query sees.
-      call: the options of the call.
-      sizes: those of the tiles; None = as suits the chip.
+      sizes: the sizes of the tiles; None = the sizes for the chip.
 
     Raises:
       Unserved: no tile divides the mask's blocks.
@@ -98,8 +94,10 @@ def backward(
     call: Call = DEFAULT,
     sizes: TileSizes | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv), as in `jaxpar.kernels.attention.call`; the arguments are the forward's,
-    and what its gradient needs.
+    """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them.
+
+    Args:
+      sizes: the sizes of the tiles; None = the sizes for the chip.
 
     Raises:
       Unserved: no tile divides the mask's blocks.
@@ -126,15 +124,14 @@ def _run(
     each kv head.
 
     Args:
-      kernel: one of the kernels below.
-      products: the matrix products that a visited tile takes. The program states their FLOPs, which
-        with ids are an upper bound.
-      tile: its size, before it is fitted to the sequence.
-      arrays: the queries, the keys, and what else the kernel reads.
-      outs: what it writes.
-      mask: what a query sees.
-      call: the options of the call.
-      of_keys: see above.
+      kernel: one of `triton_kernels`.
+      products: the number of matrix products for each visited tile. The program states their FLOPs,
+        which with ids are an upper bound.
+      tile: the tile's size, before it is fitted to the sequence.
+      arrays: the queries, the keys, and the other arrays that the kernel reads.
+      outs: the shapes and dtypes of the arrays that it writes.
+      mask: which keys a query sees.
+      of_keys: whether rows are tiles of keys, and not tiles of queries.
     """
     B, S, H, h = arrays[0].shape
     T, K = arrays[1].shape[1:3]
@@ -171,7 +168,7 @@ def _run(
 
 
 def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
-    """The tile, made smaller where the sequence is short or where it would cut a block mask's
+    """Make a tile smaller where the sequence is short, or where it would cut a block mask's
     blocks.
 
     Raises:
@@ -190,7 +187,9 @@ def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
 
 
 def _of_sequence(x: Arrays) -> pl.BlockSpec:
-    """A sequence's part of an array [B, ...], or of an array [1, ...] that all sequences share."""
+    """Make the spec of a sequence's part of an array [B, ...], or of an array [1, ...] that all
+    sequences share.
+    """
     shared = x.shape[0] == 1
     rest = x.shape[1:]
 
@@ -202,8 +201,8 @@ def _of_sequence(x: Arrays) -> pl.BlockSpec:
 
 
 def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
-    """The heads of [B, S, H, h] or [B, H, S] that program n reads: its own, or one that several
-    programs share.
+    """Make the spec of the heads of [B, S, H, h] or [B, H, S] that program n reads: its own, or one
+    that several programs share.
     """
     H = x.shape[2] if x.ndim == 4 else x.shape[1]
     own = max(H // programs, 1)

@@ -28,23 +28,23 @@ from jaxpar.kernels.masks import Mask, Tiles
 Carry = TypeVar("Carry")
 LOG2_E = math.log2(math.e)
 ONLY = np.int32(0)
-"""The head in a program that has only one. It is a numpy integer, as the interpreter asks an index
-for its shape.
+"""The number of the head in a program that has only one. It is a numpy integer, as the interpreter
+asks an index for its shape.
 """
 
 
 class Plan(NamedTuple):
-    """What a kernel knows while it is traced."""
+    """The values that a kernel knows while it is traced."""
 
     mask: Mask
     tiles: Tiles
-    """Their places are counted within the arrays; the kernel adds where queries and keys start."""
+    """The tiles count places within the arrays; the kernel adds where queries and keys start."""
     h: int
     """head_dim."""
     scale: float
     """The factor of the scores."""
     softcap: float
-    """As in `Call`."""
+    """Scores become `softcap * tanh(score / softcap)`; 0 = no cap."""
 
     @property
     def unit(self) -> float:
@@ -164,8 +164,8 @@ def attention_dkv(
 def _walk(
     lists: Ref, row: Index, visit: Callable[[Array, bool, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Call `visit(entry, masked, carry)` for each tile of a row: first those seen in full, then the
-    others.
+    """Call `visit(entry, masked, carry)` for each tile of a row: first the tiles that are seen in
+    full, then the others.
     """
     entries, full, some = lists
     for masked, begin, end in ((False, 0, full[row]), (True, full[row], some[row])):
@@ -188,9 +188,7 @@ class _Part(NamedTuple):
         return self.start + jnp.arange(self.size)
 
     def load(self, ref: Ref, head: Index) -> Array:
-        """Load [size, h'] from [T, heads, h'], h' a power of two, with zeros where there is
-        nothing.
-        """
+        """Load [size, h'] from [T, heads, h'], h' a power of two, with zeros past the array."""
         mask = self._entries(ref.shape[-1])
         other = None if mask is None else 0.0
         return plt.load(ref.at[self._slice, head], mask=mask, other=other)
@@ -200,7 +198,7 @@ class _Part(NamedTuple):
         plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=mask)
 
     def load_row(self, ref: Ref, *head: Index) -> Array:
-        """Load [size] from [heads, T] or from [T], with zeros where there is nothing."""
+        """Load [size] from [heads, T] or from [T], with zeros past the array."""
         mask = self._rows
         other = None if mask is None else 0
         return plt.load(ref.at[*head, self._slice], mask=mask, other=other)
@@ -214,13 +212,13 @@ class _Part(NamedTuple):
 
     @property
     def _rows(self) -> Array | None:
-        """Which places exist [size]; None = all."""
+        """The places that exist, [size]; None = all."""
         if self.end is None:
             return None
         return self.places < self.end
 
     def _entries(self, width: int) -> Array | None:
-        """Which entries exist [size, width]; None = all."""
+        """Find which entries exist, [size, width]; None = all."""
         rows = self._rows
         if width == self.h:
             if rows is None:
@@ -239,8 +237,8 @@ def _queries(plan: Plan, tile: int | Array) -> _Part:
 
 
 def _keys(plan: Plan, tile: int | Array, last: bool) -> _Part:
-    """The part of a tile of keys; only with `last`, where it may be the last one, can it go past
-    the end.
+    """Return the part of a tile of keys. Only with `last`, where the tile may be the last one, can
+    it go past the end.
     """
     block = plan.tiles.block_k
     T = plan.tiles.T
@@ -250,7 +248,7 @@ def _keys(plan: Plan, tile: int | Array, last: bool) -> _Part:
 def _visible(
     plan: Plan, starts: Ref, ids: Ref, queries: _Part, keys: _Part, transposed: bool = False
 ) -> Array:
-    """Which places of a partial tile are seen, [q, k], or transposed [k, q]."""
+    """Find which places of a partial tile are seen, [q, k], or transposed [k, q]."""
     pairs = [(queries.load_row(q_ids), keys.load_row(kv_ids)) for q_ids, kv_ids in ids]
     if transposed:  # ids are compared for equality, so the two sides may change places
         i = queries.places[None]
@@ -266,8 +264,8 @@ def _visible(
 
 
 def product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    """A product over one dim of each, in float32; float32 factors are not rounded to TF32, as they
-    would by default.
+    """Compute a product over one dim of each factor, in float32. float32 factors are not rounded to
+    TF32, as they would be by default.
     """
     if a.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
@@ -278,7 +276,9 @@ def product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
 
 
 def _scores(plan: Plan, a: Array, b: Array) -> Array:
-    """The scores without the factor `plan.unit`: the products, or their tanh under a soft cap."""
+    """Compute the scores without the factor `plan.unit`: the products, or their tanh under a soft
+    cap.
+    """
     products = product(a, b, 1, 1)
     if plan.softcap:
         return jnp.tanh(products * (plan.scale / plan.softcap))
@@ -286,14 +286,14 @@ def _scores(plan: Plan, a: Array, b: Array) -> Array:
 
 
 def _weights(plan: Plan, scores: Array, seen: Array | None, lse: Array) -> Array:
-    """The weights, made again from the log-sum-exp."""
+    """Compute the weights again from the log-sum-exp."""
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
     return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)
 
 
 def _dscores(plan: Plan, scores: Array, weights: Array, dweights: Array, delta: Array) -> Array:
-    """The gradient with respect to the products, without the factor `plan.scale`."""
+    """Compute the gradient with respect to the products, without the factor `plan.scale`."""
     dscores = weights * (dweights - delta)
     if plan.softcap:
         return dscores * (1 - scores * scores)

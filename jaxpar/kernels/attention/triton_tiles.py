@@ -1,10 +1,11 @@
-"""The tiles of the Triton attention kernels: those of a chip's file in `jaxpar.meshes.chips`, and
-small ones for a GPU that no file names.
+"""The sizes of the tiles of the Triton attention kernels, from a chip's file in
+`jaxpar.meshes.chips`, and small ones for a GPU that no file names.
 
 A chip's tiles fit its shared memory (227 KB a block on an H100, 163 KB on an A100, 99 KB on an L4).
-Those of an H100 are the fastest of some that were timed on it. Those of other chips were compiled
-for them: of the larger tiles tried they are the ones whose registers spill hardly or not at all,
-and the forward's start from the defaults of PyTorch's FlexAttention, which were measured.
+The tiles of an H100 are the fastest of some that were timed on it. The tiles of other chips were
+only compiled for them: of the larger tiles tried they are the ones whose registers spill hardly or
+not at all, and the forward's start from the defaults of PyTorch's FlexAttention, which were
+measured.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ LEAST = 16
 
 
 class Tile(NamedTuple):
-    """What a program of one kernel takes at a time."""
+    """The size of a tile of one kernel, and how a program runs over it."""
 
     block_q: int
-    """Queries in a tile."""
+    """The number of queries in a tile."""
     block_k: int
-    """Keys in a tile."""
+    """The number of keys in a tile."""
     warps: int = 4
-    """Warps of a program."""
+    """The number of warps of a program."""
     stages: int = 2
-    """Stages of its software pipeline."""
+    """The number of stages of its software pipeline."""
 
 
 class TileSizes(NamedTuple):
@@ -66,8 +67,8 @@ _FLOAT32 = {
         Tile(16, 16),
     ),
 }
-"""By the head_dim up to which they serve. float32 is multiplied outside the tensor cores, so these
-are the same on all chips."""
+"""The tiles of float32, by the head_dim up to which they serve. float32 is multiplied outside the
+tensor cores, so they are the same on all chips."""
 _SMALL = {
     64: TileSizes(
         Tile(64, 64, stages=3),
@@ -85,17 +86,17 @@ _SMALL = {
         Tile(32, 32),
     ),
 }
-"""Those of bfloat16 on a GPU that no chip file names: they fit 99 KB of shared memory, as much as
-any GPU of compute capability 8.0 or later has for a block."""
+"""The tiles of bfloat16 on a GPU that no chip file names: they fit 99 KB of shared memory, as much
+as any GPU of compute capability 8.0 or later has for a block."""
 
 
 def tile_sizes_for(h: int, dtype: DTypeLike, device_kind: str) -> TileSizes:
-    """The tiles for a head_dim and a chip.
+    """Look up the tiles for a head_dim and a chip.
 
     Args:
       h: the head_dim, at most 256.
-      dtype: that of queries, keys and values.
-      device_kind: what `jax.Device.device_kind` says on the chip. Where no file of
+      dtype: the dtype of queries, keys and values.
+      device_kind: the text of `jax.Device.device_kind` on the chip. Where no file of
         `jaxpar.meshes.chips` names that GPU, its tiles are small ones, and the log says so once.
     """
     if jnp.dtype(dtype) == jnp.float32:
@@ -107,8 +108,8 @@ def tile_sizes_for(h: int, dtype: DTypeLike, device_kind: str) -> TileSizes:
 
 
 def tile_sizes_here(h: int, dtype: DTypeLike) -> TileSizes:
-    """The tiles for the devices of the mesh that a function is traced for; without a mesh, for a
-    rehearsal's target or JAX's own devices. See `tile_sizes_for`.
+    """Look up the tiles (`tile_sizes_for`) for the devices of the mesh that a function is traced
+    for; without a mesh, for a rehearsal's target or JAX's own devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device:
@@ -120,7 +121,7 @@ def tile_sizes_here(h: int, dtype: DTypeLike) -> TileSizes:
 
 @functools.lru_cache(maxsize=64)
 def _of_chip(device_kind: str) -> dict[int, TileSizes]:
-    """The tiles of bfloat16 by the head_dim up to which they serve."""
+    """Read a chip's tiles of bfloat16, by the head_dim up to which they serve."""
     tables = [load_chip(name).attention for name in presets(CHIPS)]
     words = set(re.findall(r"\w+", device_kind))
     table = next(

@@ -1,5 +1,5 @@
-"""Which tiles a kernel visits: the non-empty ones of a mask, listed for each tile of queries, or of
-keys.
+"""The lists of the tiles that a kernel visits: a mask's non-empty tiles, for each tile of queries
+or of keys.
 
 A kernel walks its row of the list: first the tiles that are seen in full, which need no mask, then
 the others. Inside one of those, `in_tile` says which places are seen. Where a mask is known while
@@ -39,7 +39,7 @@ from jaxpar.kernels.masks import (
 
 
 class Visits(NamedTuple):
-    """The tiles to visit, numpy or jax int32."""
+    """The tiles that each row visits, numpy or jax int32."""
 
     # the tiles of keys, by number; past `some`, a row's last one again or zero
     entries: Int[Array, "B Q W"]
@@ -48,7 +48,8 @@ class Visits(NamedTuple):
 
 
 def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
-    """The tiles of keys to visit for each tile of queries; with `of_keys`, the other way round.
+    """List the tiles of keys to visit for each tile of queries; with `of_keys`, the other way
+    round.
 
     The last tile of keys counts as partial where keys do not fill it; `in_tile` leaves out what
     lies past the end.
@@ -78,8 +79,8 @@ def list_tiles(states: Places, longest: int | None = None) -> Visits:
 
     Args:
       states: EMPTY, PARTIAL or FULL of each tile [B, Q, K], numpy or jax.
-      longest: the most tiles that a row can have, at most K; None = what the longest row has, which
-        must be known while tracing.
+      longest: the most tiles that a row can have, at most K; None = the number of the longest row,
+        which must be known while tracing.
     """
     xp = masks.numpy_for(states)
     some = xp.sum(states != EMPTY, axis=2)
@@ -108,11 +109,11 @@ class Steps(NamedTuple):
     rows_BL: Array | np.ndarray
     """The row of each step."""
     entries_BL: Array | np.ndarray
-    """The entry of `Visits` that it visits."""
+    """The entry of `Visits` that each step visits."""
     states_BL: Array | np.ndarray
-    """Whether that tile is EMPTY, PARTIAL or FULL."""
+    """Whether the tile of each step is EMPTY, PARTIAL or FULL."""
     length: int | Array
-    """The steps of the longest sequence."""
+    """The number of steps of the longest sequence."""
 
 
 LIST_BYTES = 3 * 2**18
@@ -123,7 +124,7 @@ def check_list(steps: int) -> None:
     """Refuse more steps than a TPU's scalar memory holds, at two int32 each.
 
     Raises:
-      Unserved: there are more.
+      Unserved: there are more steps.
     """
     if 8 * steps > LIST_BYTES:
         raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
@@ -179,8 +180,8 @@ def flatten_visits(visited: Visits) -> Steps:
 
 
 def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
-    """The greatest state that each tile can have, whatever the ids and places: a mask only grows
-    with its parts.
+    """Find the greatest state that each tile can have, whatever the ids and places: a mask only
+    grows with its parts.
     """
     if tiles.traced:
         return np.full(tiles.shape, PARTIAL, np.int8)
@@ -192,21 +193,21 @@ def _most_visits(
     tiles: Tiles,
     of_keys: bool,
 ) -> Int[np.ndarray, " Q"]:
-    """How many tiles each row visits at most."""
+    """Count the tiles that each row visits at most."""
     return np.sum(possible_states(mask, tiles) != EMPTY, axis=0 if of_keys else 1)
 
 
 def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
-    """How many entries all rows have in one list: at least one each; with ids as many as in the
-    longest row.
+    """Count the entries that all rows have in one list: at least one for each row; with ids as many
+    for each row as the longest row has.
     """
     most = np.maximum(_most_visits(mask, tiles, of_keys), 1)
     return int(len(most) * np.max(most) if masks.segments_in(mask) else np.sum(most))
 
 
 def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
-    """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 =
-    any tiles will do.
+    """Return the numbers of queries and keys that tiles must divide so as to cut no block of a
+    mask; 0 = any tiles will do.
 
     Raises:
       Unserved: a mask of blocks is joined by `|`, so that a tile which is visited need not be seen
@@ -229,8 +230,8 @@ def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
 
 
 def cuts_blocks(mask: Mask, tiles: Tiles) -> bool:
-    """Whether tiles cut a block of a block mask, so that a tile can be neither wholly seen nor
-    wholly hidden.
+    """Return whether tiles cut a block of a block mask, so that a tile can be neither wholly seen
+    nor wholly hidden.
     """
     unit_q, unit_k = block_units(mask, tiles)
     return unit_q % tiles.block_q != 0 or unit_k % tiles.block_k != 0
@@ -242,11 +243,11 @@ def in_tile(
     j: Places,
     ids: Sequence[tuple[Places, Places]] = (),
 ) -> Places:
-    """Say, inside a kernel, which places of a partial tile are seen; keys past the end are not its
-    concern.
+    """Find, inside a kernel, which places of a partial tile are seen. Keys past the end are not
+    masked here.
 
     Args:
-      mask: the mask as given to `visits`; its arrays are not touched.
+      mask: the mask that `visits` was given; its arrays are not read.
       i, j: the places of the tile's queries [q, 1] and keys [1, k].
       ids: for each `Segments` of the mask from the left, the ids of the tile's queries [q] and keys
         [k].

@@ -38,23 +38,23 @@ def matmul(
 ) -> Float[Array, "... O"]:
     """Multiply by a matrix of which only some blocks are kept, as if all others were zero.
 
-    Both gradients are as sparse: that of x is made of the same blocks, and that of the matrix is
-    zero outside of them. Products are summed in float32.
+    Both gradients are as sparse: the gradient of x is computed from the same blocks, and the
+    gradient of the matrix is zero outside of them. Products are summed in float32.
 
-    The time of the kernels, and what they read, grows with the number of blocks that are kept.
-    Measured on an H100 and rehearsed on TPUs they are worth it from three quarters of zeros on; see
-    docs/benchmarks_log.md.
+    The time of the kernels, and the bytes that they read, grow with the number of blocks that are
+    kept. Measured on an H100 and rehearsed on TPUs, they are worth it from three quarters of zeros
+    on (docs/benchmarks_log.md).
 
     Args:
       x: rows, of any leading dims; float32 or bfloat16.
-      weight_IO: the matrix, of the dtype of x. What stands in the other blocks is not read.
+      weight_IO: the matrix, of the dtype of x. The entries of the other blocks are not read.
       blocks_MN: which blocks are kept, of I / M rows and O / N columns each. A numpy array is known
         while tracing; a JAX array may depend on values, and XLA then counts the work of all blocks.
         `block_map` makes one of a mask.
       implementation: one of `Implementation`; None = the kernel of the platform where it serves,
         and otherwise plain XLA on the whole matrix, which the log says.
-      platform: the platform that it is compiled for; None = that of a rehearsal's target, or else
-        JAX's default backend.
+      platform: the platform that the program is compiled for; None = the platform of a rehearsal's
+        target, or else JAX's default backend.
       interpret: whether a kernel is interpreted, for tests on a CPU.
 
     Returns:
@@ -81,7 +81,7 @@ def matmul(
 def reference(
     x: Float[Array, "... I"], weight_IO: Float[Array, "I O"], blocks_MN: Blocks
 ) -> Float[Array, "... O"]:
-    """The same product, by plain XLA on the whole matrix."""
+    """Multiply by a block-sparse matrix in plain XLA, on the whole matrix."""
     kept_IO = jnp.where(_entries(blocks_MN, weight_IO.shape), weight_IO, 0)
     y = jnp.matmul(x, kept_IO, preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
@@ -95,11 +95,11 @@ def block_map(
 
     Args:
       mask: the rows of the matrix stand for queries, and its columns for keys.
-      shape: the matrix, [I, O].
+      shape: the shape of the matrix, [I, O].
       block: the rows and columns of a block, which divide the shape.
 
     Raises:
-      UserError: the blocks do not divide the matrix, the mask is no mask, or it cuts a block.
+      UserError: the blocks do not divide the matrix, `mask` is no mask, or it cuts a block.
     """
     require_mask(mask, "block_map")
     if shape[0] % block[0] or shape[1] % block[1]:
@@ -116,7 +116,7 @@ def block_map(
 
 
 class _How(NamedTuple):
-    """How a product is made.
+    """The kernel of a product, and how it is run.
 
     Attributes:
       name: one of `Implementation`.
@@ -130,11 +130,11 @@ class _How(NamedTuple):
 
     @property
     def module(self) -> ModuleType:
-        """The module of the kernels, imported only now, as Pallas takes long to import."""
+        """The module of the kernels, imported on first use, as Pallas takes long to import."""
         return importlib.import_module(f"jaxpar.kernels.block_sparse.{_MODULES[self.name]}")
 
     def blocks(self, given: Array | None) -> Blocks:
-        """The map, whichever way it is handed on."""
+        """Return the map, which is either known while tracing or given as an argument."""
         if self.known is not None:
             return self.known.map
         assert given is not None
@@ -166,7 +166,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def _entries(blocks_MN: Blocks, shape: tuple[int, ...]) -> Array:
-    """Which entries of the matrix are kept [I, O]."""
+    """Spread the map over the entries of the matrix, [I, O]."""
     block_i, block_o = block_size(blocks_MN, shape)
     return jnp.repeat(jnp.repeat(jnp.asarray(blocks_MN), block_i, axis=0), block_o, axis=1)
 
@@ -201,7 +201,7 @@ def _choose(
 
 
 def _refusal(how: _How, weight_IO: Array, blocks_MN: Blocks, platform: str) -> str:
-    """Why a kernel cannot serve; empty = it can."""
+    """Say why a kernel cannot serve; empty = it can."""
     if _KERNELS.get(platform) != how.name and not how.interpret:
         return f"on {platform}"
     if weight_IO.dtype not in (jnp.float32, jnp.bfloat16):

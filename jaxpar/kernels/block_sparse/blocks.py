@@ -19,32 +19,35 @@ from jaxpar.kernels.attention.visits import Visits, list_tiles
 from jaxpar.kernels.masks import EMPTY, FULL, numpy_for
 
 Blocks: TypeAlias = Bool[Array, "M N"] | Bool[np.ndarray, "M N"]
-"""Which blocks are kept. In numpy it is known while tracing; in JAX it may depend on values."""
+"""The map of the blocks that are kept. A numpy array is known while tracing; a JAX array may depend
+on values."""
 
 
 class SparseTiles(NamedTuple):
-    """A map cut into tiles of a kernel: none of them lies in two blocks."""
+    """A map cut into tiles of a kernel; no tile lies in two blocks."""
 
     map_MN: Blocks
     tile_i: int
-    """Rows of the matrix in a tile."""
+    """The rows of the matrix in a tile."""
     tile_o: int
-    """Columns of the matrix in a tile."""
+    """The columns of the matrix in a tile."""
 
     @property
     def most(self) -> int:
-        """How many tiles are visited at most: those that are kept, or all where values say so."""
+        """The most tiles that are visited: the tiles that are kept, or all tiles where values say
+        which are kept.
+        """
         if isinstance(self.map_MN, jax.Array):
             return self.map_MN.size
         return int(np.sum(self.map_MN))
 
     def entry_bytes(self, dtype: DTypeLike) -> int:
-        """The bytes of a tile's entries."""
+        """Count the bytes of a tile's entries."""
         return self.tile_i * self.tile_o * jnp.dtype(dtype).itemsize
 
     def visits(self, by_column: bool) -> Visits:
-        """The tiles that are kept: for each row of tiles their columns, or for each column their
-        rows. There is one list, as of one sequence.
+        """List the tiles that are kept: for each row of tiles their columns, or for each column
+        their rows. There is one list, as there is for one sequence of attention.
         """
         xp = numpy_for(self.map_MN)
         states_MN = xp.where(self.map_MN, FULL, EMPTY)
@@ -64,9 +67,9 @@ def cut_into_tiles(
 
     Args:
       map_MN: which blocks are kept.
-      shape: the matrix, [I, O].
+      shape: the shape of the matrix, [I, O].
       largest: the most rows and columns of a tile.
-      unit: what a tile's sides are multiples of.
+      unit: the number that a tile's sides are multiples of.
 
     Returns:
       The tiles; None where no multiple of `unit` divides a block.
@@ -82,20 +85,20 @@ def cut_into_tiles(
 
 
 def block_size(map_MN: Blocks, shape: Sequence[int]) -> tuple[int, int]:
-    """The rows and columns of a block of a matrix of this shape, which the map divides."""
+    """Return the rows and columns of a block of a matrix of this shape, which the map divides."""
     return shape[0] // map_MN.shape[0], shape[1] // map_MN.shape[1]
 
 
 def largest_divisor(size: int, most: int, unit: int) -> int:
-    """The largest number up to `most` that divides `size` and is a multiple of `unit`; 0 = there is
-    none.
+    """Return the largest number up to `most` that divides `size` and is a multiple of `unit`; 0 =
+    there is none.
     """
     sizes = [n for n in range(unit, min(size, most) + 1, unit) if size % n == 0]
     return max(sizes, default=0)
 
 
 class Cost(NamedTuple):
-    """What a compiler and a rehearsal are told of a kernel."""
+    """The cost of a kernel that a compiler and a rehearsal are told."""
 
     flops: int
     bytes_accessed: int
@@ -104,11 +107,11 @@ class Cost(NamedTuple):
 def stated_cost(
     tiles: SparseTiles, rows: int, read_each: int, others: Sequence[Array | jax.ShapeDtypeStruct]
 ) -> Cost:
-    """The cost of one product; where values say which tiles are kept, that of all.
+    """Count the cost of one product; where values say which tiles are kept, all tiles count.
 
     Args:
-      tiles: the matrix.
-      rows: of the other factor.
+      tiles: the tiles of the matrix.
+      rows: the number of rows of the other factor.
       read_each: the bytes that are read for each tile that is visited.
       others: the arrays that are read or written once.
     """

@@ -6,7 +6,7 @@ The tiles stand row after row in one flat list, which goes to SMEM ahead of the 
 the product with its transpose; a sum stays in VMEM from the first step of its row to its last.
 Where values say which tiles are kept, the number of steps is traced too.
 
-Shapes: T rows of x, I and O the dims of the matrix; t, i and o those of a tile.
+Shapes: T rows of x, I and O the dims of the matrix; t, i and o the same dims of a tile.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ by it."""
 SIDE = 512
 """The most rows, and the most columns, of the matrix in a tile."""
 _STAYING_BYTES = 6 * 2**20
-"""What the rows that stay in VMEM may take, with those that are copied for the next step: of its
-16 MiB, the tiles of the matrix, of the output and of the sum take up to 5."""
+"""The most bytes of the rows that stay in VMEM, with the rows that are copied for the next step: of
+the 16 MiB of VMEM, the tiles of the matrix, of the output and of the sum take up to 5."""
 _SUBLANES = 16
 
 
 def refusal(map_MN: Blocks, shape: tuple[int, int], unit: int = LANES) -> str:
-    """Why a matrix cannot be served; empty = it can."""
+    """Say why a matrix cannot be served; empty = it can."""
     tiles = cut_into_tiles(map_MN, shape, (SIDE, SIDE), unit)
     if tiles is None:
         return (
@@ -66,12 +66,11 @@ def multiply(
     of x.
 
     Args:
-      x_TI: the rows.
-      weight_IO: the matrix; tiles that are not kept are not read.
-      map_MN: which of its blocks are kept.
-      transposed: see above.
+      weight_IO: the matrix W; tiles that are not kept are not read.
+      map_MN: which blocks of the matrix are kept.
+      transposed: whether to multiply by W.T.
       interpret: whether the kernel is interpreted.
-      unit: what a tile's sides are multiples of; a chip's is LANES.
+      unit: the number that a tile's sides are multiples of: LANES on a chip.
     """
     tiles = _tiles(map_MN, weight_IO, unit)
     steps = flatten_visits(tiles.visits(by_column=not transposed))
@@ -134,11 +133,10 @@ def weight_gradient(
     """Return x.T @ dy [I, O] in float32 where blocks are kept, and anything elsewhere.
 
     Args:
-      x_TI: the rows.
       dy_TO: the gradients of the product.
       map_MN: which blocks of the matrix are kept.
       interpret: whether the kernel is interpreted.
-      unit: what a tile's sides are multiples of; a chip's is LANES.
+      unit: the number that a tile's sides are multiples of: LANES on a chip.
     """
     out = jax.ShapeDtypeStruct((x_TI.shape[1], dy_TO.shape[1]), jnp.float32)
     tiles = _tiles(map_MN, out, unit)
@@ -182,8 +180,9 @@ def _multiply_kernel(
     """Add a tile's product to its row's sum.
 
     Args:
-      width: how many columns of x a tile takes, where all are there; 0 = just these are there.
-      transposed: as for `multiply`.
+      width: how many columns of x a tile takes, where all columns are in VMEM; 0 = only the tile's
+        own are.
+      transposed: whether to multiply by the transpose.
       rows, codes: the lists of steps.
       x, weight, y, total: the step's part of each array.
     """
@@ -235,12 +234,12 @@ def _tiles(map_MN: Blocks, matrix: Any, unit: int) -> SparseTiles:
 
 
 def _row_block(rows: int) -> int:
-    """The rows of x in a tile: of the fewest equal tiles."""
+    """Return the number of rows of x in a tile, of the fewest equal tiles."""
     tiles = -(-rows // ROWS)
     return -(-rows // (tiles * _SUBLANES)) * _SUBLANES
 
 
 def _lists(steps: Any) -> tuple[Array | np.ndarray, Array | np.ndarray]:
-    """The row of each step, and `entry << 2 | state` of its tile, int32 [L]."""
+    """Return the row of each step, and `entry << 2 | state` of its tile, int32 [L]."""
     codes_BL = steps.entries_BL << 2 | steps.states_BL
     return steps.rows_BL.astype(np.int32).reshape(-1), codes_BL.astype(np.int32).reshape(-1)

@@ -5,7 +5,7 @@ in its column, or in its row for the product with the transpose. A program of th
 has a tile that is kept, and walks all rows of x. Arrays are read where they lie; the part of a tile
 past the last row of x is masked out of loads and stores.
 
-Shapes: T rows of x, I and O the dims of the matrix; t, i and o those of a tile.
+Shapes: T rows of x, I and O the dims of the matrix; t, i and o the same dims of a tile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ stages of bfloat16 take 48 KB of shared memory."""
 
 
 def refusal(map_MN: Blocks, shape: tuple[int, int]) -> str:
-    """Why a matrix cannot be served; empty = it can."""
+    """Say why a matrix cannot be served; empty = it can."""
     if _cut(map_MN, shape) is None:
         return (
             f"blocks of {shape[0] // map_MN.shape[0]} x {shape[1] // map_MN.shape[1]} are no "
@@ -56,8 +56,8 @@ def multiply(
     transposed: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """Return x @ W, or with `transposed` x @ W.T where x is [T, O]; see
-    `jaxpar.kernels.block_sparse.tpu.multiply`.
+    """Return x @ W, or with `transposed` x @ W.T where x is [T, O], summed in float32, in the dtype
+    of x. Tiles that are not kept are not read.
     """
     tiles = _tiles(map_MN, weight_IO.shape)
     entries_BRW, _, some_BR = tiles.visits(by_column=not transposed)
@@ -76,9 +76,7 @@ def multiply(
 
 
 def weight_gradient(x_TI: Array, dy_TO: Array, map_MN: Blocks, interpret: bool = False) -> Array:
-    """Return x.T @ dy [I, O] in float32 where blocks are kept, and anything elsewhere; see
-    `jaxpar.kernels.block_sparse.tpu.weight_gradient`.
-    """
+    """Return x.T @ dy [I, O] in float32 where blocks are kept, and anything elsewhere."""
     out = jax.ShapeDtypeStruct((x_TI.shape[1], dy_TO.shape[1]), jnp.float32)
     tiles = _tiles(map_MN, out.shape)
     entries_BRW, _, some_BR = tiles.visits(by_column=False)
@@ -154,7 +152,7 @@ def _weight_gradient_kernel(
 
 
 class _Rows:
-    """Some rows of an array, of which the last may not exist."""
+    """Some rows of an array; those from the row `end` on do not exist."""
 
     def __init__(self, start: int | Array, size: int, end: int):
         self.slice = pl.ds(start, size)
@@ -206,7 +204,7 @@ def _call(
 
 
 def _cut(map_MN: Blocks, shape: tuple[int, ...]) -> SparseTiles | None:
-    """The blocks in tiles whose sides are powers of two."""
+    """Cut the blocks into tiles whose sides are powers of two."""
     found = cut_into_tiles(map_MN, shape, (SIDE, SIDE), LEAST)
     if found is None:
         return None
@@ -223,5 +221,5 @@ def _tiles(map_MN: Blocks, shape: tuple[int, ...]) -> SparseTiles:
 
 
 def _row_block(rows: int) -> int:
-    """The rows of x in a tile."""
+    """Return the number of rows of x in a tile."""
     return min(SIDE, max(LEAST, pl.next_power_of_2(rows)))

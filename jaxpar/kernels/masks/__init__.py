@@ -1,4 +1,4 @@
-"""Which keys a query may see: small frozen values, combined with `&` and `|`.
+"""Masks, which say which keys a query may see: small frozen values, combined with `&` and `|`.
 
     Causal() & Window(left=1023)
     Causal() & Segments(documents_BS, documents_BS)
@@ -17,10 +17,10 @@ Where a document begins is read off the ids of whole rows: write `Segments(ids, 
 array twice. Some queries of a row, or some keys, are told their places by `And(in_documents(mask,
 q_places, kv_places), Segments(q_ids, kv_ids))`.
 
-Its rooms, in the order in which they are read: `tiles` has places, and the states of a tile;
-`algebra` the base of all masks, and what `&` and `|` make of two; `patterns` the masks of numbers
-alone; `documents` those that compare ids; `questions` what kernels and strategies ask of any mask.
-`checks` refuses what is no mask and what are no ids.
+In the order in which to read: `tiles` has places, and the states of a tile; `algebra` has the base
+of all masks, and the masks that `&` and `|` make; `patterns` has the masks of numbers alone;
+`documents` has the masks that compare ids; `questions` has the functions that kernels and
+strategies ask of any mask. `checks` refuses values that are no masks or no ids.
 """
 
 from jaxpar.kernels.masks.algebra import (

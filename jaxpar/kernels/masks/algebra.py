@@ -1,4 +1,4 @@
-"""What a mask is, and how two are combined by `&` and `|`.
+"""The base of all masks, and the masks that `&` and `|` make of two.
 
 Shapes: B batch, S queries, T keys, Q and K their tiles.
 """
@@ -23,17 +23,17 @@ _Kind = TypeVar("_Kind")
 class Mask:
     """The base of all masks.
 
-    One of one's own has `visible`, and `@static_mask` above the class. What it leaves out costs
-    time and no more: without `states`, no tile is skipped.
+    A mask of one's own defines `visible`, and has `@static_mask` above the class. The other methods
+    only save time: without `states`, no tile is skipped.
     """
 
     __array_ufunc__ = None  # so that numpy leaves `array & mask` to the mask, which refuses it
 
     def visible(self, i: Places, j: Places) -> Places:
-        """Whether queries at places `i` may see keys at places `j`, as bool of their broadcast
-        shapes.
+        """Return whether queries at places `i` may see keys at places `j`, as bool of their
+        broadcast shapes.
 
-        It takes numpy or jax arrays. Inside a kernel, masks that look up an array are first
+        The places are numpy or jax arrays. Inside a kernel, masks that look up an array are first
         replaced (`visits`).
 
         Raises:
@@ -45,31 +45,31 @@ class Mask:
         )
 
     def states(self, tiles: Tiles) -> Places:
-        """`EMPTY`, `PARTIAL` or `FULL` for each tile, int8 [Q, K], or [B, Q, K] where ids make
-        sequences differ.
+        """Return `EMPTY`, `PARTIAL` or `FULL` for each tile, int8 [Q, K], or [B, Q, K] where ids
+        make sequences differ.
 
         The result is a numpy array where everything is known while tracing. It is exact for every
-        mask, and for combinations in which only d counts. Others, and ids, may call an empty or
-        full tile `PARTIAL`, no more. So does this method, for a mask that does not say: every tile
-        is looked at.
+        mask, and for combinations in which only d counts. Other combinations, and ids, may call an
+        empty or full tile `PARTIAL`, but make no other mistake. The method of this class, for a
+        mask that does not define it, calls every tile `PARTIAL`.
         """
         return np.full(tiles.shape, PARTIAL, np.int8)
 
     def leaves(self) -> Iterator[Mask]:
-        """The masks that this one combines, from the left."""
+        """Yield the masks that this one combines, from the left."""
         yield self
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
-        """The same combination with each mask replaced; `Full` is left out where it changes
+        """Return the same combination with each mask replaced; `Full` is left out where it changes
         nothing.
         """
         return of_leaf(self)
 
     def when_joined(self, whole: Mask) -> Mask:
-        """What masks joined by `&` become because this one is among them.
+        """Return the mask that `whole`, which `&` joined, becomes because this mask is in it.
 
-        `Segments` begins in each document what counts from the start of a sequence; others leave
-        the whole as it is.
+        With `Segments`, masks that count from the start of a sequence count from the start of each
+        document. Other masks leave the whole as it is.
         """
         return whole
 
@@ -93,11 +93,11 @@ def require_mask(value: object, what: str) -> Mask:
     """Return a mask as it is.
 
     Args:
-      value: what was given.
-      what: what takes a mask, for the message.
+      value: the value that was given.
+      what: the name, in the message, of the function or argument that takes a mask.
 
     Raises:
-      UserError: it is no mask, or JAX does not know its class.
+      UserError: the value is no mask, or JAX does not know its class.
     """
     if isinstance(value, Mask):
         if jax.tree_util.all_leaves([value]):
@@ -132,8 +132,8 @@ class Full(Mask):
 
 
 class OfDistance(Mask):
-    """The base of a mask in which only d counts: its states are exact, and it shows a packed
-    document what it would show it alone.
+    """The base of masks in which only d counts. Their states are exact, and they show a packed
+    document what they would show it alone.
     """
 
     def states(self, tiles: Tiles) -> Places:
@@ -141,8 +141,8 @@ class OfDistance(Mask):
 
 
 def _distance_states(mask: Mask, tiles: Tiles) -> Places:
-    """The exact states of a mask, or of a combination of masks, in which only d counts: every d is
-    looked at once.
+    """Find the exact states of a mask, or of a combination of masks, in which only d counts: every
+    d is looked at once.
     """
     least, most = tiles._replace(q_start=0, k_start=0).ahead()
     ahead = tiles.q_start - tiles.k_start
@@ -156,8 +156,8 @@ def _distance_states(mask: Mask, tiles: Tiles) -> Places:
 
 
 def of_distance(mask: Mask) -> bool:
-    """Whether only d counts, so that places may begin anywhere as long as queries and keys begin
-    together.
+    """Return whether only d counts in a mask, so that places may begin anywhere as long as queries
+    and keys begin together.
     """
     return all(isinstance(leaf, Full | OfDistance) for leaf in mask.leaves())
 
@@ -231,7 +231,7 @@ class Or(_Pair):
 
 
 def conjuncts(mask: Mask) -> Iterator[Mask]:
-    """The masks that `&` joins, from the left; a mask that is no `And` is its only one."""
+    """Yield the masks that `&` joins, from the left; a mask that is no `And` yields itself."""
     if isinstance(mask, And):
         yield from conjuncts(mask.left)
         yield from conjuncts(mask.right)

@@ -1,5 +1,5 @@
-"""Ids of documents, and what is given in place of a mask, checked so that nonsense is a sentence
-and no other mask.
+"""Checks of the ids of documents, and of values that are given in place of a mask: a mistake
+becomes a sentence, and not another mask.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def require_ids(
 
     Args:
       name: the argument's name.
-      ids: what was given.
-      shape: the shape that they must have; None = any of two dims.
+      ids: the value that was given.
+      shape: the shape that the ids must have; None = any of two dims.
 
     Raises:
       UserError: the ids are no array, of another shape, or of a dtype without whole numbers.
@@ -51,10 +51,10 @@ def require_ids(
 
 
 def describe_no_mask(value: object, base: type) -> str:
-    """What was given in place of a mask, and what to write instead.
+    """Describe a value that was given in place of a mask, and say what to write instead.
 
     Args:
-      value: what was given.
+      value: the value that was given.
       base: the class of masks.
     """
     if isinstance(value, type) and issubclass(value, base):

@@ -1,5 +1,5 @@
-"""Masks of packed documents, which compare ids, and what becomes of a mask that counts from the
-start of a sequence where documents are joined to it.
+"""Masks of packed documents, which compare ids; among them the masks that count from the start of
+each document, into which `&` turns masks that count from the start of a sequence.
 
 Shapes: B batch, S queries, T keys, Q and K their tiles.
 """
@@ -29,8 +29,8 @@ class Segments(Mask):
 
     Attributes:
       q_ids, kv_ids: int [B, S] and [B, T], the ids of the queries and keys at hand, wherever their
-        places begin. A mask that counts from the start of each document takes those of whole rows,
-        one array for both.
+        places begin. A mask that counts from the start of each document takes the ids of whole
+        rows, one array for both.
     """
 
     q_ids: Int[Array, "B S"]
@@ -43,11 +43,11 @@ class Segments(Mask):
         return self.q_ids[..., :, None] == self.kv_ids[..., None, :]
 
     def when_joined(self, whole: Mask) -> Mask:
-        """Begin anew in each document what counts from the start: the first tokens, and blocks.
+        """Replace the masks that count from the start of a sequence, `First` and some
+        `BlockSparse`, by masks that count from the start of each document.
 
         Raises:
-          UserError: something counts from the start of documents, and the ids do not say where each
-            one begins.
+          UserError: there is such a mask, and the ids do not say where each document begins.
         """
         if not _is_of_documents(self):
             return whole
@@ -76,7 +76,9 @@ class Segments(Mask):
         require_ids("kv_ids", self.kv_ids, (B, T))
 
     def states(self, tiles: Tiles) -> Places:
-        """The states are exact where the ids of a sequence never decrease."""
+        """Return the states of the tiles, which are exact where the ids of a sequence never
+        decrease.
+        """
         least_q, greatest_q = _ends(self.q_ids, tiles.block_q)
         least_k, greatest_k = _ends(self.kv_ids, tiles.block_k)
         first = least_q[:, :, None]
@@ -94,8 +96,8 @@ class Segments(Mask):
 @partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=["n"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class FirstOfDocument(Segments):
-    """What `First(n)` becomes where it is joined to `Segments`: a query sees the first `n` keys of
-    each document.
+    """The mask that `First(n)` becomes where it is joined to `Segments`: a query sees the first `n`
+    keys of each document.
 
     To a kernel it is a comparison of ids like any other: all queries have the id 0, and so have
     those first keys.
@@ -115,9 +117,10 @@ class FirstOfDocument(Segments):
 @partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=["blocks"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlocksOfDocument(Segments):
-    """What a `BlockSparse` that is `per_document` becomes where it is joined to `Segments`; the ids
-    are places in the documents. No kernel takes it, since the blocks of a document begin anywhere
-    in a tile."""
+    """The mask that a `BlockSparse` that is `per_document` becomes where it is joined to
+    `Segments`. Its ids are places in the documents. No kernel takes it, since the blocks of a
+    document begin anywhere in a tile.
+    """
 
     blocks: BlockSparse = dataclasses.field(kw_only=True)
 
@@ -134,8 +137,8 @@ class BlocksOfDocument(Segments):
 def places_in_documents(
     ids_BT: Int[Array | np.ndarray, "B T"],
 ) -> Int[Array | np.ndarray, "B T"]:
-    """Count the tokens before each one in its document; those of a document lie together, in their
-    own order.
+    """Count the tokens before each token in its document. The tokens of a document lie together, in
+    their own order.
     """
     xp = numpy_for(ids_BT)
     place_T = np.arange(ids_BT.shape[1], dtype=np.int32)
@@ -150,8 +153,8 @@ def places_in_documents(
 
 
 def in_documents(mask: Mask, q_places: Places, kv_places: Places) -> Mask:
-    """The mask of tokens at these places of their documents [B, S] and [B, T], `Segments` not yet
-    joined to it.
+    """Make the mask of tokens at these places of their documents, [B, S] and [B, T], from a mask to
+    which `Segments` is not yet joined.
     """
 
     def of_document(leaf: Mask) -> Mask:
@@ -170,7 +173,7 @@ _COUNTED = FirstOfDocument, BlocksOfDocument
 def _ids_of_rows(
     documents: list[Segments],
 ) -> Int[Array | np.ndarray, "B T"] | jax.ShapeDtypeStruct:
-    """The ids of whole rows, from which the places in documents can be counted; they are one array.
+    """Return the one array of the ids of whole rows, from which places in documents can be counted.
 
     Raises:
       UserError: there is more than one array of ids, so that a document may begin outside of them
@@ -191,7 +194,7 @@ def _ids_of_rows(
 
 
 def _is_of_documents(part: Mask) -> TypeGuard[Segments]:
-    """Whether the ids are those of documents, and not what they were made into."""
+    """Return whether a mask's ids are ids of documents, and not places that were made of them."""
     return type(part) is Segments
 
 
@@ -204,7 +207,7 @@ def _shape_of(ids: object) -> object:
 
 
 def _ends(ids: Places, block: int) -> tuple[Places, Places]:
-    """The least and the greatest id of each tile [B, Q]."""
+    """Return the least and the greatest id of each tile, [B, Q]."""
     B, S = ids.shape
     xp = numpy_for(ids)
     whole_tiles = xp.pad(ids, ((0, 0), (0, -S % block)), mode="edge")

@@ -184,19 +184,18 @@ def bigbird(
     block: int = 64,
     causal: bool = False,
 ) -> BlockSparse:
-    """A window of blocks, some global blocks and some random ones (arXiv:2007.14062, section 2).
+    """Make BigBird's mask: a window of blocks, some global blocks and some random ones
+    (arXiv:2007.14062, section 2).
 
     Args:
-      length: the length of the sequence.
       window: how many blocks around a query's own it sees, its own among them; odd.
       globals: how many blocks at the front all queries see; their own queries see every key.
-      random: how many blocks each block of queries sees besides, or all that are left if they are
-        fewer.
-      seed: the seed of the random draw.
+      random: how many random blocks each block of queries sees besides; all that are left, if fewer
+        are left.
       block: how many places a block has.
-      causal: the random blocks of a query lie before its own, for use with `Causal()`. The map of a
-        shorter sequence is then the beginning of that of a longer one, and is laid on each document
-        where there are any.
+      causal: whether the random blocks of a query lie before its own, for use with `Causal()`. The
+        map of a shorter sequence is then the beginning of a longer one's map, and is laid on each
+        document where there are any.
 
     Raises:
       UserError: a number is not whole or too small, or the window has no middle.

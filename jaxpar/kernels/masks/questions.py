@@ -1,5 +1,5 @@
-"""What is asked of a mask, whatever it is combined of: its documents, whether it looks back, its
-tiles, and each of its places.
+"""Questions that can be asked of any mask: its documents, whether it looks back, the states of its
+tiles, and whether each place is seen.
 
 Shapes: B batch, S queries, T keys.
 """
@@ -19,19 +19,20 @@ from jaxpar.kernels.masks.tiles import Places, Tiles
 
 
 def segments_in(mask: Mask) -> list[Segments]:
-    """The parts of a mask that compare ids, from the left."""
+    """List the parts of a mask that compare ids, from the left."""
     return [leaf for leaf in mask.leaves() if isinstance(leaf, Segments)]
 
 
 def without_segments(mask: Mask) -> Mask:
-    """The mask as it would be with all ids equal, which shows at least as much."""
+    """Return the mask as it would be with all ids equal, which shows at least as much."""
     return mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
 
 
 def follows_documents(mask: Mask) -> bool:
-    """Whether a mask joined to `Segments` shows a document what it would show it alone.
+    """Return whether a mask joined to `Segments` shows a document what it would show it alone.
 
-    A map of the whole sequence does not, and of a mask of another class it is not known.
+    A map of the whole sequence does not; for a mask of one's own, whose class says nothing of it,
+    the answer is no.
     """
     return all(
         isinstance(leaf, Full | OfDistance | First | Segments)
@@ -41,7 +42,7 @@ def follows_documents(mask: Mask) -> bool:
 
 
 def looks_back(mask: Mask) -> bool:
-    """Whether no query sees a key after its own place, as far as the mask's form says."""
+    """Return whether no query sees a key after its own place, as far as the mask's form says."""
     if isinstance(mask, And):
         return looks_back(mask.left) or looks_back(mask.right)
     if isinstance(mask, Or):
@@ -50,9 +51,10 @@ def looks_back(mask: Mask) -> bool:
 
 
 def apart_from_segments(mask: Mask) -> tuple[Mask, Int[Array, "B S"] | None]:
-    """A mask without its `Segments`, and their ids [B, S], or None where it has none.
+    """Take a mask apart into the mask without its `Segments` and their ids [B, S], or None where it
+    has none.
 
-    What `&` made to count from the start of each document is as it was before.
+    Masks that `&` made to count from the start of each document are as they were before.
 
     Raises:
       UserError: segments are combined otherwise than by `&`, or have other ids for keys than for
@@ -88,7 +90,7 @@ def apart_from_segments(mask: Mask) -> tuple[Mask, Int[Array, "B S"] | None]:
 
 
 def dense(mask: Mask, tiles: Tiles) -> Places:
-    """Whether each place is seen, [S, T] or [B, S, T]: for the reference and for short
+    """Return whether each place is seen, [S, T] or [B, S, T]: for the reference and for short
     sequences.
     """
     i = np.arange(tiles.S)[:, None] + tiles.q_start
@@ -97,7 +99,7 @@ def dense(mask: Mask, tiles: Tiles) -> Places:
 
 
 def tile_states(mask: Mask, tiles: Tiles) -> Places:
-    """Give `mask.states`; where they are known while tracing they are kept, as a read-only
+    """Return `mask.states`; where they are known while tracing they are cached, as a read-only
     array.
     """
     if segments_in(mask) or tiles.traced:

@@ -1,5 +1,5 @@
-"""Queries and keys cut into tiles, and what a mask says of a tile: it can be left out, it needs no
-mask, or the kernel looks at each place.
+"""Queries and keys cut into tiles, and the states of a tile under a mask: it can be left out, it
+needs no mask, or the kernel looks at each place.
 
 Places are int32: i of a query, j of a key, and d = i - j. Shapes: S queries, T keys, Q and K their
 tiles.
@@ -20,8 +20,8 @@ PARTIAL = 1
 FULL = 2
 """How much of a tile may be seen: nothing, some of it, or all of it."""
 Places: TypeAlias = Any
-"""Places, or what is known of them: a numpy array, a jax array or a number. Kernels compute with
-all of them alike.
+"""Places, or truth values or states of places: a numpy array, a jax array or a number. Kernels
+compute with all of them alike.
 """
 Start: TypeAlias = int | Array
 """The place of the first query or key, which may be traced."""
@@ -57,8 +57,8 @@ class Tiles(NamedTuple):
         return _any_traced(self.q_start, self.k_start)
 
     def spans(self) -> tuple[Places, Places, Places, Places]:
-        """The places of each tile's first and last query [Q, 1] and of its first and last key
-        [1, K].
+        """Return the places of each tile's first and last query [Q, 1] and of its first and last
+        key [1, K].
         """
         Q, K = self.shape
         rows = np.arange(Q)[:, None] * self.block_q
@@ -70,20 +70,23 @@ class Tiles(NamedTuple):
         return rows + q, last_rows + q, columns + k, last_columns + k
 
     def ahead(self) -> tuple[Places, Places]:
-        """The least and the greatest d of each tile [Q, K]; every value between them occurs."""
+        """Return the least and the greatest d of each tile, [Q, K]; every value between them
+        occurs.
+        """
         first_i, last_i, first_j, last_j = self.spans()
         return first_i - last_j, last_i - first_j
 
 
 def tile_state(some: Places, every: Places) -> Places:
-    """The state of tiles of which it is known whether some places are seen, and whether all are.
+    """Return the state of tiles of which it is known whether some places are seen, and whether all
+    are.
 
     Args:
       some: bool, whether any place of a tile is seen.
-      every: bool of the same shape, whether all are, which makes `some` true too.
+      every: bool of the same shape, whether all places are seen; where it is true, `some` is too.
 
     Returns:
-      `EMPTY`, `PARTIAL` or `FULL`, int8 of that shape.
+      `EMPTY`, `PARTIAL` or `FULL`, int8 of the same shape.
     """
     return some.astype(np.int8) + every.astype(np.int8)
 
@@ -93,5 +96,7 @@ def _any_traced(*values: object) -> bool:
 
 
 def numpy_for(*values: object) -> ModuleType:
-    """The module that computes with these values: jax.numpy if any of them is jax's, else numpy."""
+    """Return the module that computes with these values: jax.numpy if any of them is jax's, else
+    numpy.
+    """
     return jnp if _any_traced(*values) else np

@@ -1,6 +1,6 @@
 """Context parallelism: attention over a sequence that is split over devices. To be read in this
-order: what a strategy is given (`task`), the ring (`ring`) and Ulysses' trade of the sequence for
-heads (`ulysses`), which are such strategies, and the op that has them (`split`).
+order: the arguments of a strategy (`task`); the two strategies, the ring (`ring`) and Ulysses'
+trade of the sequence for heads (`ulysses`); and the op that runs them (`split`).
 """
 
 from jaxpar.parallel.context.split import (

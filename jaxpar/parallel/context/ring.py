@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go round the devices, and what each block contributes is merged
-(Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention: keys and values go round the devices, and the partial results of their blocks are
+merged (Liu et al. 2023, arXiv:2310.01889).
 
-Tokens are in zigzag order, so that under a causal mask every device has two full pairs of chunks in
-each step: see `jaxpar.parallel.zigzag`. Under a mask that does not look back it has all four
-pairs, of which a kernel leaves out the tiles that show nothing. A hop is written before the work
-that should hide it.
+Tokens are in zigzag order (`jaxpar.parallel.zigzag`), so that under a causal mask every device has
+two full pairs of chunks in each step. Under a mask that does not look back it has all four pairs,
+of which a kernel leaves out the tiles that show nothing. A hop is written before the work that
+should hide it.
 
 Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, h head_dim. A leading
 2 counts a device's chunks, the early one first.
@@ -36,13 +36,8 @@ def ring_forward(
     v_BSKh: Float[Array, "B S K h"],
     work: ContextTask,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """Compute attention inside `manual`.
-
-    Args:
-      q_BSHh: one device's queries, two chunks of them in zigzag order.
-      k_BSKh: its keys.
-      v_BSKh: its values.
-      work: the task.
+    """Compute attention by a ring, inside `manual`, on one device's part of q, k and v: two chunks
+    of the sequence, in zigzag order.
 
     Returns:
       The output and the log-sum-exp, both in float32.
@@ -85,9 +80,9 @@ class _Sums(NamedTuple):
     """Sums of gradients in float32."""
 
     dq: Array
-    """Of this device's queries, [2, B, C, H, h]."""
+    """The gradient of this device's queries, [2, B, C, H, h]."""
     dkv: tuple[Array, ...]
-    """Of some device's keys and values, each [2, B, C, K, h]."""
+    """The gradients of some device's keys and values, each [2, B, C, K, h]."""
 
 
 class _Passing(NamedTuple):
@@ -95,14 +90,14 @@ class _Passing(NamedTuple):
 
     dq: Array
     own: tuple[Array, ...]
-    """Of this device's keys and values, by its own queries."""
+    """The gradients of this device's keys and values, by its own queries."""
     passing: tuple[Array, ...] | None
-    """Of the keys and values that were here last, by the queries of the devices that they have
-    passed; None before the first."""
+    """The gradients of the keys and values that were here last, by the queries of the devices that
+    they have passed; None before the first visit."""
 
 
 class _OwnQueries(NamedTuple):
-    """What the backward reads of this device's queries, its two chunks stacked."""
+    """The arrays of this device's queries that the backward reads, its two chunks stacked."""
 
     work: ContextTask
     q: Array
@@ -118,7 +113,7 @@ class _OwnQueries(NamedTuple):
         kv_half: ChunkNumber,
         how: tuple[Mask, Call],
     ) -> _Sums:
-        """Add what one pair of chunks contributes."""
+        """Add the gradients that one pair of chunks contributes."""
         keys, values = kv
         dq, dk, dv = self.work.backward(
             self.q[q_half],
@@ -145,20 +140,17 @@ def ring_backward(
     delta_BHS: Float[Array, "B H S"],
     work: ContextTask,
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of attention inside `manual`.
+    """Compute the gradients of attention by a ring, inside `manual`, on one device's part of the
+    arrays: two chunks of the sequence, in zigzag order.
 
     The sums of dk and dv follow their keys one hop late, and so travel beside the work too. A
     device's own pairs are split between the two ends of the loop: the two diagonals are computed
     while the first keys are on their way, the other pairs while the sums come home.
 
     Args:
-      q_BSHh: as for `ring_forward`, and so are the keys and values.
-      k_BSKh: see there.
-      v_BSKh: see there.
-      dout_BSHh: the output's gradient.
       lse_BHS: the log-sum-exp over all keys.
-      delta_BHS: as in `jaxpar.kernels.attention.call`.
-      work: the task.
+      delta_BHS: the sum over h of the output times its gradient, as kernels' backwards take it
+        (`jaxpar.kernels.attention.call`).
 
     Returns:
       The gradients of q, k and v in float32, in the forward's shapes.
@@ -244,11 +236,11 @@ class _Pair(NamedTuple):
 
 
 def _visible(work: ContextTask, hops: ChunkNumber) -> tuple[_Pair, ...]:
-    """The pairs of chunks that may have something to see in the block of the device so many hops
-    behind.
+    """List the pairs of chunks of which this device's queries may see keys of the device so many
+    hops behind.
 
-    Under a causal mask they are two: the late queries see its early keys; besides, early queries
-    see its early keys, or late ones its late keys.
+    Under a causal mask there are two pairs: late queries with early keys, and either early queries
+    with early keys or late queries with late keys.
     """
     early, late = work.chunks
     behind = (early - hops) % work.size
@@ -273,5 +265,5 @@ def _stack(x: Array, dim: int) -> Array:
 
 
 def _join(x: Array, dim: int) -> Array:
-    """The inverse of `_stack`."""
+    """Join the two chunks that `_stack` stacked."""
     return jnp.concatenate([x[0], x[1]], axis=dim)

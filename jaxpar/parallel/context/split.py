@@ -1,9 +1,9 @@
 """Context parallelism: attention over a sequence that is split over devices.
 
-There are two strategies, each in a room of its own: the ring (`jaxpar.parallel.context.ring`),
+There are two strategies, each in a file of its own: the ring (`jaxpar.parallel.context.ring`),
 which sends keys and values round the devices, and Ulysses (`jaxpar.parallel.context.ulysses`),
-which trades the split of the sequence for a split of the heads. Here they get their gradient, and
-the layouts inside which they run on local arrays.
+which trades the split of the sequence for a split of the heads. This module joins a strategy's
+forward and backward, and gives them the layouts inside which they run on local arrays.
 
 Shapes: B batch, S sequence, T whole sequence on every device, H heads, K kv heads, h head_dim.
 """
@@ -35,8 +35,8 @@ from jaxpar.parallel.zigzag import check_chunks, context_sizes
 _Shaped = Array | jax.ShapeDtypeStruct
 _Q: Axes = ("batch", "attention_seq", "heads", None)
 _LSE = _Q
-"""Log-sum-exps stay as a device made them, [B, 1, H, S]: under Ulysses with other heads and tokens
-than q."""
+"""The logical axes of log-sum-exps, which stay as a device made them, [B, 1, H, S]: under Ulysses
+with other heads and tokens than q."""
 
 
 def check_split(
@@ -53,12 +53,11 @@ def check_split(
     the layout.
 
     Args:
-      layout: mesh and rules.
       strategy: `ring` or `ulysses`.
       seq_len: the tokens of a whole sequence.
       heads: the number of query heads, on all devices together.
       kv_heads: the number of kv heads, on all devices together.
-      dropout: the rate of dropout of attention weights.
+      dropout: the share of the attention weights that is dropped.
 
     Raises:
       UserError: `check_chunks` refuses the sequence, dropout is on, kv heads are split where heads
@@ -82,14 +81,16 @@ def check_split(
 
 
 class Split(NamedTuple):
-    """How attention runs on several devices; the fields are as for `parallel.attention`."""
+    """The options of attention on several devices. `parallel.attention` explains the fields, its
+    arguments.
+    """
 
     layout: Layout
     strategy: Strategy = "ring"
     implementation: str = "auto"
     softcap: float = 0.0
     unrolled: int = UNROLLED
-    """As of `ContextTask`."""
+    """Up to how many devices every step of a ring is written out."""
     q_start: int = 0
     """The place of the first query among the keys, which no device splits if it is not 0."""
 
@@ -116,12 +117,12 @@ def split_attention(
     """Compute attention by a strategy, as `jaxpar.kernels` does except for the order of the tokens.
 
     Args:
-      split: how it runs.
-      mask: what a query sees, without documents.
+      split: how attention runs.
+      mask: which keys a query sees, without documents.
       q_BSHh: queries, tokens in `chunk_order`; H is a multiple of K. If they begin at
         `split.q_start`, there are so many keys more than queries.
       k_BSKh: keys, with kv heads as `parallel.column_linear` leaves them.
-      v_BSKh: values, likewise.
+      v_BSKh: values, with the same kv heads.
       segments_BS: the ids of the documents of the keys' tokens; None = a sequence is one document.
 
     Returns:
@@ -192,13 +193,14 @@ split_attention.defvjp(_forward, _backward)
 def kernel_for(
     split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platform: str
 ) -> tuple[str, str]:
-    """The implementation that serves the calls of a strategy, and why no earlier one does.
+    """Choose the implementation that serves the calls of a strategy, and say why no earlier one
+    does.
 
     Args:
       split: how attention runs.
-      mask: what a query sees, documents included.
+      mask: which keys a query sees, documents included.
       q_BSHh: one device's queries [B, S, H, h], or their shape and dtype.
-      k_BSKh: its keys [B, S, K, h], or their shape and dtype.
+      k_BSKh: one device's keys [B, S, K, h], or their shape and dtype.
       platform: `cpu`, `gpu` or `tpu`.
 
     Returns:
@@ -236,7 +238,7 @@ def kernel_for(
 def _work(
     split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array
 ) -> ContextTask:
-    """What a strategy has to do, by the implementation that serves."""
+    """Make the task of a strategy, with the implementation that serves."""
     seen = with_documents_from(split.q_start, mask, segments_BT)
     name, _ = kernel_for(split, seen, q_BSHh, k_BSKh, platform_of(split.layout))
     if split.devices > 1:
@@ -246,7 +248,7 @@ def _work(
 
 
 def _layouts(split: Split, segments_BS: Array | None) -> tuple[Axes, Axes, Axes, Axes | None]:
-    """The logical axes of q, k, v and the documents."""
+    """Return the logical axes of q, k, v and the documents."""
     kv: Axes = ("batch", "attention_seq", output_axis("kv_heads", split.layout), None)
     if segments_BS is None:
         return _Q, kv, kv, None

@@ -1,8 +1,8 @@
-"""What a strategy of context parallelism is given inside `manual`: the mask of any two chunks, and
+"""The task of a strategy of context parallelism inside `manual`: the mask of any two chunks, and
 the hop to the next device.
 
-Shapes: B batch, T whole sequence, C chunk of it. A device has two chunks, the early one first: see
-`jaxpar.parallel.zigzag`.
+Shapes: B batch, T whole sequence, C chunk of it. A device has two chunks, the early one first
+(`jaxpar.parallel.zigzag`).
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ from jaxpar.kernels.masks import (
 from jaxpar.parallel.zigzag import chunk_order, inverse, reorder
 
 PARTS = Call(out_dtype=jnp.float32)
-"""Partial answers, which are merged or added up."""
+"""The call of a kernel for partial results, which are merged or added up."""
 UNROLLED = 8
-"""Up to so many devices every step of a ring is written out; beyond, the middle ones are a loop."""
+"""Up to so many devices every step of a ring is written out; with more, the middle steps are a
+loop."""
 ChunkNumber = Array | int
 """The number of a half, of a chunk, or of hops, known at run time or before."""
 
 
 class ContextTask(NamedTuple):
-    """What a strategy has to do, inside `manual`."""
+    """The task of a strategy of context parallelism, inside `manual`: the mask, the documents and
+    the kernel.
+    """
 
     layout: Layout
-    """The mesh and the rules."""
     mask: Mask
-    """What a query sees, apart from documents."""
+    """Which keys a query sees, apart from documents."""
     segments_BT: Int[Array, "B T"] | None
     """The document of every token, in `chunk_order`."""
     kernel: Kernel
     """The implementation of attention, with a forward and a backward."""
     call: Call = PARTS
-    """How it makes a partial answer, apart from the places."""
+    """The kernel's call for a partial result, apart from the places."""
     unrolled: int = UNROLLED
     """Up to how many devices every step of a ring is written out."""
 
     @property
     def backward(self) -> Callable[..., tuple[Array, Array, Array]]:
-        """The backward of the implementation, which every one has that serves parts."""
+        """The backward of the implementation; every implementation that serves parts has one."""
         assert self.kernel.backward is not None
         return self.kernel.backward
 
@@ -84,11 +86,11 @@ class ContextTask(NamedTuple):
 
     @property
     def seen(self) -> Mask:
-        """What a query sees where the sequence is whole."""
+        """The mask of a sequence that is whole, documents included."""
         return with_documents_from(int(self.call.q_start), self.mask, self.segments_BT)
 
     def hop(self, tree: Any) -> Any:
-        """Return what the device before this one has of every array."""
+        """Pass every array on to the next device, and return those of the device before."""
         there = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
 
@@ -96,11 +98,11 @@ class ContextTask(NamedTuple):
         """Look up the documents of a chunk.
 
         Args:
-          chunk: its number in natural order, from 0 to twice the devices less one.
+          chunk: the chunk's number in natural order, from 0 to twice the devices less one.
           C: the number of tokens of a chunk.
 
         Returns:
-          The document of each of its tokens; None = there are none.
+          The document of each token; None = there are no documents.
         """
         if self.segments_BT is None:
             return None
@@ -112,15 +114,15 @@ class ContextTask(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
 
     def pair(self, q_chunk: ChunkNumber, k_chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
-        """Find what the queries of one chunk see of the keys of another.
+        """Find which keys of one chunk the queries of another see.
 
         Args:
           q_chunk: the number of the queries' chunk.
-          k_chunk: that of the keys' chunk, which is lower where the mask looks back.
+          k_chunk: the number of the keys' chunk, which is lower where the mask looks back.
           C: the number of tokens of a chunk.
 
         Returns:
-          The mask of the two, and how the kernel is called, with the places of both.
+          The mask of the two, and the kernel's call, with the places of both.
         """
         if self.mask in (Causal(), Full()):
             return self.in_documents(Full(), q_chunk, k_chunk, C), self.call
@@ -128,14 +130,10 @@ class ContextTask(NamedTuple):
         return self.in_documents(self.mask, q_chunk, k_chunk, C), places
 
     def diagonal(self, chunk: ChunkNumber, C: int) -> tuple[Mask, Call]:
-        """Find what the queries of a chunk see of its own keys.
-
-        Args:
-          chunk: its number.
-          C: its number of tokens.
+        """Find which keys of their own chunk, of C tokens, queries see.
 
         Returns:
-          The mask, and how the kernel is called.
+          The mask, and the kernel's call.
         """
         if of_distance(self.mask):
             start = 0
@@ -150,9 +148,9 @@ class ContextTask(NamedTuple):
         `&` does not serve here: where a chunk begins, its documents need not begin.
 
         Args:
-          mask: what the queries see apart from documents.
+          mask: which keys the queries see, apart from documents.
           q_chunk: the number of the queries' chunk.
-          k_chunk: that of the keys' chunk.
+          k_chunk: the number of the keys' chunk.
           C: the number of tokens of a chunk.
 
         Returns:
@@ -175,9 +173,9 @@ def with_documents_from(q_start: int, mask: Mask, ids_BT: Array | None) -> Mask:
     """Limit a mask to a token's own document, where there are documents.
 
     Args:
-      q_start: the place of the first query; the last one stands at the end of the rows.
-      mask: what the queries see apart from documents.
-      ids_BT: the document of each key, all of its row; None = there are none.
+      q_start: the place of the first query; the last query stands at the end of the rows.
+      mask: which keys the queries see, apart from documents.
+      ids_BT: the document of each key of whole rows; None = there are no documents.
 
     Returns:
       The limited mask, or the mask itself.

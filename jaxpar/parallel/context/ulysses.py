@@ -4,9 +4,9 @@
 All-to-alls trade the split of the sequence for a split of the heads, and back. If the sequence is
 whole, a device's share is all heads, and nothing is sent.
 
-Where there are too few heads to share out over all devices, groups of neighbours share them out,
-each for its own part of the sequence, and the keys and values of a share are gathered from all
-groups: a device has the queries of its group's part alone, and the keys of all.
+Where there are fewer heads than devices, groups of neighbours share them out, each group for its
+own part of the sequence, and the keys and values of a share are gathered from all groups: a device
+has the queries of its group's part alone, and the keys of all parts.
 
 Shapes: B batch, S sequence of one device, P part of a group, T whole sequence, H heads, K kv heads,
 h head_dim. With one group P is T.
@@ -27,17 +27,17 @@ from jaxpar.parallel.context.task import ContextTask
 
 
 class _Groups(NamedTuple):
-    """How the devices of a task share out heads and queries."""
+    """The groups in which the devices of a task share out heads and queries."""
 
     work: ContextTask
     sharing: int
-    """So many neighbours are a group, and share out the heads."""
+    """The number of neighbours in a group, which share out the heads."""
     parts: int
     """The number of groups, each of which has a part of the queries."""
 
     @property
     def neighbours(self) -> list[list[int]] | None:
-        """The devices of each group; None = all devices are one."""
+        """The devices of each group; None = all devices are one group."""
         if self.parts == 1:
             return None
         return [
@@ -75,7 +75,9 @@ class _Groups(NamedTuple):
         )
 
     def scatter_sum(self, dx_BTKh: Array) -> Array:
-        """The transpose of `gather`."""
+        """Sum the gradients of gathered keys or values, and return this device's part: the
+        transpose of `gather`.
+        """
         if self.parts == 1:
             return dx_BTKh
         return jax.lax.psum_scatter(
@@ -87,13 +89,13 @@ class _Groups(NamedTuple):
         )
 
     def seen(self, length: int) -> tuple[Mask, Call]:
-        """Find what the queries of this device's part see of the keys of the whole sequence.
+        """Find which keys of the whole sequence the queries of this device's part see.
 
         Args:
-          length: how many queries they are.
+          length: the number of these queries.
 
         Returns:
-          The mask, and how the kernel is called, with the place of the first query.
+          The mask, and the kernel's call, with the place of the first query.
         """
         work = self.work
         if self.parts == 1:
@@ -119,7 +121,7 @@ def devices_sharing(heads: int, devices: int) -> int:
       devices: the number of devices that split the sequence.
 
     Returns:
-      The number of devices of a group; all of them where there are heads enough.
+      The number of devices of a group; all devices where there are heads enough.
     """
     return math.gcd(heads, devices)
 
@@ -136,17 +138,11 @@ def ulysses_forward(
     v_BSKh: Float[Array, "B keys K h"],
     work: ContextTask,
 ) -> tuple[Array, Array]:
-    """Compute attention inside `manual`.
-
-    Args:
-      q_BSHh: one device's queries.
-      k_BSKh: its keys.
-      v_BSKh: its values.
-      work: the task.
+    """Compute attention by Ulysses' strategy, inside `manual`, on one device's part of q, k and v.
 
     Returns:
       The output [B, S, H, h] in the dtype of v, and the float32 log-sum-exp [B, H / sharing, P] of
-        the device's share of the heads, of which so many devices have a share.
+        the device's share of the heads, which `sharing` devices share out.
     """
     groups = _groups(work, q_BSHh.shape[2])
     k_BTKh = _kv_to_heads(k_BSKh, groups)
@@ -167,16 +163,13 @@ def ulysses_backward(
     delta_BHS: Float[Array, "B H S"],
     work: ContextTask,
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of attention inside `manual`.
+    """Compute the gradients of attention by Ulysses' strategy, inside `manual`, on one device's
+    part of the arrays.
 
     Args:
-      q_BSHh: as for `ulysses_forward`, and so are the keys and values.
-      k_BSKh: see there.
-      v_BSKh: see there.
-      dout_BSHh: the output's gradient.
       lse_BHP: the log-sum-exp as the forward returned it.
-      delta_BHS: as in `jaxpar.kernels.attention.call`.
-      work: the task.
+      delta_BHS: the sum over h of the output times its gradient, as kernels' backwards take it
+        (`jaxpar.kernels.attention.call`).
 
     Returns:
       The gradients of q, k and v, in the forward's shapes.
@@ -205,12 +198,12 @@ def _to_heads(x_BSHh: Array, groups: _Groups) -> Array:
 
 
 def _to_sequence(x_BPHh: Array, groups: _Groups) -> Array:
-    """The inverse of `_to_heads`."""
+    """Return all heads for this device's part of the sequence: the inverse of `_to_heads`."""
     return groups.trade(x_BPHh, 1, 2)
 
 
 def _kv_to_heads(x_BSKh: Array, groups: _Groups) -> Array:
-    """Return a share of the kv heads for the whole sequence, each copied as often as needed to
+    """Return a share of the kv heads for the whole sequence; each is copied as often as it takes to
     share them out evenly.
     """
     kv_heads = x_BSKh.shape[2]
@@ -221,8 +214,8 @@ def _kv_to_heads(x_BSKh: Array, groups: _Groups) -> Array:
 
 
 def _kv_to_sequence(dx_BTKh: Array, x_BSKh: Array, groups: _Groups) -> Array:
-    """The transpose of `_kv_to_heads`: it sums the gradients of groups and of copies in
-    float32.
+    """Sum the gradients of groups and of copies of kv heads, in float32: the transpose of
+    `_kv_to_heads`.
     """
     B, S, K, h = x_BSKh.shape
     dx_BSKh = _to_sequence(groups.scatter_sum(dx_BTKh), groups)

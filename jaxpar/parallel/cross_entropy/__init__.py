@@ -1,7 +1,7 @@
-"""The loss of the output layer, and its most likely entries, without all of the logits: only some
-of the scores exist at a time.
+"""The loss of the output layer, and its most likely entries, without an array of all logits: only
+some of the scores exist at a time.
 
-In the order in which to read: `loss_terms` has what one token's scores add to the loss;
+In the order in which to read: `loss_terms` computes what one token's scores add to the loss;
 `in_pieces` goes through the scores, in as many pieces as `choose_tiling` says;
 `_linear_cross_entropy` is the op that is made of them; `top_k` finds the most likely entries in the
 same pieces.

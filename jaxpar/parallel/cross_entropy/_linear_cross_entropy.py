@@ -1,9 +1,9 @@
 """Cross-entropy of the output layer without all of its logits: only some of the scores exist at a
 time.
 
-The gradient is made in the forward pass, while the scores are there (the idea of Hsu et al. 2024,
-arXiv:2410.10989, section 3.2), and only the gradients of x and of the matrix are kept. Here is the
-op with its checks and its gradient; `in_pieces` has what each device computes.
+The gradient is computed in the forward pass, while the scores are there (the idea of Hsu et al.
+2024, arXiv:2410.10989, section 3.2), and only the gradients of x and of the matrix are kept. This
+module has the op with its checks and its gradient; `in_pieces` has the computation of each device.
 
 Shapes: B batch, S sequence, T tokens, D embed, V vocab, k weighted entries of a token.
 """
@@ -57,9 +57,10 @@ def linear_cross_entropy(
     """Compute the summed cross-entropy of `x @ head.T + bias` against the labels, or against k
     weighted entries of the vocabulary a token; a token whose label is below zero does not count.
 
-    With `soft` targets a token's loss is (1 - alpha) times that of its label, plus alpha times
-    `temperature` squared times their cross-entropy at that temperature, whose gradients are then as
-    large at any temperature (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    With `soft` targets a token's loss is (1 - alpha) times its label's cross-entropy, plus alpha
+    times `temperature` squared times the targets' cross-entropy at that temperature, whose
+    gradients are then as large at any temperature (Hinton et al. 2015, arXiv:1503.02531,
+    section 2).
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
@@ -67,24 +68,24 @@ def linear_cross_entropy(
         `vocab_size` are padding.
       labels_BS: for each token the entry of the vocabulary that should follow.
       layout: mesh, rules and compute dtype.
-      bias_V: what is added to the score of each entry, with the logical axis "vocab"; None =
-        nothing is.
-      vocab_size: the true vocabulary; 0 = all rows.
-      z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
-      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
-        they are.
+      bias_V: the bias that is added to each entry's score, with the logical axis "vocab"; None =
+        nothing is added.
+      vocab_size: the size of the true vocabulary; 0 = all rows.
+      z_loss: the weight of the squared log-normaliser (arXiv:2204.02311, section 5).
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 =
+        they are taken as they are.
       label_smoothing: the share of a label's mass that is spread evenly over the true vocabulary,
         the label among it; padding gets none.
-      soft: weighted entries of the vocabulary, whose weights are taken as they are: what they lack
-        to one is left out. None = the labels alone.
+      soft: weighted entries of the vocabulary. Their weights are taken as they are, and need not
+        add up to one. None = the labels alone.
       alpha: the share of the soft targets in the loss; without them it has no effect.
-      temperature: what scores are divided by before the softmax that is held against the soft
+      temperature: the divisor of the scores before the softmax that is compared with the soft
         targets; without them it has no effect.
-      loss_mib: how many MiB of a device the loss may hold: see `tiling`.
+      loss_mib: how many MiB of a device's memory the loss may take (`choose_tiling.tiling`).
 
     Returns:
-      Float32 sums over the labels that count, the same on every device; `nll` is that of the labels
-      without smoothing.
+      Float32 sums over the labels that count, the same on every device; `nll` is the sum for the
+      labels without smoothing.
 
     Raises:
       UserError: the rules split tokens and vocabulary over the same mesh axis, or an argument is
@@ -118,7 +119,7 @@ def linear_cross_entropy(
 
 
 def _require_labels(labels_BS: Array, tokens: tuple[int, ...], layout: Layout) -> None:
-    """Refuse what is no integer for each token."""
+    """Refuse labels that are not one integer for each token."""
     layout.sharding(GATHERED[:2], labels_BS.shape, "labels")
     if labels_BS.shape != tokens or not jnp.issubdtype(labels_BS.dtype, jnp.integer):
         raise UserError(
@@ -128,7 +129,9 @@ def _require_labels(labels_BS: Array, tokens: tuple[int, ...], layout: Layout) -
 
 
 def _require_soft(soft: SoftTargets, labels_BS: Array) -> SoftTargets:
-    """The soft targets in the form that is computed with; what is none is refused."""
+    """Return the soft targets in the form that is computed with, and refuse those that do not fit
+    the labels.
+    """
     ids_BSk, weights_BSk = soft
     fits = ids_BSk.ndim == 3 and ids_BSk.shape[:2] == labels_BS.shape
     if not fits or ids_BSk.shape != weights_BSk.shape:

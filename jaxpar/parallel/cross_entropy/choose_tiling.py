@@ -1,4 +1,5 @@
-"""In how many pieces the scores are made: chunks of a device's tokens, or slices of its vocabulary.
+"""The number of pieces in which the scores are computed: chunks of a device's tokens, or slices of
+its vocabulary.
 
 Shapes: D embed.
 """
@@ -50,8 +51,7 @@ def tiling(
       tokens: the number of tokens of one device.
       rows: the number of rows of the vocabulary matrix that one device scores.
       embed: the width D of the matrix, whole.
-      layout: mesh, rules and compute dtype.
-      loss_mib: how many MiB of a device the loss may hold.
+      loss_mib: how many MiB of a device's memory the loss may take.
 
     Returns:
       The numbers of chunks and slices, of which one is 1.

@@ -1,13 +1,14 @@
 """The loss of a device's tokens and its gradients, while only some of the scores exist at a time.
 
-In one form, scores are made once, for some tokens at a time; for every such chunk the matrix is
-read and its float32 gradient is added to. In the other, scores are made for some of the vocabulary
-at a time: that slice of the matrix is gathered, and its gradient is made once, summed and
-scattered, before the next slice. A token's softmax is then known only after the last slice, so
-scores are made twice: four matmuls where three would do. `choose_tiling` chooses the cheaper form.
+In one form, scores are computed once, for some tokens at a time; for every such chunk the matrix is
+read, and its float32 gradient is read and written. In the other, scores are computed for some of
+the vocabulary at a time: that slice of the matrix is gathered, and its gradient is computed once,
+summed and scattered, before the next slice. A token's softmax is then known only after the last
+slice, so scores are computed twice: four matmuls where three would do. `choose_tiling` chooses the
+cheaper form.
 
-All of it runs inside `manual`. Gradients of x have still to be summed over the devices that split
-the vocabulary, and those of the matrix are as they are stored.
+All of it runs inside `manual`. The gradients of x that it returns have still to be summed over the
+devices that split the vocabulary; the gradients of the matrix are laid out as they are stored.
 
 Shapes: T tokens of a chunk, N chunks or slices, D embed, V vocab.
 """
@@ -42,7 +43,7 @@ from jaxpar.parallel.cross_entropy.loss_terms import (
 from jaxpar.parallel.linear import GATHERED, gather_weight
 
 Gradients = tuple[Array, HeadWeights]
-"""Those of x and of the head."""
+"""The gradients of x and of the head."""
 
 
 def sums_by_chunks(
@@ -57,13 +58,12 @@ def sums_by_chunks(
     """Sum the loss of a device's tokens, some of them at a time.
 
     Args:
-      x_TD: their hidden states, in the compute dtype.
+      x_TD: the tokens' hidden states, in the compute dtype.
       head: the device's rows of the vocabulary matrix, as they are stored, and of the bias.
-      targets: what the scores are held against.
-      chunks: in how many chunks.
-      layout: mesh, rules and compute dtype.
+      targets: the labels and soft targets that the scores are compared with.
+      chunks: the number of chunks of tokens.
       how: how scores become a loss.
-      wanted: whether gradients are.
+      wanted: whether gradients are wanted.
 
     Returns:
       The sums over these tokens, and the gradients where they are wanted.
@@ -106,21 +106,21 @@ def sums_by_chunks(
 
 
 def _bias_gradient(dbias_V: Array | None, dlogits_TV: Array) -> Array | None:
-    """Add what some tokens say of the bias to its gradient; None where there is no bias."""
+    """Add the gradient that some tokens have for the bias; None where there is no bias."""
     if dbias_V is None:
         return None
     return dbias_V + jnp.sum(dlogits_TV, axis=0)
 
 
 def _summed_bias(dbias_V: Array | None, tokens: tuple[MeshAxis, ...]) -> Array | None:
-    """The gradient of the bias over the devices that have other tokens."""
+    """Sum the gradient of the bias over the devices that have other tokens."""
     if dbias_V is None or not tokens:
         return dbias_V
     return jax.lax.psum(dbias_V, tokens)
 
 
 def _chunks(x_TD: Array, targets: Targets, N: int) -> tuple[Array, Targets]:
-    """Cut tokens into N equal chunks [N, T, ...]; the last is filled up with tokens that do not
+    """Cut tokens into N equal chunks [N, T, ...]; the last is padded with tokens that do not
     count.
     """
 
@@ -144,7 +144,8 @@ def sums_by_slices(
 ) -> tuple[LossSums, Gradients | None]:
     """Sum the loss of a device's tokens, some of the vocabulary at a time.
 
-    The arguments and results are those of `sums_by_chunks`, with `slices` in place of `chunks`.
+    It takes and returns what `sums_by_chunks` does, with a number of slices of the vocabulary in
+    place of the number of chunks.
     """
     rows = len(head.matrix) // slices
     tokens = split_over(GATHERED[:2], layout)
@@ -187,9 +188,10 @@ def sums_by_slices(
 
 
 class _Slice(NamedTuple):
-    """A device's slices of the vocabulary, or one of them."""
+    """The N slices of a device's rows of the vocabulary, or one of them."""
 
     head: HeadWeights
-    """Rows of the matrix as they are stored, [N, V / N, D], and the bias, or those of one slice."""
+    """The rows of the matrix as they are stored, [N, V / N, D], and of the bias; of one slice
+    without N."""
     first: Array
-    """The first of these rows in the whole vocabulary."""
+    """The number of a slice's first row in the whole vocabulary."""

@@ -1,4 +1,4 @@
-"""What a token's loss is made of, where only some of the vocabulary's scores are there at a time.
+"""The terms of a token's loss, where only some of the vocabulary's scores are there at a time.
 
 The loss of a token with scores z, label y, weights w of some entries, and n entries in the
 vocabulary is
@@ -8,9 +8,9 @@ vocabulary is
       + z_loss lse(z)^2
 
 with label smoothing epsilon (Szegedy et al. 2015, arXiv:1512.00567, section 7) and a teacher's
-weights at temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2). Everything in it is a
-sum over the vocabulary, or a log-sum-exp, so parts of the vocabulary are looked at one after
-another, or by one device each, and joined.
+weights at temperature T (Hinton et al. 2015, arXiv:1503.02531, section 2). Every term is a sum over
+the vocabulary, or a log-sum-exp, so that the terms of parts of the vocabulary are computed one
+after another, or on one device each, and joined.
 
 Shapes: B batch, S sequence, T tokens, V entries of the vocabulary, D embed, k weighted entries of
 a token.
@@ -35,14 +35,14 @@ class LossSums(NamedTuple):
     """Sums over the tokens that count, so that microbatches and shards add up exactly.
 
     Attributes:
-      loss: what is differentiated, in nats: the negative log-likelihood, with label smoothing, a
-        teacher's part, the z-loss and what follows here where these are asked for.
-      nll: negative log-likelihood of the labels in nats; no gradient flows through it.
+      loss: the sum that is differentiated, in nats: the negative log-likelihood, and where they are
+        asked for label smoothing, a teacher's part, the z-loss, `routed` and `hidden`.
+      nll: the negative log-likelihood of the labels in nats; no gradient flows through it.
       tokens: how many labels count.
       routed: the router's means over the layers, which the loss includes, weighted; None in a model
         without experts.
       hidden: the distance of hidden states from a teacher's, which the loss includes, weighted;
-        None where none are learned.
+        None where no teacher's hidden states are learned.
     """
 
     loss: Float[Array, ""]
@@ -53,8 +53,8 @@ class LossSums(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """Weights of what is added to the likelihood; see `jaxpar.base.config.TrainConfig` and
-    `DistillConfig`.
+    """The weights of the terms beside the likelihood, as the fields of
+    `jaxpar.base.config.TrainConfig` and `DistillConfig` of these names explain them.
     """
 
     z_loss: float = 0.0
@@ -72,13 +72,13 @@ LIKELIHOOD = LossWeights()  # nothing is added to it
 class SoftTargets(NamedTuple):
     """Weighted entries of the vocabulary for each token: a part of a distribution.
 
-    The weights of a token need not add up to one. What they lack is left out: it pulls at no score,
-    and the token counts for as much less. Entries that are named twice add up, and an id below zero
-    or past the vocabulary has no weight.
+    The weights of a token need not add up to one. The mass that they lack pulls at no score, and
+    the token counts for as much less. The weights of an entry that is named twice add up, and an id
+    below zero or past the vocabulary has no weight.
 
     Attributes:
-      ids: the entries.
-      weights: their weights, float32, through which no gradient flows.
+      ids: the entries' numbers in the vocabulary.
+      weights: float32; no gradient flows through them.
     """
 
     ids: Int[Array, "B S k"]
@@ -89,15 +89,15 @@ def teacher_targets(batch: Mapping[str, Array], temperature: float) -> SoftTarge
     """Make soft targets of a teacher's most likely entries: its distribution at a temperature, over
     those entries alone.
 
-    What the other entries have is left out, and the weights are scaled to a sum of one: the loss is
-    least where the student has the teacher's odds between the entries, and nothing elsewhere.
+    The mass of the other entries is left out, and the weights are scaled to a sum of one: the loss
+    is least where the student has the teacher's odds between the entries, and nothing elsewhere.
 
     Args:
       batch: the arrays of a batch, [B, S, ...].
-      temperature: what the teacher's scores are divided by.
+      temperature: the divisor of the teacher's scores.
 
     Returns:
-      The targets; None where the batch has no teacher's.
+      The targets; None where the batch has none of a teacher.
     """
     if TEACHER_IDS not in batch:
         return None
@@ -106,15 +106,17 @@ def teacher_targets(batch: Mapping[str, Array], temperature: float) -> SoftTarge
 
 
 class Targets(NamedTuple):
-    """What the scores of some tokens are held against: [B, S] and [B, S, k], or [T] and [T, k]."""
+    """The targets that the scores of some tokens are compared with: [B, S] and [B, S, k], or [T]
+    and [T, k].
+    """
 
     labels: Array
     soft: SoftTargets | None
 
 
 class HeadWeights(NamedTuple):
-    """What makes the scores, or its gradient, or the logical axes of both; a bias of None is
-    none.
+    """The weights that make the scores, or their gradients, or their logical axes; the bias is None
+    where there is none.
     """
 
     matrix: PyTree
@@ -122,7 +124,9 @@ class HeadWeights(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """How scores become a loss; the fields are as for `linear_cross_entropy`."""
+    """The options by which scores become a loss. `linear_cross_entropy` explains the fields, its
+    arguments.
+    """
 
     vocab_size: int
     z_loss: float
@@ -137,9 +141,9 @@ class Scores(NamedTuple):
     """The scores of some tokens for a part of the vocabulary."""
 
     logits_TV: Array
-    """In float32, `MASKED` where the vocabulary is padded."""
+    """Float32, and `MASKED` where the vocabulary is padded."""
     first: Array | int
-    """The entry of the whole vocabulary that comes first here."""
+    """The number of the first entry in the whole vocabulary."""
 
     @property
     def entries_V(self) -> Array:
@@ -148,15 +152,15 @@ class Scores(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is known of some tokens from a part of the vocabulary.
+    """Sums over the scores of each token in a part of the vocabulary.
 
     Attributes:
-      most: a token's largest score.
-      total: its sum of exp(score - most).
-      label: its label's score.
-      soft_total: its sum of exp((score - most) / temperature); None where that is not needed.
-      soft: the weighted sum of the scores of its soft targets; None where there are none.
-      all: the sum of its scores; None without label smoothing.
+      most: the largest score.
+      total: the sum of exp(score - most).
+      label: the score of the label.
+      soft_total: the sum of exp((score - most) / temperature); None where that is not needed.
+      soft: the weighted sum of the scores of the soft targets; None where there are none.
+      all: the sum of the scores; None without label smoothing.
     """
 
     most: Array
@@ -168,14 +172,15 @@ class Seen(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """What the gradient of the scores is made from, once the whole vocabulary has been seen.
+    """The values of each token from which the gradient of the scores is computed, once the whole
+    vocabulary has been seen.
 
     Attributes:
       counts: 1 for a token that counts, 0 for another.
-      lse: the log-sum-exp of its scores.
-      dlse: the gradient of the loss by that.
-      soft_lse: the log-sum-exp of its scores over the temperature; None where that is not needed.
-      dsoft_lse: the gradient of the loss by that.
+      lse: the log-sum-exp of the scores.
+      dlse: the gradient of the loss by `lse`.
+      soft_lse: the log-sum-exp of the scores over the temperature; None where that is not needed.
+      dsoft_lse: the gradient of the loss by `soft_lse`.
     """
 
     counts: Array
@@ -192,7 +197,7 @@ def make_scores(
     vocab_size: int,
     softcap: float,
 ) -> Scores:
-    """Compute the float32 scores of the vocabulary's rows from `first` on."""
+    """Compute the float32 scores of the rows of a head, the first of which is the entry `first`."""
     logits_TV = jnp.matmul(x_TD, head.matrix.T, preferred_element_type=jnp.float32)
     if head.bias is not None:
         logits_TV += head.bias.astype(jnp.float32)
@@ -202,7 +207,7 @@ def make_scores(
 
 
 def see(scores: Scores, targets: Targets, how: LossOptions) -> Seen:
-    """Find out what a part of the vocabulary says about each token."""
+    """Sum over a part of the vocabulary for each token."""
     logits_TV = scores.logits_TV
     most_T = jnp.max(logits_TV, axis=-1)
     below_TV = logits_TV - most_T[:, None]
@@ -232,7 +237,7 @@ def see(scores: Scores, targets: Targets, how: LossOptions) -> Seen:
 
 
 def nothing_seen(targets: Targets, how: LossOptions) -> Seen:
-    """What is known before any part of the vocabulary is looked at."""
+    """Make the sums over no part of the vocabulary, with which summing begins."""
     zeros_T = jnp.zeros(targets.labels.shape, jnp.float32)
     soft = targets.soft is not None
     return Seen(
@@ -246,14 +251,14 @@ def nothing_seen(targets: Targets, how: LossOptions) -> Seen:
 
 
 def join_parts(seen: Seen, new: Seen, how: LossOptions) -> Seen:
-    """Join what is known of two parts of the vocabulary."""
+    """Join the sums over two parts of the vocabulary."""
     most_T = jnp.maximum(seen.most, new.most)
     both = (_relative_to(most_T, one, how) for one in (seen, new))
     return jax.tree.map(jnp.add, *both)._replace(most=most_T)
 
 
 def join_devices(seen: Seen, layout: Layout, how: LossOptions) -> Seen:
-    """Join what the devices know that split the vocabulary."""
+    """Join the sums of the devices that split the vocabulary."""
     axes = layout.mesh_axes("vocab")
     if not axes:
         return seen
@@ -264,7 +269,7 @@ def join_devices(seen: Seen, layout: Layout, how: LossOptions) -> Seen:
 
 
 def _relative_to(most_T: Array, seen: Seen, how: LossOptions) -> Seen:
-    """The same, with sums of exponentials that are relative to another score."""
+    """Make the sums of exponentials relative to another score."""
     below_T = seen.most - most_T
     soft_total_T = seen.soft_total
     if soft_total_T is not None:
@@ -325,8 +330,8 @@ def gradient_of_scores(scores: Scores, targets: Targets, pull: Pull, how: LossOp
 
 
 def _own_targets(scores: Scores, soft: SoftTargets, how: LossOptions) -> SoftTargets:
-    """The soft targets by their places in this part of the vocabulary; those of other parts stand
-    just past its end, without weight.
+    """Number the soft targets by their places in this part of the vocabulary; the targets of other
+    parts stand just past its end, without weight.
     """
     rows = scores.logits_TV.shape[1]
     places_Tk = soft.ids - scores.first
@@ -339,5 +344,5 @@ def _has_weight(soft: SoftTargets, how: LossOptions) -> Array:
 
 
 def _mass(soft: SoftTargets, how: LossOptions) -> Array:
-    """The sum of each token's weights."""
+    """Sum the weights of each token."""
     return jnp.sum(jnp.where(_has_weight(soft, how), soft.weights, 0), axis=-1)

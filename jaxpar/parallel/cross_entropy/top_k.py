@@ -27,10 +27,11 @@ _ENTRIES: Axes = (*GATHERED[:2], None)
 
 
 class TopK(NamedTuple):
-    """The k most likely entries of each token, the most likely first; of equals the first one.
+    """The k most likely entries of each token, the most likely first; among equals the lower number
+    first.
 
     Attributes:
-      ids: the entries.
+      ids: the entries' numbers in the vocabulary.
       log_probs: their log-probabilities in the whole vocabulary, float32.
     """
 
@@ -39,17 +40,17 @@ class TopK(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is known of some tokens from a part of the vocabulary."""
+    """The largest scores of some tokens in a part of the vocabulary, and sums over all scores."""
 
     ids_Tk: Array
     scores_Tk: Array
     most_T: Array
     total_T: Array
-    """The sum of exp(score - most)."""
+    """The sum of exp(score - most_T)."""
 
 
 class _How(NamedTuple):
-    """Numbers that are known while tracing."""
+    """The options of `linear_top_k`, which are known while tracing."""
 
     k: int
     vocab_size: int
@@ -74,11 +75,11 @@ def linear_top_k(
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: the vocabulary matrix, with logical axes ("vocab", "embed"); its rows past
         `vocab_size` are padding, and are no entries.
-      k: how many entries, no more than the vocabulary has.
+      k: how many entries are found, at most the size of the vocabulary.
       layout: mesh, rules and compute dtype.
-      vocab_size: the true vocabulary; 0 = all rows.
-      softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
-      loss_mib: how many MiB of a device the scores may take: see `cross_entropy.tiling`.
+      vocab_size: the size of the true vocabulary; 0 = all rows.
+      softcap: scores become `softcap * tanh(score / softcap)`; 0 = they are taken as they are.
+      loss_mib: how many MiB of a device's memory the scores may take (`choose_tiling.tiling`).
 
     Returns:
       The entries and their log-probabilities, with logical axes ("batch", "seq", None).
@@ -115,7 +116,7 @@ def linear_top_k(
 
 
 def _by_chunks(x_TD: Array, head_VD: Array, chunks: int, layout: Layout, how: _How) -> _Found:
-    """Look at some tokens at a time, and the whole vocabulary."""
+    """Find the largest scores of some tokens at a time, in the whole vocabulary."""
     used_VD = gather_weight(head_VD, HEAD, layout)
     first = first_row("vocab", len(used_VD), layout)
 
@@ -128,7 +129,7 @@ def _by_chunks(x_TD: Array, head_VD: Array, chunks: int, layout: Layout, how: _H
 
 
 def _by_slices(x_TD: Array, head_VD: Array, slices: int, layout: Layout, how: _How) -> _Found:
-    """Look at all tokens, and some of the vocabulary at a time."""
+    """Find the largest scores of all tokens, in some of the vocabulary at a time."""
     rows = len(head_VD) // slices
     first_rows_N = first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices)
 
@@ -165,7 +166,7 @@ def _find(x_TD: Array, head_VD: Array, first: Array | int, how: _How) -> _Found:
 
 
 def _join(found: _Found, new: _Found, how: _How) -> _Found:
-    """Join what is known of two parts of the vocabulary, of which `new` is the later."""
+    """Join the results of two parts of the vocabulary, of which `new` is the later."""
     most_T = jnp.maximum(found.most_T, new.most_T)
     total_T = found.total_T * jnp.exp(found.most_T - most_T)
     total_T += new.total_T * jnp.exp(new.most_T - most_T)
@@ -175,7 +176,7 @@ def _join(found: _Found, new: _Found, how: _How) -> _Found:
 
 
 def _join_devices(found: _Found, layout: Layout, how: _How) -> _Found:
-    """Join what the devices know that split the vocabulary, in its order."""
+    """Join the results of the devices that split the vocabulary, in its order."""
     axes = layout.mesh_axes("vocab")
     if not axes:
         return found
@@ -187,6 +188,6 @@ def _join_devices(found: _Found, layout: Layout, how: _How) -> _Found:
 
 
 def _largest(ids_TK: Array, scores_TK: Array, how: _How) -> tuple[Array, Array]:
-    """The k largest of some scores, with their entries."""
+    """Return the k largest of some scores, with their entries."""
     scores_Tk, places_Tk = jax.lax.top_k(scores_TK, how.k)
     return jnp.take_along_axis(ids_TK, places_Tk, axis=1), scores_Tk

@@ -1,8 +1,9 @@
 """A mixture-of-experts MLP whose experts lie on different devices.
 
-In the order in which to read: `layer` sends tokens to their experts and brings the answers back;
-who chooses whom is the token (`token_choice`) or the expert (`expert_choice`), and `routers` has
-what both need; `expert_products` multiplies rows by the weights of their experts.
+In the order in which to read: `layer` sends tokens to their experts and brings the results back;
+either the tokens choose their experts (`token_choice`) or the experts their tokens
+(`expert_choice`), and `routers` has the parts that both need; `expert_products` multiplies rows by
+the weights of their experts.
 """
 
 from jaxpar.parallel.experts.layer import (

@@ -38,18 +38,18 @@ from jaxpar.parallel.linear import STORED
 
 
 class Choice(NamedTuple):
-    """What the experts chose."""
+    """The experts' choice among the tokens of each sequence."""
 
     weights_BSE: Float[Array, "B S E"]
     """The probability of each expert for each token."""
     chosen_BSE: Bool[Array, "B S E"]
     """Which tokens each expert took."""
     sums: RouterSums
-    """The router's sums; the balance is 1 for each token of text, by construction."""
+    """The balance is 1 for each token of text, by construction."""
 
 
 class ChosenRows(NamedTuple):
-    """Which row belongs to which choice of one device."""
+    """The rows in which one device sends its choices."""
 
     choices: Array
     """For each row of the sent buffers the number of its token on the device times E, plus the
@@ -62,12 +62,11 @@ def capacity(tokens: int, experts: int, experts_per_token: int) -> int:
     """Count the tokens of a sequence that an expert takes.
 
     Args:
-      tokens: the tokens of a sequence.
-      experts: the number of experts.
+      tokens: the number of tokens of a sequence.
       experts_per_token: how many experts a token goes to in the mean.
 
     Returns:
-      The number, rounded up; at most all of them.
+      The number, rounded up; at most all tokens of a sequence.
     """
     return min(tokens, -(-tokens * experts_per_token // experts))
 
@@ -85,7 +84,6 @@ def choose_tokens(
       x_BSD: the normed residual stream, in its own layout.
       router_DE: the weight that scores the experts.
       text_BS: which tokens are text; no expert takes the others.
-      layout: mesh and rules.
       experts_per_token: how many experts a token goes to in the mean.
 
     Returns:
@@ -116,8 +114,8 @@ def choose_tokens(
 
 
 def _probabilities(layout: Layout):
-    """A function of the stream, the router and the text: the softmax of each token's scores, and
-    the sum of squared log-normalisers over all text.
+    """Make a function of the stream, the router and the text that returns the softmax of each
+    token's scores, and the sum of squared log-normalisers over all text.
     """
     tokens = split_over(STORED[:2], layout)
 
@@ -157,7 +155,6 @@ def find_rows(chosen_BSE: Bool[Array, "B S E"], layout: Layout, taken: int) -> C
 
     Args:
       chosen_BSE: which tokens each expert took.
-      layout: mesh and rules.
       taken: how many tokens of a sequence an expert takes.
 
     Returns:
@@ -183,7 +180,9 @@ def find_rows(chosen_BSE: Bool[Array, "B S E"], layout: Layout, taken: int) -> C
 
 
 def add_answers(rows_and_weights: tuple[Array, Array], choices: Array) -> Array:
-    """Weigh the answers of the experts and add each to its token, in float32; for `each`."""
+    """Weigh the results of the experts and add each to its token, in float32; a function for
+    `routers.each`.
+    """
     rows, weights_BSE = rows_and_weights
     B, S, E = weights_BSE.shape
     choice_R = choices[0, 0]

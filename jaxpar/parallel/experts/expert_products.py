@@ -1,8 +1,8 @@
-"""Rows multiplied by the weights of their experts, with the gradient written out: what
-`jaxpar.parallel.linear` does for the rows of one weight.
+"""Matmuls of rows by the weights of their experts, with the gradient written out, as
+`jaxpar.parallel.linear` has them for a single weight.
 
-The rows of a device are gathered over the axes that split `mlp` and put in the order of their
-experts; partial sums over `mlp` take the way back and are summed on it.
+The rows of a device are gathered over the axes that split `mlp`, and put in the order of their
+experts; partial sums over `mlp` are put back in the order of the rows, and summed and scattered.
 
 Shapes: D embed, F mlp, E experts of a device, M buffers, R rows, I and O a weight's dims.
 """
@@ -38,14 +38,13 @@ def column_products(
     """Multiply rows by several weights [E, D, F] of their experts, which share a gather of rows.
 
     Args:
-      layout: mesh, rules and compute dtype.
       x: the rows of each device, laid out as `ROWS`.
-      counts: how many of them are for each expert, from each device.
+      counts: how many of the rows are for each expert, from each device.
       weights: the weights, or views of them.
 
     Returns:
-      The products, rows in the order of the experts, split over `mlp`. No result of an empty row is
-      read.
+      The products, rows in the order of the experts, split over `mlp`. The products of empty rows
+      mean nothing, and are not read.
     """
     views = [form_of(weight) for weight in weights]
     arrays = tuple(stored_array(weight) for weight in weights)
@@ -80,13 +79,12 @@ def row_product(layout: Layout, hidden: Array, counts: Array, weight: Weight) ->
     """Multiply hidden rows by a weight [E, F, D] of their experts, and sum over `mlp`.
 
     Args:
-      layout: mesh, rules and compute dtype.
-      hidden: what `column_products` has of the rows, in the order of the experts.
-      counts: as there.
+      hidden: products that `column_products` returned, in the order of the experts.
+      counts: how many of the rows are for each expert, from each device.
       weight: the weight, or a view of it.
 
     Returns:
-      The sums, in the order and the layout of the rows that were given there.
+      The sums, in the order and the layout of the rows that `column_products` was given.
     """
     form = form_of(weight)
 
@@ -109,7 +107,7 @@ def row_product(layout: Layout, hidden: Array, counts: Array, weight: Weight) ->
 
 
 def _use(weight: Array, form: WeightForm | None, axes: Axes, layout: Layout) -> Array:
-    """Inside `manual`: the weights of a device's experts as they are multiplied."""
+    """Inside `manual`: return the weights of a device's experts as they are multiplied."""
     return gather_weight(read(weight, form, 1, outer=1), axes, layout)
 
 
@@ -122,7 +120,7 @@ def _weight_gradient(
     axes: Axes,
     layout: Layout,
 ) -> Array:
-    """Inside `manual`: the gradient of a weight, summed and laid out as a gradient."""
+    """Inside `manual`: compute the gradient of a weight, summed and laid out as a gradient."""
     # All tokens of an expert are on its device, except those along axes that do not split experts.
     others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
     own_EIO = grouped_weight_gradient(x_RI, dy_RO, counts_ME)
@@ -131,7 +129,7 @@ def _weight_gradient(
 
 
 def _counts_used(counts: Array, layout: Layout) -> Array:
-    """Inside `manual`: return the counts [buffers, E] of the rows as used, where the sequence is
+    """Inside `manual`: return the counts [M, E] of the rows as they are used, where the sequence is
     gathered.
     """
     return gather(counts, ROWS, _USED, layout).reshape(
@@ -153,8 +151,8 @@ def _rows_to(counts_ME: Array, x: Array, layout: Layout) -> Array:
 
 
 def _rows_from(counts_ME: Array, y_RD: Array, layout: Layout) -> Array:
-    """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on
-    the way.
+    """Inside `manual`: put partial sums over `mlp` back in the order of the rows, and sum and
+    scatter them: the transpose of `_rows_to`.
     """
     if (order := expert_order(counts_ME, len(y_RD))) is not None:
         y_RD = y_RD[inverse(order)]

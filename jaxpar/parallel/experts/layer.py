@@ -1,5 +1,5 @@
 """A mixture-of-experts MLP whose experts lie on different devices: every token is sent to the
-experts it chooses (`token_choice`), or that choose it (`expert_choice`).
+experts that it chooses (`token_choice`), or that choose it (`expert_choice`).
 
 For every chosen expert a device writes the token as a row into a buffer for the device that has the
 expert, and an all-to-all over the mesh axes of `experts` exchanges the buffers. There the rows are
@@ -8,7 +8,7 @@ are static, so buffers have the size of the worst case, and no token is dropped.
 
 Per layer, one device sends the following over X devices along `experts`, with T tokens of dim D on
 a device and E experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in
-the compute dtype, with R = X T min(k, E / X) rows. A block that is recomputed repeats the two of
+the compute dtype, with R = X T min(K, E / X) rows. A block that is recomputed repeats the two of
 its forward. A layer also exchanges E integers (how many rows are meant for each expert), forward
 only.
 
@@ -54,21 +54,23 @@ def expert_mlp(
     """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
 
     The weights of several experts are their probabilities, scaled to add up to one (Mixtral,
-    arXiv:2401.04088, section 2.1). That of a single one is its probability as it is (Switch,
-    arXiv:2101.03961, section 2.1): scaled, it would be one, and no gradient would reach the router.
+    arXiv:2401.04088, section 2.1). The weight of a single expert is its probability as it is
+    (Switch, arXiv:2101.03961, section 2.1): scaled, it would be one, and no gradient would reach
+    the router.
 
     Args:
       x_BSD: the normed residual stream, in its own layout.
-      router_DE: logical axes ("embed", None).
+      router_DE: the weight that scores the experts, with logical axes ("embed", None).
       gate_EDF: an array [E, D, F] with logical axes ("experts", "embed", "mlp"), or a `WeightView`
-        of one.
-      up_EDF: the same.
+        of one; its output goes through SiLU.
+      up_EDF: an array or a view like `gate_EDF`; its output is multiplied by the SiLU.
       down_EFD: an array [E, F, D] with logical axes ("experts", "mlp", "embed"), or a view of one.
+      layout: mesh, rules and compute dtype.
       experts_per_token: how many experts a token is sent to; in the mean, where experts choose.
       text_BS: which tokens are text; the others, padding, have no part in the router's sums. None =
-        all are.
-      router: who chooses: each token its experts, or each expert its tokens of each sequence (see
-        `jaxpar.parallel.experts.expert_choice`).
+        all are text.
+      router: `token_choice` = each token chooses its experts; `expert_choice` = each expert chooses
+        its tokens of each sequence (`jaxpar.parallel.experts.expert_choice`).
 
     Returns:
       The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's
@@ -104,7 +106,7 @@ def expert_mlp(
 
 
 class _Weights(NamedTuple):
-    """The router and the experts, as of `expert_mlp`."""
+    """The weights of the router and of the experts, as `expert_mlp` takes them."""
 
     router: Array
     gate: Weight
@@ -152,7 +154,7 @@ def _by_expert_choice(
 def _answers(
     layout: Layout, x_BSD: Array, weights: _Weights, sources: Array, counts: Array
 ) -> Array:
-    """Send copies of the tokens to the devices of their experts, and return the experts' answers,
+    """Send copies of the tokens to the devices of their experts, and return the experts' results,
     a row for each copy.
     """
     with jax.named_scope("dispatch"):
@@ -181,8 +183,8 @@ def _copies(x_BSD: Array, sources: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(layout: Layout, rows: Array) -> Array:
-    """Send each buffer of rows to the device it is meant for. The way back is the same, and so is
-    the gradient's.
+    """Send each buffer of rows to the device that it is meant for. The same exchange brings results
+    back, and carries the gradients of both.
     """
 
     def local(rows: Array) -> Array:
@@ -208,8 +210,8 @@ def _require_experts(
     experts_per_token: int,
     router: object,
 ) -> None:
-    """Refuse weights that do not fit together or the input, more experts of a token than there
-    are, and a router that there is not.
+    """Refuse weights that do not fit together or the input, more experts for a token than there
+    are, and an unknown router.
     """
     experts = router_DE.shape[-1]
     hidden = gate_EDF.shape[-1]
@@ -231,8 +233,8 @@ def _require_experts(
 
 
 def _require_text(text_BS: Any, shape: tuple[int, ...]) -> None:
-    """Refuse what is no boolean for each token: numbers would weigh the tokens in the router's
-    sums.
+    """Refuse a `text_BS` that is not one boolean for each token: numbers would weigh the tokens in
+    the router's sums.
     """
     if text_BS is None:
         return

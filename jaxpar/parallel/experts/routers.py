@@ -1,4 +1,4 @@
-"""What routers share, whoever chooses: the scores of the experts, the rows that are sent, and how.
+"""The parts that both routers need: the scores of the experts, and the exchange of rows.
 
 Shapes: B batch, S sequence, D embed, E experts, X devices along `experts`, R rows.
 """
@@ -24,15 +24,15 @@ SCALAR: Axes = ()
 
 
 class RouterSums(NamedTuple):
-    """Sums over the text of a batch, without its padding, or over its sequences, each weighted by
-    its tokens of text.
+    """The router's losses, summed over the text of a batch without its padding.
 
     Attributes:
-      balance: load balance of a sequence, E sum_e f_e P_e, where f is the share of its choices that
-        fall on an expert and P the expert's mean probability (Switch, arXiv:2101.03961, section
-        2.2); it is 1 where all are alike. It is taken sequence by sequence (DeepSeek-V3,
-        arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
-      z: squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
+      balance: the load balance of each sequence, E sum_e f_e P_e, where f is the share of its
+        choices that fall on an expert and P the expert's mean probability (Switch,
+        arXiv:2101.03961, section 2.2); it is 1 where all are alike. It is taken sequence by
+        sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), each weighted by its tokens of
+        text, so that it adds up over any layout.
+      z: the squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
     """
 
     balance: Float[Array, ""]
@@ -57,8 +57,8 @@ def router_logits(x_BSD: Array, router_DE: Array) -> Array:
 
 
 def swap(x: Array, layout: Layout) -> Array:
-    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`;
-    its own inverse.
+    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`.
+    The function is its own inverse.
     """
     axes = layout.mesh_axes("experts")
     if axes:

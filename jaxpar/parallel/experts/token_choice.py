@@ -36,23 +36,22 @@ from jaxpar.parallel.linear import STORED
 
 
 class Choice(NamedTuple):
-    """What the tokens chose."""
+    """The tokens' choice among the experts."""
 
     weights_BSK: Array
     """The weight of each chosen expert, float32."""
     chosen_BSK: Array
     """The experts that each token chose."""
     sums: RouterSums
-    """The router's sums."""
 
 
 class TokenPlaces(NamedTuple):
-    """Which row belongs to which token of one device."""
+    """The rows in which one device sends its tokens."""
 
     sources: Array
     """The token that each row of the sent buffers copies, [1, 1, R]; -1 = the row is empty."""
     slots: Array
-    """The row in which a token's choice is sent and its answer comes back, [B, S, K]."""
+    """The row in which a token's choice is sent and its result comes back, [B, S, K]."""
     counts: Array
     """How many rows come from each device for each expert that is here, [1, 1, X, E / X]."""
 
@@ -66,11 +65,6 @@ def choose_experts(
       x_BSD: the normed residual stream, in its own layout.
       router_DE: the router, with the logical axes `ROUTER`.
       text_BS: which tokens are text; padding has no part in the router's sums.
-      layout: mesh and rules.
-      experts_per_token: how many experts a token chooses.
-
-    Returns:
-      What they chose.
     """
     routed = cast(tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE, text_BS))
     weights_BSK, chosen_BSK, balance, z = routed
@@ -158,8 +152,8 @@ _route.defvjp(_route_forward, _route_backward)
 def _weigh(
     logits_BSE: Array, chosen_BSK: Array, share_BE: Array, text_BS: Array
 ) -> tuple[Array, Array, Array]:
-    """The weights of the chosen experts, and the sums of balance and z over a device's text for
-    constant shares.
+    """Compute the weights of the chosen experts, and the sums of balance and z over a device's
+    text, in which the experts' shares are constants.
     """
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     weights_BSK = jnp.take_along_axis(probabilities_BSE, chosen_BSK, axis=-1)
@@ -203,7 +197,7 @@ def find_places(chosen_BSK: Array, experts: int, layout: Layout) -> TokenPlaces:
 
 
 def add_choices(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
-    """Weigh the answers to each token's choices and sum them, in float32."""
+    """Weigh the results of each token's experts and sum them, in float32."""
     rows, weights_BSK = rows_and_weights
     answers_BSKD = rows[0, 0][slots_BSK].astype(jnp.float32)
     return jnp.sum(weights_BSK[..., None] * answers_BSKD, axis=2).astype(rows.dtype)

@@ -7,9 +7,9 @@ they are *used* (the sequence gathered, heads or mlp split). The forward and the
 written out, with every collective where it stands: weights are gathered in the compute dtype, and
 weight gradients are summed in float32.
 
-In the order in which to read: `column` and `row`, each other's transpose; `pieces`, of which both
-are made; `ring_matmul`, the gather and the scatter that overlap with their matmuls, in the form
-that `overlap` names; and how a stored weight is read (`weight_view`, `zero_blocks`).
+In the order in which to read: `column` and `row`, each other's transpose; `pieces`, the parts that
+both are made of; `ring_matmul`, the gather and the scatter that overlap with their matmuls, in the
+form that `overlap` names; and how a stored weight is read (`weight_view`, `zero_blocks`).
 """
 
 from jaxpar.parallel.linear.column import column_linear, logits, rank_linear

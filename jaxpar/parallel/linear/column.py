@@ -80,23 +80,24 @@ def column_linear(
       x_BSD: the residual stream, split over `residual_seq`.
       weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such arrays;
         each may be a `WeightView`.
-      axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence
-        of such axes.
+      axes: the logical axes of the weight's output dims, such as ("heads", "head_dim"), or a
+        sequence of such axes.
+      layout: mesh, rules and compute dtype.
       biases: an array [*out], or for several weights a sequence with None where there is none. A
-        bias has the shape of its weight's output dims, kv heads that are copied included: their
-        bias is copied with them.
-      seq: logical axis of the outputs' sequence, which is "attention_seq" for q, k and v; or one
-        for each weight, of which those that lie alike share a gather.
-      overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or
-        one for each.
+        bias has the shape of its weight's output dims before kv heads are copied: the bias of kv
+        heads is copied with them.
+      seq: the logical axis of the outputs' sequence, which is "attention_seq" for q, k and v; or
+        one for each weight, of which those that lie alike share a gather.
+      overlap: how the gather, and in the backward the scatter, run beside the matmuls (a word of
+        `jaxpar.base.registry.FORMS`): one form for both, or a pair of forms.
 
     Returns:
       An array [B, S, *out] in the compute dtype, or a tuple of such arrays where weights are a
       sequence.
 
     Raises:
-      UserError: there is no such form, the logical axes or rules do not fit together, or a bias not
-        its weight; or a device has no whole units of a view.
+      UserError: there is no such form, the logical axes or rules do not fit together, a bias does
+        not fit its weight, or a device has no whole number of a view's units.
     """
     require_layout(layout, "column_linear")
     if not isinstance(weights, list | tuple):
@@ -127,8 +128,8 @@ def column_linear(
 
 
 def _one_of_each(weights: Sequence[Any], axes: Any, biases: Any) -> Sequence[Any]:
-    """The biases of several weights, None where there is none; what is not one for each weight is
-    refused, and so are axes that are none.
+    """Return a bias or None for each of several weights; refuse biases or axes that are not one for
+    each weight.
     """
     if isinstance(axes, str) or len(axes) != len(weights):
         raise UserError(
@@ -158,8 +159,8 @@ def _columns_by_sequence(
     seqs: Sequence[LogicalAxis],
     overlap: Overlapping,
 ) -> tuple[Array, ...]:
-    """`column_linear` of weights whose outputs' sequences have an axis each: those that lie alike
-    share a gather.
+    """Compute `column_linear` of weights of which each has its own logical axis for the outputs'
+    sequence; weights whose outputs lie alike share a gather.
     """
     if len(seqs) != len(weights):
         raise UserError(
@@ -196,8 +197,8 @@ def rank_linear(
       u_BSr: a result of `column_linear` or `row_linear` whose last dim is "rank": every device has
         all of r.
       weight: an array [r, *out] with logical axes ("rank", *axes).
-      axes: logical axes of the output dims: those of a column linear, or ("embed",).
-      seq: logical axis of the sequence of u and of the output, which is "residual_seq" after a row
+      axes: the logical axes of the output dims, as `column_linear` takes them, or ("embed",).
+      seq: the logical axis of the sequence of u and of the output: "residual_seq" after a row
         linear.
 
     Returns:
@@ -230,18 +231,20 @@ def logits(
     softcap: float = 0.0,
     overlap: Overlapping = "xla",
 ) -> Float[Array, "B S V"]:
-    """Compute scores of every vocabulary entry.
+    """Compute the scores of every vocabulary entry.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: the vocabulary matrix, with logical axes ("vocab", "embed").
       layout: mesh, rules and compute dtype.
-      bias_V: what is added to the score of each entry, with the logical axis "vocab"; None =
-        nothing is.
-      vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
-      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as
-        they are.
-      overlap: as for `column_linear`.
+      bias_V: the bias that is added to each entry's score, with the logical axis "vocab"; None =
+        nothing is added.
+      vocab_size: the size of the true vocabulary; scores of the rows past it are masked out. 0 =
+        all rows.
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 =
+        they are taken as they are.
+      overlap: how the gather, and in the backward the scatter, run beside the matmul: one form for
+        both, or a pair of forms.
 
     Returns:
       The float32 scores [B, S, V], with logical axes ("batch", "seq", "vocab").
@@ -283,8 +286,10 @@ def _columns(
     overlap: Overlapping = "xla",
     given: Axes = STORED,
 ) -> tuple[Array, ...]:
-    """Column linears that share one gather of x from the layout `given` to `used`; `dtype` is that
-    of their outputs.
+    """Compute column linears that share one gather of x from the layout `given` to `used`.
+
+    Args:
+      dtype: the dtype of the outputs; empty = the compute dtype.
     """
     dtype = dtype or layout.compute
     gathers, scatters = both_forms(overlap)

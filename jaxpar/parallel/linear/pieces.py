@@ -1,5 +1,5 @@
-"""What column and row linears are both made of: the layouts of a residual stream, what they refuse,
-and the steps of their forwards and backwards on one device.
+"""The parts that column and row linears are both made of: the layouts of a residual stream, the
+checks of arguments, and the steps of their forwards and backwards on one device.
 
 Shapes: B batch, S sequence, D embed, V vocab.
 """
@@ -25,18 +25,18 @@ STORED: Axes = ("batch", "residual_seq", None)
 GATHERED: Axes = ("batch", "seq", None)
 ATTENDED: Axes = ("batch", "attention_seq", None)
 Overlapping = Form | tuple[Form, Form]
-"""One form for both moves, or one for gathers and one for scatters."""
+"""One form for both gathers and scatters, or a form for each."""
 
 
 def both_forms(overlap: Overlapping) -> tuple[Form, Form]:
-    """The form of the gathers, and that of the scatters."""
+    """Return the form of the gathers and the form of the scatters."""
     if isinstance(overlap, tuple):
         return overlap
     return (overlap, overlap)
 
 
 def places_of_alike(keys: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """The places of equal keys, in the order in which the keys come first."""
+    """Group the places of equal keys, in the order in which the keys come first."""
     places: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
         places.setdefault(key, []).append(i)
@@ -49,11 +49,7 @@ def require_head(
     """Refuse hidden states and a head that do not fit together.
 
     Args:
-      what: the op, with which a message begins.
-      x_BSD: the hidden states.
-      head_VD: the vocabulary matrix.
-      layout: mesh and rules.
-      bias_V: what is added to the scores, or None.
+      what: the name of the op, with which a message begins.
 
     Raises:
       UserError: the mesh does not divide an array, the two differ in D, or the bias has another
@@ -71,7 +67,7 @@ def require_width(
     weight: Sequence[int],
     dims: int,
 ) -> None:
-    """Refuse an input whose last dims are not the first ones of the weight."""
+    """Refuse an input whose last `dims` dims are not the first dims of the weight."""
     if tuple(given[len(given) - dims :]) != tuple(weight[:dims]):
         raise UserError(
             f"{what}: an input of shape {tuple(given)} does not fit a weight whose first "
@@ -80,7 +76,7 @@ def require_width(
 
 
 def require_bias(what: str, bias: Any, out: Sequence[int]) -> None:
-    """Refuse a bias that has not the shape of its weight's output dims: it would be added at other
+    """Refuse a bias of another shape than its weight's output dims: it would be added at other
     places.
     """
     shape = getattr(bias, "shape", None)
@@ -97,14 +93,12 @@ def require_bias(what: str, bias: Any, out: Sequence[int]) -> None:
 
 
 def used_axes(axes: Axes) -> Axes:
-    """The layout in which a weight is multiplied: it is whole over `embed`."""
+    """Return the logical axes with which a weight is multiplied: it is whole over `embed`."""
     return tuple(None if axis == "embed" else axis for axis in axes)
 
 
 def gather_weight(weight: Array, axes: Axes, layout: Layout) -> Array:
-    """Inside `manual`: prepare a weight for its matmul; it is cast before it is gathered, so half
-    the bytes travel.
-    """
+    """Inside `manual`: cast a weight and then gather it, so that half the bytes travel."""
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 
@@ -116,8 +110,15 @@ def factor_of(
     swapped: bool,
     in_order: bool = True,
 ) -> Factor:
-    """Inside `manual`: what a device multiplies by, of a weight [*in, *out] that is ready but for
-    being `swapped`; kernels are told its blocks of zeros.
+    """Inside `manual`: return the factor that a device multiplies by, with a map of its blocks of
+    zeros for kernels that skip them.
+
+    Args:
+      weight: [*in, *out], gathered and in the form in which it multiplies.
+      form: the form; None = the weight multiplies as it is stored.
+      ins: how many of the dims are dims in.
+      swapped: whether the factor is the transpose [*out, *in].
+      in_order: whether the weight has whole units of the form, in their order.
     """
     if swapped:
         weight = _swap_dims(weight, ins)
@@ -126,7 +127,7 @@ def factor_of(
 
 
 def _swap_dims(weight: Array, split: int) -> Array:
-    """Turn a weight [*in, *out], with so many dims in, into [*out, *in]."""
+    """Turn a weight [*in, *out], of which the first `split` dims are dims in, into [*out, *in]."""
     return jnp.transpose(
         weight,
         (*range(split, weight.ndim), *range(split)),
@@ -148,8 +149,8 @@ def own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
 def weight_gradient(
     x: Array, dy: Array, weight: Array, axes: Axes, used: Axes, layout: Layout, copied: int | None
 ) -> Array:
-    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens; the result is laid
-    out as a gradient.
+    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens, into a weight's
+    gradient that is laid out as gradients are.
 
     The sum is in float32, over the devices that have other tokens and those that have copies of the
     same heads.
@@ -176,11 +177,8 @@ def weight_gradient(
 
 
 def plus_bias(y: Array, bias: Array | None, axes: Axes, layout: Layout) -> Array:
-    """Add the bias [*out] to [B, S, *out], whose kv heads may be copies; it and its gradient are
-    summed in float32.
-
-    Args:
-      axes: logical axes of the bias.
+    """Add the bias [*out], which has the logical axes `axes`, to [B, S, *out], whose kv heads may
+    be copies. Both the sum and the bias's gradient are computed in float32.
     """
     if bias is None:
         return y

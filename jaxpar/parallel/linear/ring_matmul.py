@@ -3,9 +3,9 @@ one op.
 
 Following Wang et al. 2023, "Overlap communication with dependent computation via decomposition in
 large deep learning models" (ASPLOS), chunks of a gathered array are multiplied as they arrive, and
-each chunk of a product is added to a sum that passes by on its way to the device it belongs to. The
-loops are unrolled, and a hop is written before the work that should hide it, so that the compiler's
-scheduler sees every step. In `linear` each op is the other's transpose.
+each chunk of a product is added to a sum that passes by on its way to the device that it belongs
+to. The loops are unrolled, and a hop is written before the work that should hide it, so that the
+compiler's scheduler sees every step. In `linear` each op is the other's transpose.
 
 Everything here runs inside `manual`, on local arrays whose dim 1 is the sequence.
 """
@@ -30,10 +30,10 @@ from jaxpar.parallel.linear.zero_blocks import Factor, ZeroBlocks
 
 
 class Lane(NamedTuple):
-    """A part of a chunk that travels by itself, `rows` of it from the row `first` on.
+    """A part of a chunk that travels by itself: `rows` rows, beginning with the row `first`.
 
     Attributes:
-      way: to which neighbour it goes at each hop: 1 = the next one, -1 = the one before.
+      way: the neighbour that it goes to at each hop: 1 = the next one, -1 = the one before.
     """
 
     first: int
@@ -42,31 +42,29 @@ class Lane(NamedTuple):
 
 
 Lanes = Callable[[int], list[Lane]]
-"""How a chunk of so many rows travels. The parts cover it, one after another."""
+"""A function from the number of rows of a chunk to the parts in which it travels, which cover the
+chunk one after another."""
 
 
 def register_form(name: str) -> Callable[[Lanes], Lanes]:
-    """A decorator that makes a form of ring known by a name, to the ops and to configs (`overlap`).
+    """Make a form of ring known by a name, to the ops and to configs (`overlap`).
 
-    It is put on a function from the number of rows of a chunk, at least 1, to its parts. `overlap
-    auto` tries every form.
+    The decorator that this returns is put on a function from the number of rows of a chunk, at
+    least 1, to its parts, and leaves the function as it is. `overlap auto` tries every form.
 
     Args:
       name: a word that no other form has.
 
-    Returns:
-      A decorator, which leaves the function as it is.
-
     Raises:
-      UserError: the name is no word; and the decorator, where the name is taken or it is put on
-        something that cannot be called so.
+      UserError: the name is no word. The decorator raises it where the name is taken, or it is put
+        on something that cannot be called so.
     """
     return registering(FORMS, name, lambda lanes: lanes, ("rows",))
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """The form that is no ring: a collective before or after the matmul."""
+    """The form without a ring: a collective before or after the matmul."""
 
 
 FORMS.add("xla", _Collective())
@@ -74,13 +72,13 @@ FORMS.add("xla", _Collective())
 
 @register_form("ring")
 def whole_chunks(rows: int) -> list[Lane]:
-    """Whole chunks, all of them one way."""
+    """Send whole chunks, all of them one way."""
     return [Lane(0, rows, 1)]
 
 
 @register_form("bidirectional")
 def half_each_way(rows: int) -> list[Lane]:
-    """One half of each chunk either way. A single row goes one way only."""
+    """Send one half of each chunk either way. A single row goes one way only."""
     half = rows // 2
     if not half:
         return whole_chunks(rows)
@@ -88,7 +86,7 @@ def half_each_way(rows: int) -> list[Lane]:
 
 
 def ring_forms() -> dict[str, Lanes]:
-    """The forms that are rings, by name."""
+    """Return the forms that are rings, by name."""
     return {name: lanes for name, lanes in FORMS.items() if not isinstance(lanes, _Collective)}
 
 
@@ -107,16 +105,15 @@ def all_gather_matmul(
       x: an array [B, S, *in] in the layout `stored`.
       weights: arrays [*in, *out], ready to be multiplied.
       stored: the logical axes of x as it is stored.
-      used: those of x as it is multiplied.
+      used: the logical axes of x as it is multiplied.
       dtype: the dtype of the products.
-      layout: mesh and rules.
       form: how the gather runs beside the matmuls, a word of `FORMS`.
 
     Returns:
       x in the layout `used`, and for each weight an array [B, S, *out] of `dtype`.
 
     Raises:
-      UserError: no such form.
+      UserError: there is no such form.
     """
     ring = _ring(stored, used, form, layout)
     if ring is None:
@@ -150,16 +147,15 @@ def matmul_reduce_scatter(
     Args:
       products: pairs of an array [B, S, *in] and a weight [*in, *out].
       partial: the mesh axes over which the sum is partial.
-      used: the logical axes of the sum before.
-      stored: its logical axes after.
-      layout: mesh, rules and compute dtype.
+      used: the logical axes of the sum before it is scattered.
+      stored: the logical axes of the sum as it is stored.
       form: how the scatter runs beside the matmuls, a word of `FORMS`.
 
     Returns:
       This device's part of the sum [B, S, *out], in the compute dtype, in which it also travels.
 
     Raises:
-      UserError: no such form.
+      UserError: there is no such form.
     """
     ring = _ring(stored, used, form, layout)
     if ring is None or set(partial) != set(ring.axes):
@@ -191,8 +187,8 @@ def matmul(x: jax.Array, weight: Factor, dtype: str) -> jax.Array:
 
     Args:
       x: an array [B, S, *in].
-      weight: an array [*in, *out]. Its blocks of zeros, if they are told, are skipped where the
-        product has the dtype of x: kernels make no other.
+      weight: an array [*in, *out]. Its blocks of zeros, if they are known, are skipped where the
+        product has the dtype of x: kernels make products of no other dtype.
       dtype: the dtype of the product.
 
     Returns:
@@ -215,8 +211,8 @@ def _sum(parts: Iterator[jax.Array]) -> jax.Array:
 
 
 def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
-    """The ring that replaces the gather from one layout to the other, or its transpose; None = no
-    ring.
+    """Find the ring that replaces the gather from one layout to the other, or its transpose; None =
+    no ring does.
     """
     lanes = FORMS[form]
     moves = further_split(stored, used, layout)
@@ -230,9 +226,9 @@ class _Ring(NamedTuple):
     """Devices that hand chunks on to their neighbours."""
 
     axes: tuple[MeshAxis, ...]
-    """Mesh axes, treated as one."""
+    """The mesh axes, treated as one."""
     size: int
-    """The number of devices along them."""
+    """The number of devices along the mesh axes."""
     form: Form
     lanes: Lanes
 
@@ -240,7 +236,7 @@ class _Ring(NamedTuple):
         """Return the parts of a chunk of so many rows.
 
         Raises:
-          UserError: they do not cover it one after another, or one goes neither way.
+          UserError: the parts do not cover the chunk one after another, or a part goes neither way.
         """
         found = self.lanes(rows)
         wrong = UserError(
@@ -262,7 +258,9 @@ class _Ring(NamedTuple):
         return list(found)
 
     def hop(self, x: jax.Array, way: int) -> jax.Array:
-        """Return what the neighbour behind has, as seen in this direction."""
+        """Pass an array on to the neighbour in this direction, and return what comes from the
+        neighbour behind.
+        """
         return jax.lax.ppermute(
             x, self.axes, [(i, (i + way) % self.size) for i in range(self.size)]
         )
@@ -276,8 +274,8 @@ def _gather_chunks(
     x: jax.Array,
     ring: _Ring,
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yield the chunks of the all-gather of `x` as (first row, rows), its own first; the next
-    travels meanwhile.
+    """Yield the chunks of the all-gather of `x` as (first row, rows), this device's own first; the
+    next chunk travels meanwhile.
     """
     rows = x.shape[1]
     parts = [
@@ -298,8 +296,8 @@ def _gather_chunks(
 def _scatter_sums(
     summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring
 ) -> jax.Array:
-    """The reduce-scatter of an array whose local summand `summand(first, count)` makes piece by
-    piece, in float32.
+    """Reduce-scatter an array whose local summand `summand(first, count)` makes piece by piece, in
+    float32.
 
     Sums travel in `dtype`; `rows` is the length of the chunk that stays here.
     """

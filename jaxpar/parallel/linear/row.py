@@ -55,26 +55,32 @@ def row_linear(
     to: LogicalAxis = "embed",
     overlap: Overlapping = "xla",
 ) -> Float[Array, "B S D"]:
-    """Compute `h @ w` over split dims: Megatron's row-parallel linear, whose sum is scattered over
-    the sequence. Or compute the sum of several such products, which is scattered as one.
+    """Compute `h @ w` over split dims, or the sum of several such products, and scatter the sum
+    over the sequence: Megatron's row-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053).
 
     Args:
       h_BSI: an array [B, S, *in], split as `axes` say, or a sequence of such arrays.
       weight: an array [*in, D] with logical axes (*axes, to), or a `WeightView` of one; or one for
         each of several inputs.
-      axes: logical axes of the input dims, such as ("mlp",), or a sequence of such axes.
-      bias: an array [D] that is added once, after the sum; or one, or None, for each of several.
-      seq: logical axis of the input's sequence, which is "attention_seq" for the output of
-        attention; or one for each. Inputs that lie alike, and are summed over the same devices,
-        share a scatter.
-      to: logical axis of the output dim, which is "rank" for the first of two matrices of low rank.
-      overlap: as for `column_linear`; here the forward scatters and the backward gathers.
+      axes: the logical axes of the input dims, such as ("mlp",), or a sequence of such axes.
+      layout: mesh, rules and compute dtype.
+      bias: an array [D] that is added once, after the sum; or an array or None for each of several
+        inputs.
+      seq: the logical axis of the input's sequence, which is "attention_seq" for the output of
+        attention; or one for each of several inputs. Inputs that lie alike, and are summed over the
+        same devices, share a scatter.
+      to: the logical axis of the output dim, which is "rank" for the first of two matrices of low
+        rank.
+      overlap: how the scatter, and in the backward the gather, run beside the matmuls (a word of
+        `jaxpar.base.registry.FORMS`): one form for both, or a pair of the gathers' and the
+        scatters'.
 
     Returns:
       The output [B, S, D], in the compute dtype and the residual stream's layout.
 
     Raises:
-      UserError: as for `column_linear`.
+      UserError: there is no such form, the logical axes or rules do not fit together, a bias does
+        not fit its weight, or a device has no whole number of a view's units.
     """
     require_layout(layout, "row_linear")
     if not isinstance(h_BSI, list | tuple):
@@ -105,7 +111,7 @@ def row_linear(
 
 
 class _Row(NamedTuple):
-    """One weight of row linears: how it and its input lie."""
+    """The layouts of one weight of row linears and of its input."""
 
     ins: Axes
     """The logical axes of the input dims."""
@@ -124,7 +130,7 @@ class _Row(NamedTuple):
         return (*self.used[:2], *self.ins)
 
     def use(self, weight: Array, layout: Layout, swapped: bool = False) -> Factor:
-        """Inside `manual`: the weight as it is multiplied."""
+        """Inside `manual`: return the weight as it is multiplied."""
         count = len(self.ins)
         whole = gather_weight(read(weight, self.form, count), self.stored, layout)
         return factor_of(whole, self.form, count, layout, swapped)
@@ -133,7 +139,7 @@ class _Row(NamedTuple):
 def _row(
     h: Array, weight: Weight, ins: Axes, to: LogicalAxis, seq: LogicalAxis, layout: Layout
 ) -> _Row:
-    """What `row_linear` knows of one weight, held against its input."""
+    """Find the layouts of one weight and its input, and refuse the two if they do not fit."""
     require_axes(ins, "row_linear")
     count = len(ins)
     row = _Row(
@@ -149,7 +155,9 @@ def _row(
 def _rows(
     rows: Sequence[_Row], partial: tuple[MeshAxis, ...], layout: Layout, overlap: Overlapping
 ) -> Callable[[tuple[Array, ...], tuple[Array, ...]], Array]:
-    """Row linears whose sum is partial over the same mesh axes, and scattered as one."""
+    """Make the function of row linears whose sum is partial over the same mesh axes, and scattered
+    as one.
+    """
     used = rows[0].used
     gathers, scatters = both_forms(overlap)
 

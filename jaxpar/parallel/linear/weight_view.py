@@ -1,10 +1,11 @@
-"""A stored matrix as it multiplies: the door through which a linear or an expert reads a weight.
+"""Views of stored matrices, by which a linear or an expert multiplies by another form of a weight
+than the one that is stored.
 
     y = parallel.column_linear(x, parallel.WeightView(w, NOfM(2, 4)), ("mlp",), layout)
 
 A linear takes a view wherever it takes an array. It makes the form of each device's own part,
-before that is cast and gathered, forward and backward; so nothing is kept beside the stored matrix,
-and nothing more is sent.
+before that part is cast and gathered, forward and backward; so nothing is kept beside the stored
+matrix, and nothing more is sent.
 
 Shapes: I and O a linear's flattened dims.
 """
@@ -28,8 +29,8 @@ class WeightView:
 
     Attributes:
       stored: the array, of any dims.
-      form: what is made of it; None = it multiplies as it is stored.
-      name: what the model calls it, for ops that look at what each matrix multiplies.
+      form: the form that is made of the array; None = it multiplies as it is stored.
+      name: the model's name of the matrix, for ops that look at the inputs of each matrix.
     """
 
     stored: Array
@@ -38,7 +39,7 @@ class WeightView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the stored matrix."""
+        """The shape of the stored matrix."""
         return self.stored.shape
 
 
@@ -46,14 +47,14 @@ Weight: TypeAlias = Array | WeightView
 
 
 def stored_array(weight: Weight) -> Array:
-    """The array behind a weight that may be a view."""
+    """Return the stored array of a weight that may be a view."""
     if isinstance(weight, WeightView):
         return weight.stored
     return weight
 
 
 def form_of(weight: Weight) -> WeightForm | None:
-    """The form of a weight that may be a view; None = it multiplies as it is stored."""
+    """Return the form of a weight that may be a view; None = it multiplies as it is stored."""
     if isinstance(weight, WeightView):
         return weight.form
     return None
@@ -64,12 +65,12 @@ def read(weight: Array, form: WeightForm | None, ins: int, outer: int = 0) -> Ar
 
     Args:
       weight: [*outer, *in, *out].
-      form: the form; None = it multiplies as it is stored.
+      form: the form; None = the matrix multiplies as it is stored.
       ins: how many of its dims are summed over.
-      outer: how many dims stand before these, such as that of experts.
+      outer: how many dims stand before the dims in, such as the dim of experts.
 
     Returns:
-      What multiplies, of the same shape and dtype.
+      The array that multiplies, of the same shape and dtype.
     """
     if form is None:
         return weight
@@ -77,13 +78,14 @@ def read(weight: Array, form: WeightForm | None, ins: int, outer: int = 0) -> Ar
 
 
 def pull(gradient: Array, form: WeightForm | None, ins: int, outer: int = 0) -> Array:
-    """Turn the gradient of what multiplies into that of the stored matrix, or of a device's part.
+    """Turn the gradient of the array that multiplies, which `read` made, into the gradient of the
+    stored matrix, or of a device's part of it.
 
     Args:
       gradient: [*outer, *in, *out].
-      form: as for `read`.
-      ins: as for `read`.
-      outer: as for `read`.
+      form: the form; None = the matrix multiplies as it is stored.
+      ins: how many of its dims are summed over.
+      outer: how many dims stand before the dims in, such as the dim of experts.
 
     Returns:
       The gradient, of the same shape and dtype.
@@ -94,7 +96,7 @@ def pull(gradient: Array, form: WeightForm | None, ins: int, outer: int = 0) -> 
 
 
 def _as_matrices(weight: Array, ins: int, outer: int) -> Array:
-    """Take the dims in, and those out, of a weight together."""
+    """Merge the dims in and the dims out of a weight into one dim each."""
     split = outer + ins
     rows = math.prod(weight.shape[outer:split])
     columns = math.prod(weight.shape[split:])
@@ -110,17 +112,17 @@ def require_units(
     outer: int = 0,
     what: str = "a weight",
 ) -> None:
-    """Refuse a layout in which entries that are read together lie on several devices: what they
-    make would depend on the layout.
+    """Refuse a layout in which entries that are read together lie on several devices: the form
+    would then depend on the layout.
 
     Args:
-      form: the form of the matrix; None = nothing is read together.
-      shape: that of the whole matrix.
-      axes: its logical axes.
+      form: the form of the matrix; None = no entries are read together.
+      shape: the shape of the whole matrix.
+      axes: the logical axes of the matrix.
       layout: mesh and rules.
-      ins: as for `read`.
-      outer: as for `read`.
-      what: what the message calls the matrix.
+      ins: how many of the dims are summed over.
+      outer: how many dims stand before the dims in, such as the dim of experts.
+      what: the matrix's name in the message.
 
     Raises:
       UserError: a device has no whole number of units.
@@ -143,7 +145,9 @@ def require_units(
 
 
 def _neighbours(shape: tuple[int, ...], axes: Axes, layout: Layout, dims: range, what: str) -> int:
-    """How many entries of some dims, taken together, lie in a row on a device as in the whole."""
+    """Count the entries of some dims, merged, that lie in a row on a device as they do in the whole
+    matrix.
+    """
     part = layout.sharding(axes, shape, what).shard_shape(shape)
     count = 1
     for dim in reversed(dims):

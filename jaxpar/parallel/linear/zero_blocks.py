@@ -1,5 +1,4 @@
-"""A weight of which whole blocks are zero, as a device multiplies by it: kernels of TPUs and GPUs
-skip those blocks.
+"""Weights of which whole blocks are zero: kernels of TPUs and GPUs skip those blocks.
 
 Shapes: T tokens, I and O a linear's flattened dims, M by N blocks.
 """
@@ -24,8 +23,8 @@ class ZeroBlocks(NamedTuple):
 
     Attributes:
       array: the weight.
-      blocks_MN: which blocks are not all zeros, of its dims in and its dims out.
-      platform: what the product is compiled for.
+      blocks_MN: which blocks of its dims in and its dims out are not all zeros.
+      platform: the platform that the product is compiled for.
     """
 
     array: Array
@@ -34,7 +33,7 @@ class ZeroBlocks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """The shape of the weight."""
         return self.array.shape
 
     def multiply(self, x_TI: Array) -> Array:
@@ -44,19 +43,19 @@ class ZeroBlocks(NamedTuple):
 
 
 Factor = Array | ZeroBlocks
-"""What a device multiplies by."""
+"""A weight that a device multiplies by, with a map of its blocks of zeros where that is of use."""
 
 
 def find_zero_blocks(
     weight: Array, form: WeightForm | None, ins: int, layout: Layout, *, swapped: bool, whole: bool
 ) -> Factor:
-    """Tell of a weight that a device is about to multiply by, which of its blocks are zero.
+    """Find the blocks of zeros of a weight that a device is about to multiply by.
 
     Args:
-      weight: [*in, *out], what a form made of a device's part, gathered.
+      weight: [*in, *out], the result of a form for the device's part, gathered.
       form: the form; None = no block is zero.
       ins: how many of its dims are summed over.
-      layout: its devices: on a CPU zeros are multiplied.
+      layout: says which devices multiply; on a CPU zeros are multiplied.
       swapped: whether the weight is transposed, so that its dims in are the form's columns.
       whole: whether it has whole units of the form, in their order.
 

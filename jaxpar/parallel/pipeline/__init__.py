@@ -1,11 +1,11 @@
 """Pipeline parallelism inside one jit: schedules as data, and the code that runs them.
 
-In the order in which to read: `schedule_table` says what a schedule is, and `schedules` makes those
-with names; `layers` lays layers out over the stages; `program` turns a table into scans over
-rounds, with a slot for everything that waits. `executor` runs a program: `stage_inputs` is what a
-stage is given, `stage` runs its layers, keeping what `residuals` chooses, `ticks` is what it does
-in a tick, and `shared_head` the head that all stages share. A model is a `pipelined_model`, or made
-of functions (`model_functions`).
+In the order in which to read: `schedule_table` says what a schedule is, and `schedules` makes the
+schedules that have names; `layers` assigns layers to the stages; `program` turns a table into scans
+over rounds, with a slot for everything that waits. `executor` runs a program: `stage_inputs` has
+the arguments of a stage, `stage` runs its layers and keeps the arrays that `residuals` chooses,
+`ticks` runs its ticks, and `shared_head` shares the head out over all stages. A model is a
+`pipelined_model`, or made of functions (`model_functions`).
 """
 
 from jaxpar.parallel.pipeline.executor import gradients, loss

@@ -1,5 +1,5 @@
-"""Run a schedule's table inside one jit: `shard_map` over the stages, and all the rest of the plan
-inside a stage.
+"""The run of a schedule's table inside one jit: `shard_map` over the stages, and all the rest of
+the plan inside a stage.
 
 All stages run the same ticks, and what a stage computes while it is idle is thrown away. A tick
 ends with one `ppermute` to the neighbour; a cotangent travels beside the forward tick that follows
@@ -7,12 +7,12 @@ it, an activation beside the backward tick. Buffers are as deep as the schedule 
 number of microbatches (see `jaxpar.parallel.pipeline.program`).
 
 No single stage runs the ends of the model, since all others would wait for it. The output of the
-last stage is shared out for the final norm, the loss and their gradients (see `shared_head`). These
-gradients are summed over the stages once, at the end, with those of the embedding, so that a tied
-table gets both. Every stage does the embedding, a lookup.
+last stage is shared out for the final norm, the loss and their gradients (`shared_head`). The
+gradients of the head and of the embedding are summed over the stages once, at the end, so that a
+tied table gets both. Every stage computes the embedding, a lookup.
 
-Here the program becomes scans over rounds; `ticks` has what one stage carries from round to round
-and does in each tick, and `stage_inputs` what it is given.
+In this module the program becomes scans over rounds; `ticks` has the values that one stage carries
+from round to round, and the work of each tick, and `stage_inputs` the arguments of a stage.
 
 Shapes: M microbatches, B batch, S sequence.
 """
@@ -62,12 +62,11 @@ def gradients(
     Args:
       model: the model, whose blocks can be run layer by layer.
       params: parameters whose blocks are stacked in the plan's `stored_order`.
-      batch: arrays [M B, S], as for `Model.loss`.
+      batch: the arrays that `Model.loss` takes, [M B, S].
       plan: the plan, which has a pipeline of M microbatches.
       key: the dropout key, of which microbatch i uses `fold_in(key, i)`; None = no dropout.
-      weights: the weights of what is added to the likelihood.
-      table: what each stage does in each tick; None = the plan's schedule.
-      counts: the tokens of the whole step, as for `Model.loss`; None = the batch is all of it.
+      table: the actions of each stage in each tick; None = the plan's schedule.
+      counts: the numbers of tokens of the whole step; None = the batch is the whole step.
 
     Returns:
       The sums of the loss, float32 scalars, and the gradients of what is trained, in the
@@ -99,11 +98,10 @@ def loss(
     next of these.
 
     Args:
-      model: as for `gradients`.
-      params: as there.
-      batch: as there.
-      plan: as there.
-      weights: the weights of what is added to the likelihood; nothing is by default.
+      model: the model, whose blocks can be run layer by layer.
+      params: parameters whose blocks are stacked in the plan's `stored_order`.
+      batch: the arrays that `Model.loss` takes, [M B, S].
+      plan: the plan, which has a pipeline of M microbatches.
 
     Returns:
       The sums over the batch.
@@ -160,9 +158,7 @@ def _run(
 def _stage_arrays(
     task: Task, params: Params, batch: Batch, key: jax.Array | None, counts: TokenCounts
 ) -> StageArrays:
-    """Return what the stages are given, all of it, with the batch [M B, S] cut into microbatches
-    [M, B, S].
-    """
+    """Return the arguments of all stages, the batch [M B, S] cut into microbatches [M, B, S]."""
     plan = task.plan
 
     def cut(x_BS: Array) -> Array:
@@ -193,8 +189,8 @@ def _stage_arrays(
 def _run_stage(
     task: Task, arrays: StageArrays, ticks: list[dict[ActionKind, Rows]]
 ) -> tuple[LossSums, StageGradients | None]:
-    """Run one stage, inside the `shard_map`: its part of the arrays and of the rows [rounds, 1] of
-    each segment.
+    """Run one stage, inside the `shard_map`, on its part of the arrays and of the rows [rounds, 1]
+    of each segment.
     """
     stage = Stage(task, arrays)
     carry = stage.start()
@@ -206,7 +202,7 @@ def _run_stage(
 def _run_rounds(
     stage: Stage, carry: Carry, segment: Segment, rows: dict[ActionKind, Rows]
 ) -> Carry:
-    """Scan over the rounds of a segment, with this stage's rows [rounds, 1] of them."""
+    """Scan over the rounds of a segment, with this stage's rows [rounds, 1]."""
     shares: dict[ActionKind, Shares] = {
         kind: Shares(
             first=float(np.mean(of_all.some_end)),

@@ -1,5 +1,5 @@
-"""Which layers each stage of a pipeline has, where they are stored, how many microbatches, and
-lines for the log.
+"""The layers of each stage of a pipeline, the order in which they are stored, the number of
+microbatches, and lines for the log.
 
 A stacked parameter is stored with its layers in the order of the stages that have them, so that
 each stage's layers are together. With several virtual stages, or where stages do not divide the
@@ -35,7 +35,8 @@ class Layers(NamedTuple):
     counts: tuple[int, ...]
     """The number of layers of each virtual stage, in the model's order."""
     order: tuple[int, ...]
-    """For each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros.
+    """For each place in a stacked parameter, the layer that is stored there; -1 = no layer, but
+    zeros.
 
     A stage's places are together; its chunks follow one another, and all have the same number of
     places.
@@ -56,10 +57,8 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline, kinds: int = 1) -> L
     """Share the layers out among the stages: as `pipeline.layers` says, or as evenly as possible.
 
     Args:
-      layers: the number of layers of the model.
-      stages: the number of stages.
       pipeline: the settings, of which `virtual` and `layers` are read.
-      kinds: the kinds of layers that take turns, of which each stage begins with the first.
+      kinds: the number of kinds of layers that take turns; each stage begins with the first kind.
 
     Returns:
       How many layers each virtual stage has, and where they are stored.
@@ -113,17 +112,14 @@ def _even_layers(layers: int, parts: int) -> tuple[int, ...]:
 
 
 def layers_in(plan: Plan, layers: int) -> Layers | None:
-    """Share the layers out among the stages of a plan.
-
-    Args:
-      plan: the plan.
-      layers: the number of layers of the model.
+    """Share a model's layers, so many of them, out among the stages of a plan.
 
     Returns:
-      As for `layers_of`; None where the plan has no stages.
+      How many layers each virtual stage has, and where they are stored; None where the plan has no
+      stages.
 
     Raises:
-      UserError: as for `layers_of`.
+      UserError: `layers_of` refuses.
     """
     stages = plan.size("stage")
     if stages > 1:
@@ -132,17 +128,14 @@ def layers_in(plan: Plan, layers: int) -> Layers | None:
 
 
 def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
-    """Tell in which order a plan stores the layers of stacked parameters.
-
-    Args:
-      plan: the plan.
-      layers: the number of layers of the model.
+    """Return the order in which a plan stores a model's layers, so many of them, in stacked
+    parameters.
 
     Returns:
-      As `Layers.order`; None = the model's own order.
+      For each place the layer that is stored there (`Layers.order`); None = the model's own order.
 
     Raises:
-      UserError: as for `layers_of`.
+      UserError: `layers_of` refuses.
     """
     found = layers_in(plan, layers)
     if found is None or found.natural:
@@ -157,9 +150,8 @@ def reorder_layers(
 
     Args:
       x: an array [places, ...], of NumPy or of JAX.
-      before: the order it is in, as `stored_order` gives it; None = the model's own.
-      after: the order to put it in.
-      layers: the number of layers of the model.
+      before: the order that it is in, as `stored_order` gives it; None = the model's own.
+      after: the order to put it in; None = the model's own.
 
     Returns:
       An array [places, ...] of the same kind, with as many places as `after` has. Places without a
@@ -190,7 +182,6 @@ def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
 
     Args:
       plan: the plan, which has stages.
-      layers: the number of layers of the model.
       count: the number of microbatches.
       kinds: how many kinds of layers there are in turn.
 
@@ -237,8 +228,8 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     """Count the microbatches that are in the pipeline together.
 
     Args:
-      config: the settings of the run.
-      sizes: the numbers of devices along each mesh axis, over all slices.
+      config: the config, whose `pipeline` and `train` are read.
+      sizes: the number of devices along each mesh axis, over all slices.
 
     Returns:
       `pipeline.microbatches`; where that is 0, the most that the batch allows, up to a limit for
@@ -280,15 +271,11 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
 
 
 def pipeline_notes(config: Config, plan: Plan) -> list[str]:
-    """Say for the log what the schedule is in figures, and what speaks against it: idle stages, or
+    """Describe the schedule in figures for the log, and what speaks against it: idle stages, or
     uneven layers.
 
     A backward counts as two forwards, plus one forward each for recomputing the blocks and the
     stage.
-
-    Args:
-      config: the settings of the run.
-      plan: the plan of them.
 
     Returns:
       The lines; none where the plan has no stages.

@@ -98,7 +98,8 @@ def value_and_grad(
     schedule: str | Table = "1f1b",
     virtual: int = 1,
 ) -> Callable[[Params, Mapping[str, Array]], tuple[Array, Params]]:
-    """Return the mean loss and the gradients of a model whose blocks are stages of a pipeline.
+    """Make a function that returns the mean loss and the gradients of a model whose blocks are
+    stages of a pipeline.
 
     It all runs inside one jit: `shard_map` over the layout's `stage` axis, and the rest of the
     layout inside a stage, where the ops of `jaxpar.parallel` and sharding constraints work as
@@ -168,10 +169,10 @@ def value_and_grad(
 def _pipeline_of(
     layout: Layout, schedule: str | Table, microbatches: int, virtual: int
 ) -> Pipeline:
-    """The pipeline of a plan; see `value_and_grad` for the arguments.
+    """Make the settings of a pipeline from the arguments of `value_and_grad`.
 
     Raises:
-      UserError: there are no stages, or the table is not valid, or for other stages.
+      UserError: there are no stages, the table is not valid, or it is for another number of stages.
     """
     stages = layout.size("stage")
     if stages == 1:

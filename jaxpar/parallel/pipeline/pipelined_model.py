@@ -1,5 +1,5 @@
-"""What a pipeline needs of a model, which `models.Model` has, and three functions of one's own too
-(`model_functions`).
+"""The protocol of a model that a pipeline can run. `models.Model` has it, and so have three
+functions of one's own (`model_functions`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A schedule's table as the executor runs it: scans over equal rounds, and for each tick which slot
 of which buffer.
 
-Slots are given out ahead, as a compiler gives out registers: a buffer is as deep as the most that
-are in use together on any stage. What a stage writes while it is idle goes to a slot that nothing
-is in.
+Slots are assigned ahead, as a compiler assigns registers: a buffer is as deep as the largest number
+of slots in use together on any stage. What a stage writes while it is idle goes to a free slot.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ class Rows(NamedTuple):
     kept: _Array
     """The slot of the stash, which a forward writes and a backward reads."""
     taken: _Array
-    """The slot of what has arrived: the activation for a forward, the cotangent for a backward."""
+    """The slot of the message that is taken: the activation for a forward, the cotangent for a
+    backward."""
     arrives: _Array
     """The slot of a neighbour's message: the activation after a forward's round, the cotangent
     before a backward.
     """
     ends: _Array
-    """Whether it is the first virtual stage's, where a forward begins and a backward ends: the
-    embedding.
+    """Whether the action is of the first virtual stage, where a forward begins and a backward ends:
+    the embedding.
     """
     scores: _Array
-    """Whether it is the last virtual stage's forward, which the loss follows."""
+    """Whether the action is a forward of the last virtual stage, which the loss follows."""
     cotangent: _Array
     """The slot for the cotangent that the loss gives back."""
     some_end: _Array
@@ -72,12 +72,11 @@ class TickProgram(NamedTuple):
 
 
 def program(table: Table, backward: bool = True) -> TickProgram:
-    """Turn a table into what the stages' one program reads at each tick.
+    """Turn a table into the rows that the stages' one program reads at each tick.
 
     Args:
-      table: a valid table (`tables.check_table`).
-      backward: whether there are backward ticks; without, the program is that of the forward ticks
-        alone.
+      table: a valid table (`schedule_table.check_table`).
+      backward: whether there are backward ticks; otherwise the program has forward ticks alone.
 
     Returns:
       The ticks, in segments of equal rounds, and the depths of the buffers.
@@ -144,7 +143,7 @@ def _rows(fields: dict[str, np.ndarray], ticks: slice) -> Rows:
 def _assign_slots(
     table: Table, rounds: list[list[Tick]], fields: dict[str, np.ndarray]
 ) -> dict[str, int]:
-    """Write the slot of everything that is written and read into the fields of `Rows`, and return
+    """Assign a slot to everything that is written and read, in the fields of `Rows`, and return
     each buffer's depth.
     """
     slots = _Slots(table, rounds, fields)
@@ -161,11 +160,17 @@ class _Slots:
     """The slots of all buffers, as they are held while the rounds run.
 
     A stage writes in every tick, into the lowest free slot; what it writes while it is idle, or
-    what nobody waits for, holds no slot. What is held is known by its pair.
+    what nobody waits for, holds no slot. A slot that is held is known by its pair of microbatch and
+    virtual stage.
     """
 
     def __init__(self, table: Table, rounds: list[list[Tick]], fields: dict[str, np.ndarray]):
-        """Take the fields of `Rows` [ticks, stages] by name, which `run` fills in."""
+        """Begin with all slots free.
+
+        Args:
+          rounds: the ticks of each round.
+          fields: the fields of `Rows` [ticks, stages] by name, which `run` fills in.
+        """
         stages = table.stages
         self.stages = stages
         self.last = stages * table.virtual - 1
@@ -175,14 +180,14 @@ class _Slots:
             buffer: [[] for _ in range(stages)] for buffer in _BUFFERS
         }
         self.cotangents_of: list[_Pair | None] = [None] * stages
-        """Whose cotangents have been sent last, by stage."""
+        """The pair whose cotangent was sent last, by stage."""
         self.activations_of: list[_Pair | None] | None = None
-        """Whose activations have been sent in this round, by stage; None = none have."""
+        """The pair whose activation was sent in this round, by stage; None = none was."""
         self.sent_in = 0
-        """The tick in which they were sent."""
+        """The tick in which the activations were sent."""
 
     def run(self, tick: Tick, t: int) -> None:
-        """Give out the slots of tick number `t`."""
+        """Assign the slots of tick number `t`."""
         pairs = [
             None if action is None else (action.microbatch, action.chunk * self.stages + s)
             for s, action in enumerate(tick)
@@ -198,7 +203,7 @@ class _Slots:
             self.cotangents_of = pairs
 
     def end_round(self) -> None:
-        """Give out the slots of the activations, which arrive after their round."""
+        """Assign the slots of the activations, which arrive after their round."""
         if self.activations_of is None:
             return
         for s in range(self.stages):
@@ -207,7 +212,7 @@ class _Slots:
         self.activations_of = None
 
     def depths(self) -> dict[str, int]:
-        """The most slots of each buffer that any stage has used."""
+        """Return the largest number of slots of each buffer that any stage has used."""
         return {buffer: max(map(len, of_stages)) for buffer, of_stages in self.held.items()}
 
     def _forward(self, s: int, pair: _Pair | None, t: int) -> None:
@@ -233,7 +238,9 @@ class _Slots:
             self._read("stash", s, pair, "kept", t)
 
     def _received(self, pair: _Pair | None, by: int) -> _Pair | None:
-        """What a stage's message is for its neighbour, one virtual stage further on or back."""
+        """Return the pair of a message at the neighbour that receives it, one virtual stage further
+        on or back.
+        """
         if pair and 0 <= pair[1] + by <= self.last:
             return (pair[0], pair[1] + by)
         return None

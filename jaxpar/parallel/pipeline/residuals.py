@@ -1,9 +1,10 @@
-"""What of a function's results is kept so that all of them can be had again later.
+"""The choice of residuals: which results of a function are kept so that all of them can be restored
+later.
 
-The forward and the backward of a microbatch are in different ticks: what the one leaves for the
-other is an array in a buffer, not a tracer of autodiff. Of the arrays that a layer's `jax.vjp`
-would keep, those that depend on the layer's input are stashed; the others are computed again from
-what the stage has anyway: its weights, the places of the tokens, the keys.
+The forward and the backward of a microbatch are in different ticks: the one leaves arrays in a
+buffer for the other, and no tracer of autodiff. Of the arrays that a layer's `jax.vjp` would keep,
+those that depend on the layer's input are stashed; the others are computed again from the arrays
+that the stage has anyway: its weights, the places of the tokens, the keys.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Shape = Any
 
 
 class Kept(NamedTuple):
-    """Which results of a function depend on its last argument, each array once, by their places and
-    shapes; and how to get all results again from these: `restore(arrays, *other arguments)`."""
+    """The results of a function that depend on its last argument, each array once, by their places
+    and shapes; and a function that restores all results: `restore(arrays, *other arguments)`."""
 
     places: tuple[int, ...]
     shapes: tuple[Shape, ...]
@@ -32,15 +33,15 @@ class Kept(NamedTuple):
 
 
 def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
-    """Choose what to keep of a function's results so that they can all be had again without its
-    last argument.
+    """Choose which results of a function to keep, so that all can be restored without its last
+    argument.
 
     Args:
       function: a function that returns a tree of arrays.
       *shapes: its arguments as trees of ShapeDtypeStructs, of which there is at least one.
 
     Returns:
-      What is kept, and how the results are had again from it.
+      The results to keep, and how all results are restored from them.
     """
     (closed, out) = jax.make_jaxpr(function, return_shape=True)(*shapes)
     (*_, last) = shapes

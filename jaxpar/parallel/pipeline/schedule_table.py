@@ -20,11 +20,14 @@ import numpy as np
 from jaxpar.base.errors import UserError
 
 ActionKind = Literal["forward", "backward"]
-"""`backward` = gradients of a virtual stage's input and of its weights."""
+"""The kind of an action: `backward` computes the gradients of a virtual stage's input and of its
+weights."""
 
 
 class Action(NamedTuple):
-    """What a stage does in a tick, with which microbatch, and with which of its virtual stages."""
+    """The work of a stage in a tick: a forward or a backward of a microbatch, through one of the
+    stage's chunks.
+    """
 
     kind: ActionKind
     microbatch: int
@@ -32,14 +35,14 @@ class Action(NamedTuple):
 
 
 Tick = tuple[Action | None, ...]
-"""What each stage does in a tick; None = it is idle."""
+"""The action of each stage in a tick; None = the stage is idle."""
 StageAction = tuple[int, Action]
 """A stage and its action."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule in full.
+    """A schedule with every action of every stage.
 
     Attributes:
       stages, microbatches, virtual: P, M, v.
@@ -63,16 +66,11 @@ def needs(
     stages: int,
     virtual: int,
 ) -> set[StageAction]:
-    """Find what must be done before an action of a stage.
+    """Find the actions that must be done before an action of a stage, each with its stage.
 
     Args:
-      action: the action.
       stage: the number of the stage that does it.
-      stages: the number of stages.
       virtual: the number of virtual stages of each stage.
-
-    Returns:
-      Pairs (stage, action).
     """
     kind, i, c = action
     place = c * stages + stage
@@ -90,11 +88,8 @@ def check_table(table: Table) -> None:
     """Check that a table is valid.
 
     Every microbatch must go through every virtual stage once, forward and backward, and everything
-    an action needs must be done in an earlier tick. Every tick must be of one kind, and a round may
-    have only one tick of a kind.
-
-    Args:
-      table: the table.
+    that an action needs must be done in an earlier tick. Every tick must be of one kind, and a
+    round may have only one tick of a kind.
 
     Raises:
       UserError: the table is not valid; the message names the tick, the stage and the action.
@@ -145,7 +140,7 @@ def check_table(table: Table) -> None:
 
 
 class Times(NamedTuple):
-    """How long a forward and a backward of one virtual stage take, and sending an activation or a
+    """The times of a forward and a backward of one virtual stage, and of sending an activation or a
     cotangent to a neighbour, in seconds or any other unit."""
 
     forward: float = 1.0
@@ -157,8 +152,8 @@ class Times(NamedTuple):
         return getattr(self, kind)
 
     def chunk(self, virtual: int) -> Times:
-        """Turn a whole stage's times into those of one of its `virtual` chunks, which sends as
-        much.
+        """Turn the times of a whole stage into the times of one of its `virtual` chunks, which
+        sends as much as a stage.
         """
         return Times(self.forward / virtual, self.backward / virtual, self.transfer)
 
@@ -167,7 +162,7 @@ UNIT = Times()
 
 
 class Simulation(NamedTuple):
-    """What `simulate_schedule` found."""
+    """The time and the memory that a schedule takes, as `simulate_schedule` finds them."""
 
     makespan: float
     """The time from the first start to the last end."""
@@ -189,11 +184,11 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     ends, and overlaps with what the stages do meanwhile. A stage sends nothing to itself (P = 1).
 
     Args:
-      table: the table.
-      times: those of one action of one virtual stage, in any unit.
+      times: the times of one action of one virtual stage, in any unit.
 
     Returns:
-      The times in the same unit, the idle share, and the most that each stage keeps.
+      The times in the same unit, the idle share, and the largest number of inputs that each stage
+      keeps.
 
     Raises:
       UserError: the table is not valid, as `check_table` says.

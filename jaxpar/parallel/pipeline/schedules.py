@@ -4,8 +4,8 @@ GPipe, 1F1B, interleaved and looped take as long as in the literature, where eve
 own program. 1F1B keeps up to 2P-1 inputs instead of P (as in "eager" 1F1B, Zhuang et al. 2022,
 arXiv:2211.05322).
 
-There are P stages, M microbatches and v virtual stages per stage. What a table is, and what proves
-it valid and times it, stands in `tables`, whose names are given here too.
+There are P stages, M microbatches and v virtual stages per stage. `schedule_table` defines a table,
+proves it valid and times it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ __all__ = [
 ]
 
 Build = Callable[[int, int, int], Table]
-"""Makes a schedule's table of the numbers of stages, microbatches and virtual stages a stage."""
+"""A function that makes a schedule's table from the numbers of stages, microbatches and virtual
+stages a stage."""
 
 
 @dataclass(frozen=True)
 class RegisteredSchedule:
-    """What a name of `pipeline.schedule` stands for."""
+    """A schedule that `pipeline.schedule` may name."""
 
     build: Build
     virtual: bool
@@ -60,23 +61,19 @@ def register_schedule(
     *,
     virtual: bool = False,
 ) -> Callable[[Build], Build]:
-    """A decorator that makes a schedule known by a name, to configs (`pipeline.schedule`) and to
-    `value_and_grad`.
+    """Make a schedule known by a name, to configs (`pipeline.schedule`) and to `value_and_grad`.
 
-    It is put on a function of the numbers of stages P, microbatches M and virtual stages a stage v
-    (`pipeline.virtual`), which returns the table. It is checked (`check_table`) wherever it is
-    used.
+    The decorator that this returns is put on a function of the numbers of stages P, microbatches M
+    and virtual stages a stage v (`pipeline.virtual`), which returns the table, and leaves the
+    function as it is. The table is checked (`check_table`) wherever it is used.
 
     Args:
       name: a word that no other schedule has.
       virtual: whether v may be above 1.
 
-    Returns:
-      A decorator, which leaves the function as it is.
-
     Raises:
-      UserError: the name is no word; and the decorator, where the name is taken or it is put on
-        something that cannot be called so.
+      UserError: the name is no word. The decorator raises it where the name is taken, or it is put
+        on something that cannot be called so.
     """
     arguments = ("stages", "microbatches", "virtual")
     return registering(SCHEDULES, name, lambda build: RegisteredSchedule(build, virtual), arguments)
@@ -116,12 +113,6 @@ def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Tab
 def check_sizes(name: str, stages: int, microbatches: int, virtual: int) -> None:
     """Refuse the sizes that `schedule` refuses.
 
-    Args:
-      name: as for `schedule`.
-      stages: as there.
-      microbatches: as there.
-      virtual: as there.
-
     Raises:
       UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many
         virtual stages.
@@ -143,29 +134,29 @@ def check_sizes(name: str, stages: int, microbatches: int, virtual: int) -> None
 
 @register_schedule("gpipe")
 def gpipe(stages: int, microbatches: int, virtual: int) -> Table:
-    """All forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965)."""
+    """Schedule all forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965)."""
     return _all_forwards_first(stages, microbatches, virtual)
 
 
 @register_schedule("1f1b")
 def one_forward_one_backward(stages: int, microbatches: int, virtual: int) -> Table:
-    """A backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2020,
-    arXiv:2006.09503).
+    """Schedule each backward as soon as its microbatch is ready (PipeDream-Flush, Narayanan et al.
+    2020, arXiv:2006.09503).
     """
     return _backwards_soon(stages, microbatches, virtual)
 
 
 @register_schedule("interleaved", virtual=True)
 def interleaved(stages: int, microbatches: int, virtual: int) -> Table:
-    """1F1B through v chunks a stage, about P microbatches at a time (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2).
+    """Schedule 1F1B through v chunks a stage, about P microbatches at a time (Narayanan et al.
+    2021, arXiv:2104.04473, section 2.2).
     """
     return _backwards_soon(stages, microbatches, virtual)
 
 
 @register_schedule("looped", virtual=True)
 def looped(stages: int, microbatches: int, virtual: int) -> Table:
-    """GPipe through v chunks a stage (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953)."""
+    """Schedule GPipe through v chunks a stage (breadth-first; Lamy-Poirier, arXiv:2211.05953)."""
     return _all_forwards_first(stages, microbatches, virtual)
 
 
@@ -193,8 +184,8 @@ def _table(
     at: dict[tuple[int, int], int],
     first_back: int,
 ) -> Table:
-    """The table in which the forward of each microbatch and chunk is in the round `at`, on stage 0,
-    and the first backward in the round `first_back`, on the last stage.
+    """Make the table in which the forward of each microbatch and chunk is in the round `at`, on
+    stage 0, and the first backward in the round `first_back`, on the last stage.
     """
     rounds: list[dict[ActionKind, list[Action | None]]] = [
         {} for _ in range(max(at.values()) + first_back + 2 * P)
@@ -216,8 +207,8 @@ def _table(
 
 
 def _groups(P: int, M: int) -> list[int]:
-    """Return how many microbatches go through all chunks together: P, or as few more as their
-    number requires.
+    """Group the microbatches that go through all chunks together: P of them, or as few more as
+    their number requires.
     """
     count = max(M // P, 1)
     return [M // count + (i < M % count) for i in range(count)]
@@ -228,7 +219,7 @@ def _positions(
     groups: list[int],
     v: int,
 ) -> dict[tuple[int, int], int]:
-    """For each microbatch and chunk, return the round of its forward on stage 0; stage s follows s
+    """Return the round of the forward of each microbatch and chunk on stage 0; stage s follows s
     rounds later.
 
     A group goes through one chunk, then through the next. Backwards start from the last stage and

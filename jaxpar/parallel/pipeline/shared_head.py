@@ -24,7 +24,7 @@ def share_tokens(y_BSD: Array, plan: Plan) -> Array:
 
     Args:
       y_BSD: the last stage's output [B, S, D], and zeros on the other stages.
-      plan: the plan, inside the `shard_map` over its stages.
+      plan: the plan inside the `shard_map` over its stages.
 
     Returns:
       This stage's part [B, S / P, D]; a device's tokens are padded with zeros to a multiple of P.
@@ -47,7 +47,7 @@ def gather_tokens(part_BSD: Array, S: int, plan: Plan) -> Array:
     Args:
       part_BSD: this stage's part [B, S / P, D], padded.
       S: the number of tokens of a sequence, without padding.
-      plan: the plan, inside the `shard_map` over its stages.
+      plan: the plan inside the `shard_map` over its stages.
 
     Returns:
       All tokens [B, S, D].
@@ -67,12 +67,11 @@ def own_labels(labels_BS: Array, plan: Plan, filler: int = -1) -> Array:
 
     Args:
       labels_BS: the labels of a microbatch [B, S], or another of its arrays [B, S, ...].
-      plan: the plan, inside the `shard_map` over its stages.
-      filler: the label of padding.
+      plan: the plan inside the `shard_map` over its stages.
+      filler: the label of padding; the default, -1, does not count.
 
     Returns:
-      The labels of what `share_tokens` gives this stage, [B, S / P]; those of padding are -1,
-      which does not count.
+      The labels [B, S / P] of the tokens that `share_tokens` gives this stage.
     """
     stage = plan.mesh_axes("stage")
     stages = plan.size("stage")

@@ -1,5 +1,5 @@
-"""The layers of a virtual stage, forward and backward, with what passes between the two written
-out: of what a layer's `jax.vjp` keeps, `residuals` chooses what goes into a stash.
+"""The layers of a virtual stage, forward and backward, with the arrays that pass between the two
+written out: `residuals` chooses which of the arrays that a layer's `jax.vjp` keeps go into a stash.
 
 Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 """
@@ -32,7 +32,7 @@ _Carry = TypeVar("_Carry")
 
 
 class LayerContext(NamedTuple):
-    """What a layer is given besides its weights and its input."""
+    """The arguments of a layer besides its weights and its input."""
 
     places: Sequence[Places]  # of the halves of a microbatch
     key: Array | None  # the key of its dropout, or None
@@ -53,13 +53,14 @@ class Stack:
     weights: PyTree
     """This stage's stacked weights, [virtual x places, ...]."""
     context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
-    """A function of (microbatch, chunk, place in it) that returns what the layer is told."""
+    """A function of (microbatch, chunk, place in the chunk) that returns the context of the layer.
+    """
     places: int
     """The number of places of a virtual stage."""
     added: RouterSums | None
     """The cotangents of a layer's router sums, or None."""
     kept: list[Kept] = field(default_factory=list)
-    """What a layer of each kind keeps of its vjp, after `prepare`."""
+    """The arrays of its vjp that a layer of each kind keeps, after `prepare`."""
 
     @property
     def kinds(self) -> int:
@@ -74,11 +75,10 @@ class Stack:
         Args:
           x_BSD: the input of the chunk, in the residual stream's layout.
           row: this tick of this stage; of the stash, the slot `row.kept` is written.
-          stash: what layers have kept so far; None = nothing is kept.
+          stash: the arrays that layers have kept so far; None = nothing is kept.
 
         Returns:
-          The output [B, S, D], the stash with what the layers keep of this tick, and the routers'
-          sums.
+          The output [B, S, D], the stash with the arrays of this tick, and the routers' sums.
         """
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
@@ -109,17 +109,17 @@ class Stack:
     def backward(
         self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree
     ) -> tuple[Array, PyTree]:
-        """Go back through the stage's layers of one chunk and one microbatch.
+        """Compute the gradients of one chunk of the stage's layers for one microbatch.
 
         Args:
           dy_BSD: the gradient of the chunk's output, in the residual stream's layout.
           row: this tick of this stage; of the stash, the slot `row.kept` is read.
-          stash: what `forward` kept.
+          stash: the arrays that `forward` kept.
           grads: the gradients of the stage's weights so far.
 
         Returns:
-          The gradient of the chunk's input [B, S, D], and `grads` plus those of this tick where the
-          stage is on.
+          The gradient of the chunk's input [B, S, D], and `grads` plus the gradients of this tick
+          where the stage is on.
         """
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
@@ -155,7 +155,7 @@ class Stack:
         return whole_batch(dxs, STORED, self.plan), grads
 
     def prepare(self, x: jax.ShapeDtypeStruct) -> None:
-        """Find out what a layer of each kind keeps, for `kept`.
+        """Find the arrays that a layer of each kind keeps, for `kept`.
 
         Args:
           x: the shape [B, S, D] and the dtype of a layer's input.
@@ -173,13 +173,8 @@ class Stack:
         self.kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
-        """Make room for what layers keep, in the same memory: the device's or the host's.
-
-        Args:
-          slots: for how many ticks there is room.
-
-        Returns:
-          For each kind of layer its buffers, of zeros.
+        """Make buffers of zeros for the arrays that layers keep in so many ticks, in the memory,
+        the device's or the host's, in which they keep them.
         """
 
         def empty(shape: Shape, count: int) -> Array:
@@ -254,7 +249,7 @@ class Stack:
         return len(range(kind, self.places, self.kinds))
 
     def _at(self, slot: ArrayLike, j: ArrayLike, kind: int) -> ArrayLike:
-        """The index of a slot's place in the buffers of a kind."""
+        """Return the index of a slot's place in the buffers of a kind."""
         # a loop has one kind
         return slot * self._places_of(kind) + (j // self.kinds if isinstance(j, int) else j)
 

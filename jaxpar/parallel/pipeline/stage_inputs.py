@@ -1,4 +1,5 @@
-"""What a stage is given, and what it finds in it for one microbatch: tokens, places, dropout keys.
+"""The arguments of a stage, and what it looks up in them for one microbatch: tokens, places,
+dropout keys.
 
 Shapes: M microbatches, B batch, S sequence, D embed.
 """
@@ -25,7 +26,7 @@ from jaxpar.parallel.pipeline.stage import LayerContext, read
 
 
 class Task(NamedTuple):
-    """What all stages know: the model, how it runs, and the ticks."""
+    """The facts that all stages share: the model, how it runs, and the ticks."""
 
     model: PipelinedModel
     plan: Plan
@@ -34,14 +35,14 @@ class Task(NamedTuple):
     """How many layers each virtual stage has, and in which order they are stored."""
     program: TickProgram
     backward: bool
-    """Whether gradients are asked for; without, the program has forward ticks alone."""
+    """Whether gradients are asked for; if not, the program has forward ticks alone."""
 
 
 class StageArrays(NamedTuple):
     """The arrays that a stage is given."""
 
     blocks: PyTree
-    """The stacked weights of its layers, [virtual x places, ...]."""
+    """The stacked weights of the stage's layers, [virtual x places, ...]."""
     ends: PyTree
     """The parameters of the embedding and the head."""
     rows: PyTree
@@ -49,9 +50,10 @@ class StageArrays(NamedTuple):
     key: PyTree
     """The key of the dropout, or None."""
     order: PyTree
-    """The layer at each of its places, [virtual x places]; -1 = none."""
+    """The layer at each of the stage's places, [virtual x places]; -1 = none."""
     labels_per_token: PyTree
-    """The step's labels that count over its tokens of text, where the model has routers."""
+    """The number of labels that count in the step, divided by the number of its tokens of text,
+    where the model has routers."""
 
 
 class MicrobatchKeys(NamedTuple):
@@ -62,11 +64,11 @@ class MicrobatchKeys(NamedTuple):
     layers: Array | None
     """A key for each layer of the model, [layers]."""
     blocks: Array | None
-    """The key that those of the layers are made of, and that of the query layer."""
+    """The key from which the keys of the layers and of the query layer are made."""
 
 
 class StageInputs(NamedTuple):
-    """What a stage can look up for each microbatch."""
+    """The arguments of a stage, with methods that look up what belongs to a microbatch."""
 
     task: Task
     arrays: StageArrays
@@ -76,7 +78,7 @@ class StageInputs(NamedTuple):
         return {name: read(x, i) for name, x in self.arrays.rows.items()}
 
     def keys(self, i: ArrayLike) -> MicrobatchKeys:
-        """Return the keys of microbatch `i`, as `Model.hidden_states` makes them."""
+        """Make the keys of microbatch `i`, as `Model.hidden_states` makes them."""
         if self.arrays.key is None:
             return MicrobatchKeys(None, None, None)
         embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
@@ -84,7 +86,7 @@ class StageInputs(NamedTuple):
         return MicrobatchKeys(embed, layers, blocks)
 
     def layer_context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
-        """Return what the layer at place `j` of a chunk is told about microbatch `i`."""
+        """Return the context of the layer at place `j` of a chunk for microbatch `i`."""
         row = self.row(i)
         places = places_of_halves(
             Places(row["positions"], row.get("segments"), row.get("text")), self.task.plan
@@ -103,7 +105,7 @@ class StageInputs(NamedTuple):
         return LayerContext(places, key, there, number)
 
     def embed(self, ends: Params, i: ArrayLike) -> Array:
-        """Return the embedding [B, S, D] of microbatch `i`, with these parameters."""
+        """Compute the embedding [B, S, D] of microbatch `i` with the parameters of the ends."""
         row = self.row(i)
         types = {"types_BS": row["token_types"]} if "token_types" in row else {}
         x_BSD = self.task.model.embed(
@@ -117,7 +119,7 @@ class StageInputs(NamedTuple):
         return self.task.plan.constrain(x_BSD, STORED)
 
     def query(self, ends: Params, i: ArrayLike, x_BSD: Array) -> Array:
-        """Return what the query layer makes of the last block's output of microbatch `i`."""
+        """Run the query layer on the last block's output for microbatch `i`."""
         row = self.row(i)
         places = Places(row["positions"], row.get("segments"), row.get("text"))
         y_BSD = self.task.model.query(ends, x_BSD, places, self.task.plan, self.keys(i).blocks)
@@ -128,7 +130,7 @@ class StageInputs(NamedTuple):
         routers.
 
         The losses of routers are means over the layers and over the text, beside a likelihood that
-        is a sum over labels (see `Model.loss`).
+        is a sum over labels (`Model.loss`).
         """
         if not self.task.model.config.experts:
             return None

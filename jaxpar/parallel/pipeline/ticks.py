@@ -1,8 +1,8 @@
-"""One stage of a pipeline: what it carries from tick to tick, and what it does in each of them.
+"""One stage of a pipeline: the values that it carries from tick to tick, and the work of each tick.
 
 A round is run by `Stage.round`: the backward's message leaves, the round's ticks run one after
-another, and the forward's message is put into the inbox. `Stage.start` makes what the first round
-is given, and `Stage.finish` takes the results from what the last one leaves.
+another, and the forward's message is put into the inbox. `Stage.start` makes the values before the
+first round, and `Stage.finish` takes the results from the values after the last one.
 
 Shapes: B batch, S sequence, D embed; slots and places come first.
 """
@@ -38,17 +38,15 @@ _SLOTS = (None, *STORED)
 
 
 class Shares(NamedTuple):
-    """The share of some rounds in which a stage works at the first virtual stage, and the share at
-    the last.
-    """
+    """The shares of rounds in which a stage works at the first virtual stage, and at the last."""
 
     first: float
     last: float
 
 
 class Carry(NamedTuple):
-    """What one stage carries from tick to tick; the fields of the backward are None where there is
-    none.
+    """The values that one stage carries from tick to tick. The fields of the backward are None
+    where there is no backward.
     """
 
     inbox: Array
@@ -56,10 +54,10 @@ class Carry(NamedTuple):
     sums: LossSums
     """The sums of the loss, for this stage's part."""
     order_token: Array | None
-    """What the next op with a collective waits for, on CPU (`order_token_after`)."""
+    """The token that the next op with a collective waits for, on CPU (`order_token_after`)."""
     stash: Any = None
-    """What the forward keeps for the backward: a stack's buffers, or a stage's input [slots,
-    ...].
+    """The arrays that the forward keeps for the backward: a stack's buffers, or a stage's input
+    [slots, ...].
     """
     cotangents: Any = None
     """The cotangents that have arrived, [slots, B, S, D]."""
@@ -72,20 +70,22 @@ class Carry(NamedTuple):
     sums.
     """
     ends: Any = None
-    """The gradients of embedding and head, for this stage's part, if these are trained."""
+    """The gradients of embedding and head for this stage's part, if embedding and head are trained.
+    """
 
 
 class StageGradients(NamedTuple):
-    """The gradients of a stage: of its layers, and of the ends summed over the stages."""
+    """The gradients of a stage's layers, and of the ends, summed over the stages."""
 
     blocks: PyTree
-    """[virtual x places, ...], in the plan's dtype for sums over microbatches."""
+    """The gradients of the layers, [virtual x places, ...], in the plan's dtype for sums over
+    microbatches."""
     ends: PyTree
-    """Of the embedding and the head, in the same dtype."""
+    """The gradients of the embedding and the head, in the same dtype."""
 
 
 class _Made(NamedTuple):
-    """What an op with a collective has made, which the next such op waits for."""
+    """The arrays that an op with a collective has made, which the next such op waits for."""
 
     arrays: PyTree
     axes: PyTree
@@ -93,13 +93,13 @@ class _Made(NamedTuple):
 
 
 class Stage:
-    """One stage inside the `shard_map`: its arrays, and what it does in each kind of tick."""
+    """One stage inside the `shard_map`: its arrays, and the work of each kind of tick."""
 
     def __init__(self, task: Task, arrays: StageArrays):
-        """Find out what does not change from tick to tick.
+        """Compute what does not change from tick to tick.
 
         Args:
-          task: what all stages know.
+          task: the facts that all stages share.
           arrays: this stage's weights, and the batch.
         """
         self.task = task
@@ -210,7 +210,7 @@ class Stage:
         """Run the ticks of a round, one after another.
 
         Args:
-          carry: what the round before has left.
+          carry: the values that the round before has left.
           ticks: the rows of each kind of tick, [1] for this stage and [] for all stages.
           shares: how often this scan's rounds need the ends, by kind, in the order of the round's
             ticks, which a pytree does not keep.
@@ -240,8 +240,8 @@ class Stage:
         return carry
 
     def _order_after(self, carry: Carry, *made: _Made) -> Carry:
-        """Return the carry such that its next op with a collective runs after those that made
-        these arrays.
+        """Return the carry with an order token by which the next op with a collective runs after
+        the ops that made these arrays.
         """
         if carry.order_token is None:
             return carry
@@ -251,7 +251,9 @@ class Stage:
         return carry
 
     def _send(self, x_BSD: Array, by: int) -> Array:
-        """Return what a neighbour had: the stage before (by 1) or after (by -1), round the ends."""
+        """Pass an array on to a neighbour, the stage after (by 1) or before (by -1), round the
+        ends, and return the array that comes from the other side.
+        """
         stages = self.plan.size("stage")
         around = [(s, (s + by) % stages) for s in range(stages)]
         with jax.named_scope("send"):
@@ -261,7 +263,7 @@ class Stage:
 
     def _forward(self, carry: Carry, row: Rows, shares: Shares) -> Carry:
         """Take an activation from the inbox, or at the first virtual stage from the embedding,
-        through the layers; send it on, and score what the last virtual stage has made.
+        through the layers; send it on, and score the output of the last virtual stage.
         """
 
         def embedded(x_BSD: Array) -> Array:
@@ -355,15 +357,15 @@ class Stage:
         return carry._replace(sums=_add_sums(carry.sums, sums), ends=ends, cotangents=cotangents)
 
     def _query(self, row: Rows, trained: Params, y_BSD: Array) -> Array:
-        """Run the query layer, of which only the stage counts that has the last layer: the others
-        would wait for it, and have zeros instead.
+        """Run the query layer on every stage, and keep the result of the stage that has the last
+        layer: the others would only wait for it. They have zeros instead.
         """
         z_BSD = self.inputs.query(self.arrays.ends | trained, row.scored, y_BSD)
         return jnp.where(row.scores > 0, z_BSD, 0)
 
     def _backward(self, carry: Carry, row: Rows, shares: Shares) -> Carry:
-        """Take the cotangent through the layers, to leave, or at the first virtual stage into the
-        embedding.
+        """Take the cotangent back through the layers, and send it on, or at the first virtual stage
+        take it into the embedding.
         """
         i = row.microbatch
         on_first = row.ends > 0
@@ -392,8 +394,8 @@ def _if_some(
     do: Callable[[_X], _X],
     x: _X,
 ) -> _X:
-    """Run `do(x)` in the rounds in which some stage asks for it, or in all rounds if the others are
-    fewer than half.
+    """Run `do(x)` in the rounds in which some stage asks for it, or in all rounds if fewer than
+    half of them could be left out.
 
     All stages agree on these rounds, so `do` may communicate.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.base.config import (
     Config,
@@ -19,10 +20,11 @@ from jaxpar.base.config import (
 from jaxpar.base.config.optimizer import AdamW, OptimizerConfig
 from jaxpar.base.errors import UserError, read_json, with_urls
 from jaxpar.base.layout.mesh import MeshSpec
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import Axes
 from jaxpar.data.vocabulary.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.data.vocabulary.tokenizer import load_tokenizer
-from jaxpar.models import Params, in_parts
-from jaxpar.models.grown_vocabulary import grow_vocabulary
+from jaxpar.models import Model, Params, in_parts
 from jaxpar.models.hf import peft
 from jaxpar.models.hf.compressed import export_compressed
 from jaxpar.models.hf.export import export_hf
@@ -157,6 +159,45 @@ def _load_grown(source: Path, experiment: Experiment, rows: int) -> Params:
     )
     model = in_parts(experiment.model, "model.vocab_size")
     return grow_vocabulary(params, rows, model, drop_stages(experiment.plan))
+
+
+def grow_vocabulary(params: Params, rows: int, model: Model, plan: Plan) -> Params:
+    """Give a model rows for more tokens, in its embedding and its head.
+
+    A new row is the mean of the rows that are there, as by `resize_token_embeddings` of
+    `transformers`, whose new rows differ from the mean by 3e-5 standard deviations. So a new token
+    begins no likelier than the others are on average (J. Hewitt, "Initializing New Word Embeddings
+    for Pretrained Language Models", 2021).
+
+    Args:
+      params: the parameters of the smaller model.
+      rows: how many tokens the smaller model has, without the padding of the vocabulary.
+      model: the larger model, which is the same but for its vocabulary.
+      plan: the plan that says where the larger model's parameters go.
+
+    Returns:
+      The parameters of the larger model.
+    """
+    size = model.config.vocab_size
+
+    def grow(x: jax.Array, whole: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
+        if "vocab" not in axes:
+            return x
+        dim = axes.index("vocab")
+        there = jax.lax.slice_in_dim(x, 0, rows, axis=dim)
+        mean = jnp.mean(there, dim, keepdims=True, dtype=jnp.float32).astype(x.dtype)
+        shape = [*whole.shape]
+        shape[dim] = size - rows
+        padding = [(0, 0)] * x.ndim
+        padding[dim] = (0, whole.shape[dim] - size)
+        return jnp.pad(jnp.concatenate([there, jnp.broadcast_to(mean, shape)], dim), padding)
+
+    shapes = {name: model.shapes()[name] for name in params}
+    axes = {name: model.axes[name] for name in params}
+    places = {name: plan.sharding(axes[name], shapes[name]) for name in params}
+    return jax.jit(lambda params: jax.tree.map(grow, params, shapes, axes), out_shardings=places)(
+        params
+    )
 
 
 def _compare_tokenizer(target: Path, config: Config) -> None:

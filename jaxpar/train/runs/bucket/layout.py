@@ -28,7 +28,7 @@ no part of the run.
 ARRAYS = f"{STATE}/"
 PARTS = "parts/"
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")
-"""The name of a file that is being written before it gets its own (`whole_files.replacing`)."""
+"""The name of a file that is being written before it gets its own (`atomic_write.replacing`)."""
 
 Sizes = dict[str, tuple[int, str]]
 """The size and the hash of files, by name."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from jaxpar.base.atomic_write import write_whole
-from jaxpar.base.checksum_line import require_intact, seal
+from jaxpar.base.checksum_line import add_checksum, require_intact
 from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.config.checks import outdated
 from jaxpar.base.errors import UTF8, UserError, reading, require_local
@@ -173,7 +173,7 @@ def keep_config(folder: Path, config: Config) -> None:
     a UserError).
     """
     main = jax.process_index() == 0
-    text = seal(to_toml(_for_next_call(config), RESOLVED))
+    text = add_checksum(to_toml(_for_next_call(config), RESOLVED))
     run_together(lambda: write_whole(folder / "config.toml", text) if main else None)
 
 

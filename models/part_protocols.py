@@ -1,5 +1,5 @@
-"""What a model is made of: an embedding, a block and a head, each of anyone's making. Here is what
-the library calls each of them with, and what it takes back.
+"""The parts of a model: an embedding, a block and a head, each of anyone's making. This module has
+the protocols by which the library calls them, with their arguments and results.
 
 Shapes: B batch, S sequence, D embed, V vocab.
 """
@@ -20,18 +20,19 @@ from jaxpar.parallel.ops import LogitsCall, Ops
 
 Params: TypeAlias = dict[str, PyTree]
 Maker = Callable[[ModelConfig, nnx.Rngs], nnx.Module]
-"""Makes a part of a model: a class of `nnx.Module`, or any other callable that returns one."""
+"""The maker of a part of a model: a class of `nnx.Module`, or any other callable that returns one.
+"""
 OpsMaker = Callable[[Plan], Ops]
-"""Makes the ops that the parts call from a plan, such as the class `MeshOps`."""
+"""The maker of the ops that the parts call, from a plan: the class `MeshOps`, for example."""
 
 
 class HeadOutput(NamedTuple):
-    """What a head makes: scores are `x @ table.T + bias`.
+    """The output of a head: scores are `x @ table.T + bias`.
 
     Attributes:
       x_BSD: the stream that is scored.
       table_VD: the vocabulary matrix.
-      bias_V: what is added to the scores; None = nothing is.
+      bias_V: the bias of the scores; None = nothing is added.
     """
 
     x_BSD: Float[Array, "B S D"]
@@ -39,17 +40,17 @@ class HeadOutput(NamedTuple):
     bias_V: Float[Array, " V"] | None = None
 
     def scores(self, config: ModelConfig) -> LogitsCall:
-        """What the ops are given that make the scores, or a loss of them."""
+        """Make the call of the ops that compute the scores, or a loss of them."""
         return LogitsCall(
             self.x_BSD, self.table_VD, config.vocab_size, config.logit_softcap, self.bias_V
         )
 
 
 class EmbedPart(Protocol):
-    """What turns tokens into the residual stream.
+    """The part that turns tokens into the residual stream.
 
-    It is called as a block is (see `BlockPart`): the first argument by its place, and of the others
-    those that it has, by their names.
+    It is called as a block is (`BlockPart`): with the first argument by position, and with those of
+    the others that it has, by name.
     """
 
     def __call__(
@@ -71,10 +72,10 @@ class BlockPart(Protocol):
     dim without a name is replicated. No variable of another kind is kept between steps, so that
     there can be none.
 
-    `x_BSD` comes by its place and the rest by name, and only what the block has among its
-    arguments: `def __call__(self, x_BSD, ops)` is a block. The library refuses a config that needs
-    what the block does not take: packed documents `segments_BS`, `model.dropout` a `key`, and
-    layers of several masks a `kind`.
+    `x_BSD` comes by position and the rest by name, and only the arguments that the block has: `def
+    __call__(self, x_BSD, ops)` is a block. The library refuses a config that needs an argument that
+    the block does not take: packed documents need `segments_BS`, `model.dropout` needs a `key`, and
+    layers of several masks need a `kind`.
     """
 
     def __call__(
@@ -99,24 +100,24 @@ class BlockPart(Protocol):
           segments_BS: int32, the number of each token's document; None = a row is one document.
           ops: matmuls, lookups, attention and experts under the plan. Attention through
             `ops.attention` has its cache in generation.
-          key: the key of dropout; None = no dropout.
+          key: the random key of dropout; None = no dropout.
           kind: the layer's number modulo `config.kinds`, which says which of the masks is its own.
-          text_BS: which tokens are no padding; None = all are. Routers count these.
-          layer: the layer's number, from 0, which is not known while the program is traced.
+          text_BS: which tokens are text and no padding; None = all are. Routers count the text.
+          layer: the layer's number, from 0, which is known at run time only.
 
         Returns:
-          The residual stream, of the shape and dtype of `x_BSD`; or a pair of that and the router's
-          `RouterSums`.
+          The residual stream, of the shape and dtype of `x_BSD`; or a pair of the stream and the
+          router's `RouterSums`.
         """
         ...
 
 
 class HeadPart(Protocol):
-    """What follows the last block: the stream that multiplies a vocabulary matrix, and that matrix;
-    and perhaps, third, a bias of the vocabulary.
+    """The part after the last block, which returns the stream that is scored, the vocabulary matrix
+    that scores it, and perhaps, third, a bias of the vocabulary.
 
     It is called as a block is. `embedding_VD` is the embedding's parameter `tokens`, for a head
-    that is tied to it; None where the embedding has none of that name.
+    that is tied to it; None where the embedding has no parameter of that name.
     """
 
     def __call__(
@@ -139,12 +140,12 @@ GIVEN: dict[str, frozenset[str]] = {
 
 
 def part_name(maker: Maker) -> str:
-    """What a message calls the maker of a part."""
+    """Return the name of a part's maker for messages."""
     return getattr(maker, "__name__", type(maker).__name__)
 
 
 class Parts(NamedTuple):
-    """What makes the parts of a model; the names are those of their parameters."""
+    """The makers of a model's parts. The fields have the names of the parts' parameters."""
 
     embed: Maker
     blocks: Maker
