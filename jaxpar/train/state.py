@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.layout.plan import Plan, param_dtype
 from jaxpar.base.layout.sharding import Axes, KeyPath, replicated_sharding, state_axes
-from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import AnyModel, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import stored_order
@@ -180,9 +179,3 @@ def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
     if host:
         return sharding.with_memory_kind(HOST)
     return sharding
-
-
-def gradient_axes(model: AnyModel) -> Params:
-    """Return the logical axes of the gradient and moments of every parameter that is trained, in a
-    dict like that of the parameters."""
-    return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)

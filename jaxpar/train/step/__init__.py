@@ -6,7 +6,7 @@ loss and the gradients of a batch's microbatches, and `train_step` and `eval_ste
 functions. The shapes of a state and of a batch are in `train.state` and `train.batch`.
 """
 
-from jaxpar.train.step.accumulate import dropout_key, gradients, loss_weights
+from jaxpar.train.step.accumulate import dropout_key, gradient_axes, gradients, loss_weights
 from jaxpar.train.step.eval_step import compile_eval_step, evaluation_params, make_eval_step
 from jaxpar.train.step.first_state import init_state
 from jaxpar.train.step.reorder import reorder_state
@@ -16,6 +16,7 @@ __all__ = [
     "compile_eval_step",
     "dropout_key",
     "evaluation_params",
+    "gradient_axes",
     "gradients",
     "init_state",
     "loss_weights",
