@@ -94,7 +94,7 @@ def state_shapes(
 def _opt_state_shapes(
     optimizer: Optimizer, trained: Params, axes: Params, plan: Plan
 ) -> optax.OptState:
-    """The optimizer's state as ShapeDtypeStructs with shardings, for parameters in float32."""
+    """Return an optimizer's state of float32 parameters as ShapeDtypeStructs with shardings."""
     arrays = optimizer.state_arrays(trained, axes)
     opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=_is_state_array)
     opt_state = jax.eval_shape(
@@ -158,9 +158,9 @@ def in_host(
 
     Args:
       state: the state, as `state_shapes` returns it.
-      model: the model.
-      plan: its plan.
-      optimizer: the optimizer.
+      model: what is trained.
+      plan: how it lies on its mesh.
+      optimizer: what trains it.
     """
     trained = model.trained(state.params)
     axes = model.trained(model.axes)

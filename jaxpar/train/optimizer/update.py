@@ -170,7 +170,7 @@ def is_stacked(params: PyTree, axes: PyTree) -> bool:
 
 
 def _parts(tree: PyTree, names: Sequence[str]) -> PyTree:
-    """These parts of a tree of a model."""
+    """Pick some parts of a model's tree by their names."""
     return {name: tree[name] for name in names}
 
 
@@ -287,7 +287,7 @@ def largest_parameter(params: Params) -> tuple[str, float]:
 
 
 def _layer(x: Array, i: Array) -> Array:
-    """One of the stacked layers, still with a layers dim."""
+    """Return one of the stacked layers, still with a layers dim."""
     return jax.lax.dynamic_slice_in_dim(x, i, 1)
 
 
@@ -309,5 +309,5 @@ def _add_squares(total: Array, grads: Params, order_token: Array | None) -> Arra
 
 
 def _sum_of_squares(arrays: Sequence[Array]) -> Array | int:
-    """The squares of all entries of some arrays, added up in float32."""
+    """Add up the squares of all entries of some arrays, in float32."""
     return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays)

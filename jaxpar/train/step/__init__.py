@@ -1,4 +1,4 @@
-"""The training step and what it is made of, for a loop of your own as for ours; each takes an
+"""The training step and what it is made of, for our loop and for one of your own; each takes an
 `Experiment`.
 
 `first_state` makes a state. `accumulate` has the loss and the gradients of a batch's microbatches,

@@ -32,7 +32,7 @@ def gradients(
     """Compute the summed loss of a global batch and its float32 gradient, one of
     `train.accumulation` microbatches at a time.
 
-    The gradient is that of the parameters that are trained (`Model.trained`), and no other is made.
+    Only the parameters that are trained (`Model.trained`) have a gradient, and no other is made.
     They are sums and not means, so that dividing by the total token count weighs every token alike,
     however they were split; the losses of routers take their weight from the counts of the whole
     batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
@@ -113,20 +113,20 @@ def _without_batch_axes(plan: Plan, mesh_axes: tuple[MeshAxis, ...]) -> Plan:
 
 
 def gradient_axes(model: AnyModel) -> Params:
-    """Return the logical axes of the gradient and moments of every parameter that is trained, in a
-    dict like that of the parameters.
+    """Return the logical axes of the gradient and the moments of each parameter that is trained, in
+    a tree like the parameters'.
     """
     return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)
 
 
 class _How(NamedTuple):
-    """How the loss of a batch is made.
+    """How the loss of a batch is computed.
 
     Attributes:
-      model: what has it.
-      plan: how it runs.
+      model: the model whose loss it is.
+      plan: how the model runs.
       accumulation: how many microbatches the batch is cut into.
-      weights: those of the losses beside the likelihood.
+      weights: the weights of the losses beside the likelihood.
       counts: the tokens of the whole batch, by which routers' losses are weighed.
     """
 
@@ -169,7 +169,7 @@ def _accumulate(
 
 
 def _no_sums(model: AnyModel, batch: Batch) -> LossSums:
-    """Zeros for every sum that the loss of a microbatch has."""
+    """Return zeros for every sum that the loss of a microbatch has."""
     zero = jnp.zeros((), jnp.float32)
     learns_hidden = isinstance(model, Model) and model.learns_hidden(batch)
     return LossSums(

@@ -176,10 +176,10 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Keep the tokenizer of a run in its folder, where it is never replaced once the run has
     weights.
 
-    What the files beside it declare is that of the data until the run has trained.
+    Until the run has trained, what lies beside it is what lies beside the tokenizer of the data.
 
     Args:
-      tokenizer: that of the data.
+      tokenizer: the tokenizer of the data.
       folder: the run folder.
 
     Raises:
