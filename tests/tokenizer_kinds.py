@@ -291,7 +291,7 @@ def use_tokenizer(file: Path) -> None:
     import numpy as np
 
     from jaxpar.data.chat.examples import _with_places
-    from jaxpar.data.vocabulary.special_tokens import put_before
+    from jaxpar.data.vocabulary.stranger import put_before
     from jaxpar.data.vocabulary.text_bytes import count_bytes, unknown_id
     from jaxpar.data.vocabulary.tokenizer import (
         HFTokenizer,

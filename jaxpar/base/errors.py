@@ -210,6 +210,16 @@ def reading(file: str | Path) -> Iterator[None]:
         raise UserError(f"cannot read {file}: {why}: download it again, or convert it") from error
 
 
+def read_bytes(file: Path) -> bytes:
+    """Read a file as it is.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    with reading(file):
+        return file.read_bytes()
+
+
 def read_json(
     file: Path,
     kinds: Mapping[str, Any] | None = None,
@@ -224,9 +234,7 @@ def read_json(
       UserError: the file cannot be read, is no JSON or holds no object, has one key twice with
         different values, or a value is of another kind.
     """
-    with reading(file):
-        content = file.read_bytes()
-    return require_kinds(parse_json(content, str(file)), kinds or {}, str(file))
+    return require_kinds(parse_json(read_bytes(file), str(file)), kinds or {}, str(file))
 
 
 def parse_json(text: str | bytes, origin: str) -> Any:

@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError, short
+from jaxpar.base.errors import UserError
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.batches import train_batches as train_batches
 from jaxpar.data.batches import val_batch_count as val_batch_count
@@ -62,7 +61,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             f"data.source={data.source} does not read "
             "before it starts: take bytes, or a tokenizer.json"
         )
-    parts, tokenizer = _loaded(source, paths, data, vocab_size)
+    parts, tokenizer = source.open(paths, data, vocab_size)
     val = parts.pop() if data.val_path else None
     may_hold_out = source.holds_out and not (data.val_path or data.mixture)
     if may_hold_out and data.val_fraction > 0:
@@ -86,26 +85,6 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     total = sum(weight for _, weight in shares)
     return Corpus(
         Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer
-    )
-
-
-def _loaded(
-    source: Source, paths: Sequence[str], data: DataConfig, vocab_size: int
-) -> tuple[list[Part], Tokenizer | None]:
-    """Open a source.
-
-    Raises:
-      UserError: a registered source returns something else than a part for each path and a
-        tokenizer.
-    """
-    found = source.load(paths, data, vocab_size)
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
-        parts, tokenizer = found
-        if len(parts) == len(paths) and all(hasattr(part, "require_enough") for part in parts):
-            return list(parts), tokenizer
-    raise UserError(
-        f"data.source={data.source} returns a pair, a list with a jaxpar.data.part.Part for each "
-        f"of its {len(paths)} paths, and a tokenizer or None: it returned {short(found)}"
     )
 
 

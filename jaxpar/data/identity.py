@@ -1,19 +1,22 @@
 """The identity of a run's data: a hash of samples of every file, by which a resumed run knows them
-again.
+again, and by which each process knows that it has those of the others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from jaxpar.base.errors import reading, with_urls
+from jaxpar.base.errors import UserError, reading, with_urls
+from jaxpar.base.process.multihost import number_from_first, numbers_from_first, run_together
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.part import Part
@@ -55,6 +58,36 @@ def identify(corpus: Corpus) -> list[Piece]:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(_of_file, files))
     return found + [_of_part(part) for part in parts if not part.files]
+
+
+def require_same_everywhere(corpus: Corpus) -> None:
+    """Refuse data that are others on this machine than on that of the first process: batches of
+    several machines are rows of one order.
+
+    All processes must call this.
+
+    Raises:
+      UserError: they are, here or on another process, or a file cannot be read.
+    """
+    if jax.process_count() == 1:
+        return
+    pieces = run_together(lambda: identify(corpus))
+    count = number_from_first(len(pieces))
+    contents = [zlib.crc32(f"{piece.length} {piece.hash}".encode()) >> 1 for piece in pieces]
+    here = [*contents, *[0] * count][:count]
+    first = numbers_from_first(here)
+
+    def require() -> None:
+        same = "all machines must see the same data"
+        if len(pieces) != count:
+            raise UserError(
+                f"the data are {len(pieces)} files here and {count} on the first process: {same}"
+            )
+        for piece, content, other in zip(pieces, here, first, strict=True):
+            if content != other:
+                raise UserError(f"{piece.name} is another here than on the first process: {same}")
+
+    run_together(require)
 
 
 def difference(before: Sequence[Piece], now: Sequence[Piece]) -> str:

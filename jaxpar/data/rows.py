@@ -1,4 +1,5 @@
-"""Rows of files of JSON and Parquet, which may be compressed: what a user has as "a data set".
+"""Text files, and rows of files of JSON and Parquet, which may be compressed: what a user has as "a
+data set".
 
 A file is known by its first bytes, not by its name: a line is then read as what it is, and what
 cannot be read is called by its kind.
@@ -18,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.base.errors import UTF8, UserError, parse_json, reading, short
+from jaxpar.base.errors import UTF8, UserError, parse_json, read_bytes, reading, short
 
 UTF16 = "UTF-16 text"
 _KINDS = {
@@ -65,6 +66,41 @@ def kind_of_file(file: Path) -> str:
     """
     with reading(file), file.open("rb") as opened:
         return kind_of(opened.read(_LONGEST_BEGINNING))
+
+
+def read_text(file: Path) -> str:
+    """Read the text of a UTF-8 file, with its line ends as they are and without a byte order mark.
+
+    Raises:
+      UserError: it cannot be read as text.
+    """
+    return decode_text(read_bytes(file), file)
+
+
+def decode_text(content: bytes, file: Path) -> str:
+    """Decode the bytes of a text file, or a part of them.
+
+    Raises:
+      UserError: they are no text in UTF-8.
+    """
+    kind = kind_of(content)
+    if kind == UTF16:
+        raise UserError(
+            f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8"
+        )
+    if kind:
+        raise UserError(f"{file} is a {kind} file, not text")
+    if b"\0" in content:
+        raise UserError(
+            f"{file} is binary (NUL at byte {content.index(0)}), not text: ids of tokens are "
+            "read with --data.source tokens"
+        )
+    try:
+        return content.decode(UTF8)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first"
+        ) from error
 
 
 def read_rows(file: Path) -> Iterator[Row]:

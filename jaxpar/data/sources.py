@@ -57,6 +57,24 @@ class Source:
     streams: Callable[[DataConfig], bool]
     """Whether it is read in order, so that `data.seed` shuffles only within a window."""
 
+    def open(
+        self, paths: Sequence[str], data: DataConfig, vocab_size: int
+    ) -> tuple[list[Part], Tokenizer | None]:
+        """Call `load`, and return what it returns.
+
+        Raises:
+          UserError: it returns something else than a part for each path and a tokenizer.
+        """
+        found = self.load(paths, data, vocab_size)
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list | tuple):
+            parts, tokenizer = found
+            if len(parts) == len(paths) and all(hasattr(part, "require_enough") for part in parts):
+                return list(parts), tokenizer
+        raise UserError(
+            f"data.source={data.source} returns a pair, a list with a jaxpar.data.part.Part for "
+            f"each of its {len(paths)} paths, and a tokenizer or None: it returned {short(found)}"
+        )
+
 
 def register_source(
     name: str,

@@ -31,7 +31,7 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline import simulate
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import sequences_have_halves, with_config
-from jaxpar.train.state import gradient_axes
+from jaxpar.train.step import gradient_axes
 
 LAYERS = 4
 """The number of blocks in the program that is tried: a block's collectives also hide behind its

@@ -70,7 +70,7 @@ def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, 
 
     Args:
       config: every setting.
-      plan: its plan.
+      plan: where its arrays lie.
       teacher: whether a teacher's answers are in it, where the config has a teacher; an evaluation
         has none.
     """
@@ -89,7 +89,7 @@ def batch_shapes(config: Config, plan: Plan, teacher: bool = True) -> dict[str, 
 
 
 def _hidden_sizes(config: Config) -> tuple[int, int]:
-    """How many hidden states of a teacher a token has, and their width."""
+    """Return how many hidden states of a teacher a token has, and their width."""
     return len(config.distill.hidden), config.distill.hidden_width
 
 

@@ -29,7 +29,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import kernel_notes, make_experiment, mask_notes
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
-from jaxpar.train.run_data import load_run_corpus
+from jaxpar.train.run_data import load_run_data
 from jaxpar.train.runs.folder.run_folder import is_run
 from jaxpar.train.runs.stores import StoreOf, store_of
 from jaxpar.train.step import compile_eval_step
@@ -136,7 +136,7 @@ def evaluate_folder(
     for note in (*kernel_notes(experiment, training=False), *mask_notes(experiment)):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)
-    corpus = load_run_corpus(data, config.model.vocab_size, folder, say)
+    _, corpus = load_run_data(data, config.model.vocab_size, folder, say)
     for note in corpus.tokenizer.notes if corpus.tokenizer else ():
         say(note)
     if corpus.val is None:

@@ -24,7 +24,7 @@ from jaxpar.train.restore import (
     load_params,
     require_new_run,
 )
-from jaxpar.train.run_data import load_run_corpus
+from jaxpar.train.run_data import load_run_data
 
 _MOST_COUNTED = 2**31
 
@@ -69,7 +69,7 @@ def prune_run(
     plan = replace(drop_stages(experiment.plan), overlap=experiment.plan.overlap.without_auto())
     model = in_parts(experiment.model, "pruning")
     params = load_params(source, experiment)
-    corpus = load_run_corpus(config.data, config.model.vocab_size, source, say)
+    _, corpus = load_run_data(config.data, config.model.vocab_size, source, say)
     batch = config.train.batch
     rows = batch_rows(batch, plan)
     read = train_batches(corpus.train, config.data, batch, rows, config.model.vocab_size)

@@ -5,24 +5,20 @@ and a run that goes on compares them with it.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Config, DataConfig
 from jaxpar.base.errors import Say, UserError, is_kind, read_json
-from jaxpar.base.process.multihost import (
-    number_from_first,
-    numbers_from_first,
-    run_together,
-)
+from jaxpar.base.process.multihost import number_from_first, run_together
+from jaxpar.base.registry import SOURCES
+from jaxpar.data.chat.template.files import writes_date
 from jaxpar.data.corpus import Corpus, load_corpus
-from jaxpar.data.identity import Piece, difference, identify
+from jaxpar.data.identity import Piece, difference, identify, require_same_everywhere
 from jaxpar.train.experiment import Experiment
 from jaxpar.train.runs.folder.own_tokenizer import with_own_tokenizer
 from jaxpar.train.runs.folder.run_folder import (
@@ -32,7 +28,6 @@ from jaxpar.train.runs.folder.run_folder import (
     read_run_config,
     refused_changes,
 )
-from jaxpar.train.runs.folder.template_date import with_template_date
 
 DATA = "data.json"
 
@@ -73,17 +68,24 @@ def with_run_data(experiment: Experiment, folder: Path, say: Say) -> tuple[Exper
       UserError: the data are missing or bad (see `load_corpus`), another tokenizer is asked for
         than that of the run, or a file cannot be read.
     """
-    config = with_template_date(experiment.config, folder)
+    config = experiment.config
     corpus = experiment.corpus
     if corpus is None:
-        corpus = load_run_corpus(config.data, config.model.vocab_size, folder, say)
-    elif config == experiment.config:
-        return experiment, corpus  # with the shapes that it has found out already
-    return replace(experiment, config=config, corpus=corpus), corpus
+        data, corpus = load_run_data(config.data, config.model.vocab_size, folder, say)
+    else:
+        today = _today()
+        written = run_together(lambda: template_date(config.data, folder, today))
+        if written == config.data.template_date:
+            return experiment, corpus  # with the shapes that it has found out already
+        data = replace(config.data, template_date=written)
+    return replace(experiment, config=replace(config, data=data), corpus=corpus), corpus
 
 
-def load_run_corpus(data: DataConfig, vocab_size: int, folder: Path, say: Say) -> Corpus:
-    """Load data by the tokenizer of a run: its own copy, where the run has weights.
+def load_run_data(
+    data: DataConfig, vocab_size: int, folder: Path, say: Say
+) -> tuple[DataConfig, Corpus]:
+    """Load data by the tokenizer of a run, its own copy where the run has weights, and with the
+    date that its chat template writes.
 
     All processes must call this.
 
@@ -94,44 +96,55 @@ def load_run_corpus(data: DataConfig, vocab_size: int, folder: Path, say: Say) -
       say: gets a line where a file of the tokenizer is no longer that of the run.
 
     Returns:
-      The data.
+      How the data are asked for, with that date, and the data.
 
     Raises:
-      UserError: as of `with_run_data`, or the data are others than those of another process.
+      UserError: the data are missing or bad (see `load_corpus`), another tokenizer is asked for
+        than that of the run, a file cannot be read, or the data are others than those of another
+        process.
     """
-    corpus = run_together(
-        lambda: load_corpus(with_own_tokenizer(data, folder, say), vocab_size),
-    )
-    _require_same_everywhere(corpus)
-    return corpus
+    today = _today()
+
+    def load() -> tuple[str, Corpus]:
+        own = with_own_tokenizer(data, folder, say)
+        written = template_date(own, folder, today)
+        return written, load_corpus(replace(own, template_date=written), vocab_size)
+
+    written, corpus = run_together(load)
+    require_same_everywhere(corpus)
+    return replace(data, template_date=written), corpus
 
 
-def _require_same_everywhere(corpus: Corpus) -> None:
-    """Refuse data that are others on this machine than on that of the first process: batches of
-    several machines are rows of one order.
+def template_date(data: DataConfig, folder: Path, today: str) -> str:
+    """Return the date that a run's chat template writes as today's: that of the run's first start,
+    on every day and process.
+
+    Args:
+      data: how the data are asked for; a date that they have stays.
+      folder: the run folder, which has the date once the run has trained.
+      today: what a run that has not trained takes, as in 2026-01-31.
+
+    Returns:
+      The date; empty where none is written, or where a run of an older version has kept none.
 
     Raises:
-      UserError: they are, here or on another process.
+      UserError: a file of the tokenizer or of the run cannot be read.
     """
-    if jax.process_count() == 1:
-        return
-    pieces = run_together(lambda: identify(corpus))
-    count = number_from_first(len(pieces))
-    contents = [zlib.crc32(f"{piece.length} {piece.hash}".encode()) >> 1 for piece in pieces]
-    here = [*contents, *[0] * count][:count]
-    first = numbers_from_first(here)
+    if "template_date" not in SOURCES[data.source].reads or data.template_date:
+        return data.template_date
+    steps = finished_steps(folder)
+    if is_run(folder) and steps != [0]:  # an import has not trained yet
+        kept = read_run_config(folder).data.template_date
+        if kept or steps:
+            return kept
+    if writes_date(data.tokenizer):
+        return today
+    return ""
 
-    def require() -> None:
-        same = "all machines must see the same data"
-        if len(pieces) != count:
-            raise UserError(
-                f"the data are {len(pieces)} files here and {count} on the first process: {same}"
-            )
-        for piece, content, other in zip(pieces, here, first, strict=True):
-            if content != other:
-                raise UserError(f"{piece.name} is another here than on the first process: {same}")
 
-    run_together(require)
+def _today() -> str:
+    """Return the first process's date on all; they must all call this."""
+    return date.fromordinal(number_from_first(date.today().toordinal())).isoformat()
 
 
 def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:

@@ -1,4 +1,6 @@
-"""The state of a training between steps: the shapes of its arrays, and where each of them lives."""
+"""The state of a training between steps: the shapes of its arrays, where each of them lives, and in
+which order its layers lie.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,9 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.layout.plan import Plan, param_dtype
 from jaxpar.base.layout.sharding import Axes, KeyPath, replicated_sharding, state_axes
-from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import AnyModel, Params
 from jaxpar.parallel.host_memory import HOST
-from jaxpar.parallel.pipeline import stored_order
+from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.train.optimizer import (
     Optimizer,
     in_host_memory_of,
@@ -93,14 +94,14 @@ def state_shapes(
 def _opt_state_shapes(
     optimizer: Optimizer, trained: Params, axes: Params, plan: Plan
 ) -> optax.OptState:
-    """The optimizer's state as ShapeDtypeStructs with shardings, for parameters in float32."""
+    """Return an optimizer's state of float32 parameters as ShapeDtypeStructs with shardings."""
     arrays = optimizer.state_arrays(trained, axes)
-    opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=is_state_array)
+    opt_state = jax.tree.map(lambda array: array.value, arrays, is_leaf=_is_state_array)
     opt_state = jax.eval_shape(
         lambda state: pack_moments(optimizer, state, trained, axes, plan.moments), opt_state
     )
     host = in_host_memory_of(optimizer, opt_state, trained, axes, plan)
-    names = axes_by_path(axes, trained)
+    names = _axes_by_path(axes, trained)
 
     def place(array: StateArray, shape: Shape, away: bool) -> Shape:
         if array.parameter is None:
@@ -111,15 +112,15 @@ def _opt_state_shapes(
             sharding = plan.sharding(dims, shape.shape, "optimizer state")
         return Shape(shape.shape, shape.dtype, sharding=_in_memory(sharding, away))
 
-    return jax.tree.map(place, arrays, opt_state, host, is_leaf=is_state_array)
+    return jax.tree.map(place, arrays, opt_state, host, is_leaf=_is_state_array)
 
 
-def is_state_array(x: object) -> bool:
+def _is_state_array(x: object) -> bool:
     """Whether a node of a tree describes an array of an optimizer's state."""
     return isinstance(x, StateArray)
 
 
-def axes_by_path(axes: Params, params: Params) -> dict[KeyPath, Axes]:
+def _axes_by_path(axes: Params, params: Params) -> dict[KeyPath, Axes]:
     """Return the logical axes of each parameter by its path."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = structure.flatten_up_to(axes)
@@ -157,9 +158,9 @@ def in_host(
 
     Args:
       state: the state, as `state_shapes` returns it.
-      model: the model.
-      plan: its plan.
-      optimizer: the optimizer.
+      model: what is trained.
+      plan: how it lies on its mesh.
+      optimizer: what trains it.
     """
     trained = model.trained(state.params)
     axes = model.trained(model.axes)
@@ -182,7 +183,49 @@ def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
     return sharding
 
 
-def gradient_axes(model: AnyModel) -> Params:
-    """Return the logical axes of the gradient and moments of every parameter that is trained, in a
-    dict like that of the parameters."""
-    return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)
+def reorder_state(
+    state: TrainState[jax.Array],
+    before: Sequence[int] | None,
+    after: Sequence[int] | None,
+    model: AnyModel,
+    optimizer: Optimizer,
+) -> TrainState[jax.Array]:
+    """Put a state's stacked layers in another order: a pipeline stores them in the order of its
+    stages.
+
+    Args:
+      state: a state, of which the optimizer's part may be empty.
+      before: the order that its layers have (`pipeline.stored_order`); None = the model's.
+      after: the order that they get, likewise.
+      model: the model that it is a state of.
+      optimizer: the optimizer that it is a state of.
+    """
+
+    def reorder(x: jax.Array, axes: Axes) -> jax.Array:
+        if axes[:1] == ("layers",):
+            return reorder_layers(x, before, after, model.config.layers)
+        return x
+
+    def reorder_array(x: jax.Array, array: StateArray, axes: Axes) -> jax.Array:
+        along = tuple(None if dim is None else axes[dim] for dim in array.dims)
+        return reorder(x, along)
+
+    axes = model.trained(model.axes)  # only what is trained is saved
+    params = jax.tree.map(reorder, state.params, axes)
+    opt_state = state.opt_state
+    if jax.tree.leaves(opt_state):
+        shapes = jax.tree.map(
+            lambda x: Shape(x.shape, jnp.float32),
+            state.params,
+        )
+        arrays = optimizer.state_arrays(shapes, axes)
+        names = _axes_by_path(axes, state.params)
+        opt_state = jax.tree.map(
+            lambda array, x: (
+                x if array.parameter is None else reorder_array(x, array, names[array.parameter])
+            ),
+            arrays,
+            opt_state,
+            is_leaf=_is_state_array,
+        )
+    return TrainState(state.step, params, opt_state)

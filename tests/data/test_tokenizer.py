@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.base.errors import UserError
+from jaxpar.data.rows import read_text
 from jaxpar.data.vocabulary.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
@@ -14,7 +15,6 @@ from jaxpar.data.vocabulary.tokenizer import (
     encode_files,
     load_tokenizer,
     make_tokenizer,
-    read_text,
     token_dtype,
 )
 

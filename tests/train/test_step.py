@@ -27,7 +27,7 @@ from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import options_of
 from jaxpar.base.layout.mesh import MeshSpec, describe, devices_needed
-from jaxpar.base.layout.plan import Plan, deferred_sum_axes
+from jaxpar.base.layout.plan import Plan
 from jaxpar.hlo.program.tasks import walk
 from jaxpar.hlo.read import read_program
 from jaxpar.models import Model
@@ -49,6 +49,7 @@ from jaxpar.train.step import (
     reorder_state,
     step_shapes,
 )
+from jaxpar.train.step.accumulate import deferred_sum_axes
 
 STEPS = 20
 MESHES = [

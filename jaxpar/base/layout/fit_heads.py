@@ -76,7 +76,7 @@ def fit_rules(
 
 
 def first_axes(axes: tuple[MeshAxis, ...]) -> list[tuple[MeshAxis, ...]]:
-    """Every prefix of some mesh axes, the longest first."""
+    """List every prefix of some mesh axes, the longest first."""
     return [axes[:count] for count in range(len(axes), -1, -1)]
 
 
@@ -84,7 +84,7 @@ def drop_axes(
     axes: tuple[MeshAxis, ...],
     dropped: tuple[MeshAxis, ...],
 ) -> tuple[MeshAxis, ...]:
-    """The mesh axes that are not dropped."""
+    """Return the mesh axes that are not dropped."""
     return tuple(axis for axis in axes if axis not in dropped)
 
 

@@ -4,18 +4,17 @@ its dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.field_marks import Idle, Rule, WholeConfig
 from jaxpar.base.layout.activation_names import Action, Keep, Policy, actions
-from jaxpar.base.layout.fit_heads import drop_axes, first_axes, may_split
-from jaxpar.base.layout.mesh import MeshAxis
-from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis
+from jaxpar.base.layout.fit_heads import may_split
+from jaxpar.base.layout.sharding import Axes, Layout, LogicalAxis, state_axes
 from jaxpar.base.ranges import Range
 from jaxpar.base.registry import FORMS, SCHEDULES, OneOf
 
@@ -259,6 +258,16 @@ class Plan(Layout):
             name for name, action in actions(self.remat, self.keep).items() if action == "offload"
         )
 
+    def no_gradient(self, param: jax.Array, axes: Axes) -> jax.Array:
+        """Return zeros to which a parameter's gradients are added, laid out as gradients are.
+
+        Args:
+          param: the parameter.
+          axes: its logical axes.
+        """
+        zeros = jnp.zeros(param.shape, gradient_dtype(axes, self))
+        return self.constrain(zeros, state_axes(axes))
+
 
 _OF_HEADS = ("heads", "kv_heads", "head_dim")
 
@@ -281,46 +290,3 @@ def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     always float32.
     """
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
-
-
-def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
-    """Find the mesh axes over which gradients are summed once a step, after the last microbatch,
-    rather than for each one.
-
-    These are the outermost axes that split the batch and nothing else, so that each device can hold
-    sums of its own. There are none under ZeRO-1, where the state is split over them too: a device
-    would hold the whole gradient.
-
-    Args:
-      accumulation: the number of microbatches of a step.
-      whole: whether a result depends on the whole microbatch, as with dropout and the balance of
-        experts; there are none then.
-
-    Returns:
-      The axes, outermost first.
-    """
-    if accumulation == 1 or whole or plan.size("stage") > 1:
-        return ()
-    axes = [axis for axis in plan.rules.logical_axes if axis != "batch"]
-    others = {mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis)}
-    return next(
-        first for first in first_axes(plan.mesh_axes("batch")) if not others.intersection(first)
-    )
-
-
-def plan_without_batch_axes(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
-    """Make the plan of the devices that share one place along some mesh axes.
-
-    Args:
-      mesh_axes: the axes, which split the batch alone.
-
-    Returns:
-      The plan with the same mesh, in which they split nothing.
-    """
-    return replace(
-        plan,
-        rules=replace(
-            plan.rules,
-            batch=drop_axes(plan.rules.batch, tuple(mesh_axes)),
-        ),
-    )

@@ -18,6 +18,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.rows import (
     COMPRESSED,
     UTF16,
+    decode_text,
     has_column,
     is_json_lines,
     kind_of_file,
@@ -25,12 +26,7 @@ from jaxpar.data.rows import (
     row_texts,
 )
 from jaxpar.data.streams.tokens import Tokens
-from jaxpar.data.vocabulary.tokenizer import (
-    Tokenizer,
-    decode_text,
-    encode_files,
-    make_tokenizer,
-)
+from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_files, make_tokenizer
 
 _COLUMN = "text"
 _ADVICE = (

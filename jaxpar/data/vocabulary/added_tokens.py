@@ -17,11 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpar.base.errors import UserError, read_json, short
+from jaxpar.base.errors import UserError, short
 from jaxpar.data.vocabulary.special_tokens import (
     ADDED_TOKENS,
     TOKENIZER_CONFIG,
     TOKENS_MAP,
+    TokenFiles,
     beside,
 )
 from jaxpar.data.vocabulary.stranger import asking
@@ -51,51 +52,55 @@ class _Declared(NamedTuple):
     """
 
 
-def add_declared(inner: tokenizers.Tokenizer, tokenizer: Path) -> tuple[str, ...]:
+def add_declared(
+    inner: tokenizers.Tokenizer, files: TokenFiles, tokenizer: Path
+) -> tuple[str, ...]:
     """Add to a tokenizer the tokens that the files beside its tokenizer.json declare.
 
     Args:
       inner: the tokenizer, which is changed.
-      tokenizer: its file.
+      files: the content of those files.
+      tokenizer: its own file, for messages.
 
     Returns:
       Notes, a sentence each: which tokens were added, and what the files say in vain.
 
     Raises:
-      UserError: a file cannot be read, or gives a token an id that it cannot have.
+      UserError: a file lists what is no token, or gives a token an id that it cannot have.
     """
-    config = _read(beside(tokenizer, TOKENIZER_CONFIG))
-    added = _read(beside(tokenizer, ADDED_TOKENS))
-    tokens_map = _read(beside(tokenizer, TOKENS_MAP))
-    older = [*_by_token(added, _special(config, tokens_map)), *_special(config, tokens_map)]
+    config = files[TOKENIZER_CONFIG]
+    special = _special(config, files[TOKENS_MAP])
+    older = _each_once([*_by_token(files[ADDED_TOKENS], special), *special])
     if _DECODER in config:
-        declared = [*_by_id(config, tokenizer), *_special(config)]
+        declared = _each_once([*_by_id(config, tokenizer), *_special(config)])
         ignored = older
     else:
         declared = older
         ignored = []
-    declared = _each_once(declared)
-    notes = [_disagreement(one, inner, tokenizer) for one in declared]
-    put = [one for one in declared if _put(inner, one, tokenizer)]
-    if put:
-        files = " and ".join(dict.fromkeys(one.file for one in put))
+    notes = []
+    added = []
+    for one in declared:
+        before, id = _put(inner, one, tokenizer)
+        if before is None:
+            added.append(one)
+        elif one.id not in (None, id):
+            notes.append(
+                f"{beside(tokenizer, one.file)} gives {one.content!r} the id {one.id}, and "
+                f"{tokenizer} {id}, which is taken, as transformers does: are both of one folder?"
+            )
+    if added:
         notes.append(
-            f"{tokenizer}: {_in_words(put)} stand in {files} beside it and not in it, and are "
-            "added, as transformers does"
+            f"{tokenizer}: {_in_words(added)} stand in {_files_of(added)} beside it and not in "
+            "it, and are added, as transformers does"
         )
     known = inner.get_vocab()
-    in_vain = [one for one in _each_once(ignored) if one.content not in known]
+    in_vain = [one for one in ignored if one.content not in known]
     if in_vain:
-        files = " and ".join(dict.fromkeys(one.file for one in in_vain))
         notes.append(
-            f"{tokenizer}: {_in_words(in_vain)} of {files} beside it are no tokens, as "
-            f"{_DECODER} of {TOKENIZER_CONFIG} lacks them: add them there if they are meant"
+            f"{tokenizer}: {_in_words(in_vain)} of {_files_of(in_vain)} beside it are no tokens, "
+            f"as {_DECODER} of {TOKENIZER_CONFIG} lacks them: add them there if they are meant"
         )
-    return tuple(note for note in notes if note)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
+    return tuple(notes)
 
 
 def _by_id(config: Mapping[str, Any], tokenizer: Path) -> list[_Declared]:
@@ -209,20 +214,11 @@ def _each_once(declared: Iterable[_Declared]) -> list[_Declared]:
     return list(found.values())
 
 
-def _disagreement(declared: _Declared, inner: tokenizers.Tokenizer, tokenizer: Path) -> str:
-    """Write the note on a token of tokenizer.json to which another file gives another id."""
-    with asking(tokenizer, f"find {short(declared.content)}"):
-        id = inner.token_to_id(declared.content)
-    if id is None or declared.id in (None, id):
-        return ""
-    return (
-        f"{beside(tokenizer, declared.file)} gives {declared.content!r} the id {declared.id}, and "
-        f"{tokenizer} {id}, which is taken, as transformers does: are both of one folder?"
-    )
-
-
-def _put(inner: tokenizers.Tokenizer, declared: _Declared, tokenizer: Path) -> bool:
-    """Add a token, or change how one is found in a text; return whether it is new.
+def _put(
+    inner: tokenizers.Tokenizer, declared: _Declared, tokenizer: Path
+) -> tuple[int | None, int | None]:
+    """Add a token, or change how one is found in a text; return its id before, None where it is
+    new, and after.
 
     Raises:
       UserError: it would get another id than the file says.
@@ -243,10 +239,16 @@ def _put(inner: tokenizers.Tokenizer, declared: _Declared, tokenizer: Path) -> b
             f"and beside the tokens of {tokenizer}, which lacks it, it would get {id}: take both "
             "files from one folder"
         )
-    return before is None
+    return before, id
 
 
-def _in_words(tokens: list[_Declared]) -> str:
+def _in_words(tokens: Sequence[_Declared]) -> str:
+    """Name some tokens, the first of them if there are many."""
     named = ", ".join(repr(one.content) for one in tokens[:_SHOWN])
     more = len(tokens) - _SHOWN
     return named + (f" and {more} more" if more > 0 else "")
+
+
+def _files_of(tokens: Iterable[_Declared]) -> str:
+    """Name the files that declare some tokens."""
+    return " and ".join(dict.fromkeys(one.file for one in tokens))

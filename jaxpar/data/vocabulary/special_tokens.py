@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Bos
-from jaxpar.base.errors import UserError, read_json, reading
-from jaxpar.data.vocabulary.stranger import asking
+from jaxpar.base.errors import UserError, read_bytes, read_json
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -42,6 +40,17 @@ _ID_KINDS = {
     "bos_token_id": int | list[int] | None,
     "eos_token_id": int | list[int] | None,
 }
+_TOKEN_FILES = {
+    TOKENIZER_CONFIG: None,
+    TOKENS_MAP: None,
+    ADDED_TOKENS: None,
+    GENERATION: _ID_KINDS,
+    TOKEN_IDS: _ID_KINDS,
+    MODEL_CONFIG: _ID_KINDS,
+}
+"""The files that say something of a tokenizer's tokens, with what some of their values must be."""
+TokenFiles = Mapping[str, dict[str, Any]]
+"""The content of each of these files by its name; empty where there is no such file."""
 END_OF_TEXT = (
     "<|endoftext|>",  # GPT-2, Qwen
     "<|end_of_text|>",  # LLaMA 3
@@ -97,6 +106,15 @@ def beside(tokenizer: str | Path, name: str) -> Path:
     return path.with_name(prefix + name if prefix.endswith(".bin.") else name)
 
 
+def read_token_files(tokenizer: str | Path) -> TokenFiles:
+    """Read the JSON files beside a tokenizer.json that say something of its tokens.
+
+    Raises:
+      UserError: one of them cannot be read, or is no JSON object.
+    """
+    return {name: _read_beside(tokenizer, name, kinds) for name, kinds in _TOKEN_FILES.items()}
+
+
 def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     """Read what the files beside a tokenizer.json say of its special tokens; any of them may be
     missing.
@@ -104,9 +122,14 @@ def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     Raises:
       UserError: one of them cannot be read, or is no JSON object.
     """
-    config = _read(beside(tokenizer, TOKENIZER_CONFIG))
+    return special_tokens_of(read_token_files(tokenizer))
+
+
+def special_tokens_of(files: TokenFiles) -> SpecialTokens:
+    """Return what the files beside a tokenizer.json say of its special tokens."""
+    config = files[TOKENIZER_CONFIG]
     names = _names(config)
-    also = _names(_read(beside(tokenizer, TOKENS_MAP)))
+    also = _names(files[TOKENS_MAP])
     # As in transformers: a config that lists its added tokens was written whole, beside an older
     # one the map counts.
     if "added_tokens_decoder" in config:
@@ -114,21 +137,20 @@ def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     else:
         names = names | also
     add_bos = config.get("add_bos_token")
-    files = [
-        _read(beside(tokenizer, name), _ID_KINDS) for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)
-    ]
+    with_ids = [files[name] for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)]
     return SpecialTokens(
         names=names,
         add_bos=add_bos if isinstance(add_bos, bool) else None,
-        begins=_ids(files, "bos_token_id"),
-        ends=_ids(files, "eos_token_id"),
+        begins=_ids(with_ids, "bos_token_id"),
+        ends=_ids(with_ids, "eos_token_id"),
     )
 
 
-def _read(
-    file: Path,
-    kinds: Mapping[str, Any] | None = None,
+def _read_beside(
+    tokenizer: str | Path, name: str, kinds: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
+    """Read the object in a JSON file beside a tokenizer; empty where there is no such file."""
+    file = beside(tokenizer, name)
     if file.exists():
         return read_json(file, kinds)
     return {}
@@ -215,10 +237,8 @@ def read_declared(tokenizer: Path) -> dict[str, bytes]:
     """
     found: dict[str, bytes] = {}
     for name in declaring_files(tokenizer):
-        file = _place(tokenizer, name)
-        with reading(file):
-            found[name] = file.read_bytes()
-    config = _read(beside(tokenizer, MODEL_CONFIG))
+        found[name] = read_bytes(_place(tokenizer, name))
+    config = _read_beside(tokenizer, MODEL_CONFIG)
     ids = {key: value for key in ID_KEYS if (value := _given(config, key)) is not None}
     if ids:
         found[TOKEN_IDS] = json.dumps(ids).encode()
@@ -254,12 +274,17 @@ def carried_token_ids(tokenizer: Path) -> dict[str, Any]:
     Raises:
       UserError: the file that has them cannot be read.
     """
-    there = _read(beside(tokenizer, TOKEN_IDS))
+    there = _read_beside(tokenizer, TOKEN_IDS)
     return {key: there[key] for key in ID_KEYS if key in there}
 
 
 def find_ends(
-    inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: int, origin: str, bos: Bos
+    inner: tokenizers.Tokenizer,
+    declared: SpecialTokens,
+    put: int | None,
+    vocab_size: int,
+    bos: Bos,
+    origin: Path,
 ) -> TextEnds:
     """Find which ids a tokenizer's texts begin and end with.
 
@@ -268,15 +293,24 @@ def find_ends(
     either, a special token of a usual name.
 
     Args:
+      inner: the tokenizer.
       declared: what the files beside it say.
+      put: the id that its post-processor puts before a text, if it puts one (`find_put`).
       vocab_size: the model has the ids below this; 0 = all of the tokenizer's.
-      origin: the tokenizer's file, for messages.
       bos: whether a text begins with the tokenizer's begin of text.
+      origin: the tokenizer's file, for messages.
 
     Raises:
       UserError: `bos` is True, and the tokenizer has no begin of text.
     """
     known = _Known(inner, vocab_size)
+    put = known.first(put)
+    begin = _find_begin(known, declared, put, bos)
+    if begin is None and bos is True:
+        raise UserError(
+            f"data.bos=true: no file beside {origin} names a bos_token that it has: leave "
+            "data.bos out"
+        )
     notes = [
         f"{origin}: its {name} {declared.names[name]!r} is no token of the model, and is not used"
         for name in ("bos_token", "eos_token")
@@ -292,19 +326,6 @@ def find_ends(
         if end is not None:
             what = f"its special token {inner.id_to_token(end)!r} (id {end}) is taken"
         notes.append(f"{origin}: no file beside it says what ends a text; {what}")
-    put = known.first(
-        find_put(
-            inner,
-            known.id_of(declared.names.get("bos_token")),
-            origin,
-        )
-    )
-    begin = _find_begin(known, declared, put, bos)
-    if begin is None and bos is True:
-        raise UserError(
-            f"data.bos=true: no file beside {origin} names a bos_token that it has: leave "
-            "data.bos out"
-        )
     if bos == "auto" and begin != put:
         notes.append(_disagreement(inner, begin, put, origin))
     return TextEnds(begin, end, tuple(notes))
@@ -331,22 +352,6 @@ class _Known(NamedTuple):
     def _has(self, id: int) -> bool:
         below = id < self.vocab_size or not self.vocab_size
         return id >= 0 and below and self.inner.id_to_token(id) is not None
-
-
-def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
-    """Write the tokenizer.json of a tokenizer that puts an id before each text, or none, and
-    nothing else.
-    """
-    from tokenizers.processors import TemplateProcessing
-
-    if begin is None:
-        token = None
-    else:
-        token = inner.id_to_token(begin)
-    before = "" if token is None else f"{token}:0 "
-    named = [] if token is None else [(token, begin)]
-    inner.post_processor = TemplateProcessing(f"{before}$A:0", f"{before}$A:0 $B:1", named)
-    return inner.to_str(pretty=True)
 
 
 def _guess_end(known: _Known) -> int | None:
@@ -380,7 +385,7 @@ def _find_begin(
 
 
 def _disagreement(
-    inner: tokenizers.Tokenizer, begin: int | None, put: int | None, origin: str
+    inner: tokenizers.Tokenizer, begin: int | None, put: int | None, origin: Path
 ) -> str:
     """Write the note on a config that disagrees with the post-processor on which id begins a
     text.
@@ -398,32 +403,3 @@ def _disagreement(
         "post-processor, which "
         f"transformers 5 obeys, does otherwise, as data.bos={other} does"
     )
-
-
-def find_put(inner: tokenizers.Tokenizer, named: int | None, origin: object) -> int | None:
-    """Find the id that a tokenizer's post-processor puts before a text; None where it puts none, or
-    several.
-
-    Args:
-      named: the id that is said to begin a text, if one is.
-      origin: the tokenizer's file, for messages.
-
-    Raises:
-      UserError: the post-processor fails.
-    """
-    try:
-        with asking(origin, "encode 'a'"):
-            found = inner.encode("a")
-    except UserError:  # a tokenizer of words may not know this one
-        with asking(origin, "encode an empty text"):
-            found = inner.encode("")
-    before = [
-        id
-        for id, _ in takewhile(
-            lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True)
-        )
-    ]
-    # nothing is left of the text, so what follows it may stand here as well
-    if len(before) == len(found.ids):
-        before = [id for id in before[:1] if id == named]
-    return before[0] if len(before) == 1 else None

@@ -1,5 +1,5 @@
-"""A tokenizer.json of a stranger: what the tokenizers package raises over it, and how long a text
-may become in it.
+"""A tokenizer.json of a stranger: what the tokenizers package raises over it, which token it puts
+before a text, and how long a text may become in it.
 
 The package loads files that it fails in later, at a text without a token for it or at a pattern
 that takes too long, and it panics over some. A few steps that each double a text fill any memory,
@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.base.errors import UserError, short
@@ -71,6 +72,53 @@ def asking(origin: object, what: str) -> Iterator[None]:
         raise UserError(
             f"tokenizers cannot {what} with {origin}: {why}: correct the file, or take another"
         ) from error
+
+
+def find_put(inner: tokenizers.Tokenizer, named: str | None, origin: object) -> int | None:
+    """Find the id that a tokenizer's post-processor puts before a text; None where it puts none, or
+    several.
+
+    Args:
+      inner: the tokenizer.
+      named: the token that is said to begin a text, if one is.
+      origin: the tokenizer's file, for messages.
+
+    Raises:
+      UserError: the post-processor fails.
+    """
+    try:
+        with asking(origin, "encode 'a'"):
+            found = inner.encode("a")
+    except UserError:  # a tokenizer of words may not know this one
+        with asking(origin, "encode an empty text"):
+            found = inner.encode("")
+    before = [
+        id
+        for id, _ in takewhile(
+            lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True)
+        )
+    ]
+    # nothing is left of the text, so what follows it may stand here as well
+    if len(before) == len(found.ids):
+        begin = None if named is None else inner.token_to_id(named)
+        before = [id for id in before[:1] if id == begin]
+    return before[0] if len(before) == 1 else None
+
+
+def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
+    """Write the tokenizer.json of a tokenizer that puts an id before each text, or none, and
+    nothing else.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    if begin is None:
+        token = None
+    else:
+        token = inner.id_to_token(begin)
+    before = "" if token is None else f"{token}:0 "
+    named = [] if token is None else [(token, begin)]
+    inner.post_processor = TemplateProcessing(f"{before}$A:0", f"{before}$A:0 $B:1", named)
+    return inner.to_str(pretty=True)
 
 
 class Steps(NamedTuple):

@@ -4,7 +4,6 @@ with a Hugging Face tokenizer.json.
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,24 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jaxpar.base.config import Bos
-from jaxpar.base.errors import UTF8, UserError, read_json, reading, short, suggest
+from jaxpar.base.errors import (
+    UTF8,
+    UserError,
+    parse_json,
+    read_bytes,
+    require_kinds,
+    short,
+    suggest,
+)
 from jaxpar.base.ranges import MOST_WORDS
-from jaxpar.data.rows import kind_of
+from jaxpar.data.rows import read_text
 from jaxpar.data.vocabulary.added_tokens import add_declared
-from jaxpar.data.vocabulary.special_tokens import find_ends, read_special_tokens
-from jaxpar.data.vocabulary.stranger import Steps, asking, read_steps, require_room
+from jaxpar.data.vocabulary.special_tokens import (
+    find_ends,
+    read_token_files,
+    special_tokens_of,
+)
+from jaxpar.data.vocabulary.stranger import Steps, asking, find_put, read_steps, require_room
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -29,7 +40,6 @@ _SHOWN = 100
 """The characters of a text from which a message takes those that it shows."""
 OLDER_FORMS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "vocab.txt")
 """The files in which older programs keep a tokenizer."""
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True)
@@ -209,13 +219,13 @@ def make_tokenizer(
         return BytesTokenizer()
     if name == "chars":
         return CharsTokenizer("".join(sorted(set().union(*texts))))
-    if not name.endswith(".json"):
-        hint = suggest(name, ("bytes", "chars"))
-        raise UserError(
-            f"no tokenizer {name!r}{hint}: bytes, chars, a tokenizer.json or its folder, or a "
-            "model of the Hugging Face Hub, hf://org/name"
-        )
-    return load_tokenizer(name, vocab_size, bos)
+    if name.endswith(".json"):
+        return load_tokenizer(name, vocab_size, bos)
+    hint = suggest(name, ("bytes", "chars"))
+    raise UserError(
+        f"no tokenizer {name!r}{hint}: bytes, chars, a tokenizer.json or its folder, or a "
+        "model of the Hugging Face Hub, hf://org/name"
+    )
 
 
 def _no_begin(kind: str) -> UserError:
@@ -239,7 +249,8 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
     path = Path(path)
     if not path.exists():
         _require_this_form(path)
-    match read_json(path):
+    content = read_bytes(path)
+    match require_kinds(parse_json(content, str(path)), {}, str(path)):
         case {"tokenizer": "bytes" | "chars" as kind} if bos is True:
             raise _no_begin(kind)
         case {"tokenizer": "bytes"}:
@@ -247,7 +258,7 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
         case {"tokenizer": "chars", "chars": str(chars)}:
             return CharsTokenizer(chars, path)
         case {"model": dict()}:
-            return _hf_tokenizer(path, vocab_size, bos)
+            return _hf_tokenizer(content.decode(UTF8), path, vocab_size, bos)
     raise UserError(
         f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar "
         "saved"
@@ -265,21 +276,23 @@ def _require_this_form(path: Path) -> None:
         )
 
 
-def _hf_tokenizer(path: Path, vocab_size: int, bos: Bos) -> HFTokenizer:
+def _hf_tokenizer(text: str, path: Path, vocab_size: int, bos: Bos) -> HFTokenizer:
+    """Make a tokenizer of the text of a tokenizer.json and of what the files beside it declare."""
     try:
         import tokenizers
     except ImportError as error:
         raise UserError(
             f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'"
         ) from error
-    text = read_text(path)  # `from_file` refuses a byte order mark
     with asking(path, "load a tokenizer"):
         inner = tokenizers.Tokenizer.from_str(text)
     # Files made for a classifier cut and pad a text to its length, which would lose the rest of a
     # document.
     inner.no_truncation()
     inner.no_padding()
-    added = add_declared(inner, path)
+    files = read_token_files(path)
+    declared = special_tokens_of(files)
+    added = add_declared(inner, files, path)
     beyond = {
         id
         for id, token in inner.get_added_tokens_decoder().items()
@@ -295,13 +308,14 @@ def _hf_tokenizer(path: Path, vocab_size: int, bos: Bos) -> HFTokenizer:
         )
     steps = read_steps(inner, path)
     require_room(steps.normalizer, ["a"], path)  # which the next line encodes
-    ends = find_ends(inner, read_special_tokens(path), vocab_size, str(path), bos)
+    put = find_put(inner, declared.names.get("bos_token"), path)
+    ends = find_ends(inner, declared, put, vocab_size, bos, path)
     return HFTokenizer(
         inner,
         max(vocab.values(), default=-1) + 1,
         end_of_text=ends.end_of_text,
         begin_of_text=ends.begin_of_text,
-        file=Path(path),
+        file=path,
         notes=added + ends.notes,
         steps=steps,
     )
@@ -372,40 +386,3 @@ def token_dtype(vocab_size: int) -> np.dtype:
     vocabulary.
     """
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
-def read_text(file: Path) -> str:
-    """Read the text of a UTF-8 file, with its line ends as they are and without a byte order mark.
-
-    Raises:
-      UserError: it cannot be read as text.
-    """
-    with reading(file):
-        content = file.read_bytes()
-    return decode_text(content, file)
-
-
-def decode_text(content: bytes, file: Path) -> str:
-    """Decode the bytes of a text file, or a part of them.
-
-    Raises:
-      UserError: they are no text in UTF-8.
-    """
-    if content.startswith(UTF16_MARKS):
-        raise UserError(
-            f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8"
-        )
-    kind = kind_of(content)
-    if kind:
-        raise UserError(f"{file} is a {kind} file, not text")
-    if b"\0" in content:
-        raise UserError(
-            f"{file} is binary (NUL at byte {content.index(0)}), not text: ids of tokens are "
-            "read with --data.source tokens"
-        )
-    try:
-        return content.decode(UTF8)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first"
-        ) from error

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar.base.layout.plan import gradient_dtype
-from jaxpar.base.layout.sharding import Axes, PyTree, state_axes
+from jaxpar.base.layout.sharding import PyTree, state_axes
 from jaxpar.base.layout.specs import is_axes
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.cpu_collective_order import first_order_token, order_token_after, ready_after
@@ -156,10 +155,10 @@ class Stage:
         axes = self.model.trained(self.model.axes)
         trained = self.model.trained({"blocks": self.arrays.blocks})["blocks"]
         blocks = jax.tree.map(
-            lambda x, axes: self._zeros(x, (None, *axes[1:])), trained, axes["blocks"]
+            lambda x, axes: self.plan.no_gradient(x, (None, *axes[1:])), trained, axes["blocks"]
         )
         ends = {
-            name: jax.tree.map(self._zeros, end, axes[name])
+            name: jax.tree.map(self.plan.no_gradient, end, axes[name])
             for name, end in self.trained_ends.items()
         }
         if self.keeps_input:
@@ -171,11 +170,6 @@ class Stage:
         return carry._replace(
             stash=stash, cotangents=cotangents, leaving=leaving, blocks=blocks, ends=ends
         )
-
-    def _zeros(self, weight: Array, axes: Axes) -> Array:
-        """Return a zero gradient to add to, laid out as gradients are."""
-        zeros = jnp.zeros(weight.shape, gradient_dtype(axes, self.plan))
-        return self.plan.constrain(zeros, state_axes(axes))
 
     def finish(self, carry: Carry) -> tuple[LossSums, StageGradients | None]:
         """Return the sums, this stage's gradients of its layers, and the gradients of the ends

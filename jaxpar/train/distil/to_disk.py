@@ -23,7 +23,7 @@ from jaxpar.train.distil.answers import answered_shapes, compile_answers
 from jaxpar.train.experiments import kernel_notes, make_experiment
 from jaxpar.train.require_memory import require_memory
 from jaxpar.train.restore import load_params, load_run
-from jaxpar.train.run_data import load_run_corpus
+from jaxpar.train.run_data import load_run_data
 from jaxpar.train.runs.folder.run_folder import is_run
 
 
@@ -75,7 +75,7 @@ def write_top_k(
     require_memory(experiment, machine_memory(), training=False)
     for note in kernel_notes(experiment, training=False):
         say(note)
-    corpus = load_run_corpus(config.data, config.model.vocab_size, folder, say)
+    _, corpus = load_run_data(config.data, config.model.vocab_size, folder, say)
     header = describe(corpus, config.data, config.model.vocab_size, k)
     if is_run(folder):
         step, params = load_run(folder, step, experiment)

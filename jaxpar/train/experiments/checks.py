@@ -19,7 +19,8 @@ from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.sequence_halves import require_no_later_keys
 from jaxpar.parallel.zigzag import check_halves
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.state import gradient_axes, param_shapes
+from jaxpar.train.state import param_shapes
+from jaxpar.train.step import gradient_axes
 
 
 def check_parameters(experiment: Experiment) -> None:

@@ -14,8 +14,9 @@ from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.conversations import Conversation, read_conversation
 from jaxpar.data.chat.end_of_turn import ends_of_turn
 from jaxpar.data.chat.template.files import find_template
+from jaxpar.data.rows import read_text
 from jaxpar.data.vocabulary.special_tokens import TOKENIZER, read_special_tokens
-from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_prompt, read_text
+from jaxpar.data.vocabulary.tokenizer import Tokenizer, encode_prompt
 from jaxpar.train.generation.trained import Trained, require_tokenizer
 from jaxpar.train.restore import adapters_of
 

@@ -103,9 +103,6 @@ def in_32_bits(transformation: optax.GradientTransformation) -> optax.GradientTr
 
     optax makes its schedules, and what it corrects moments by, in JAX's default dtype: the state of
     a step would become float64.
-
-    Args:
-      transformation: the transformation.
     """
 
     def init(params: optax.Params) -> optax.OptState:
@@ -122,7 +119,7 @@ def in_32_bits(transformation: optax.GradientTransformation) -> optax.GradientTr
 
 
 def _averaging_state(state: optax.OptState) -> optax.contrib.ScheduleFreeState | None:
-    """The state of Schedule-Free in an optimizer's state, if there is one."""
+    """Find the state of Schedule-Free in an optimizer's state, if there is one."""
 
     def is_it(x: object) -> bool:
         return isinstance(x, optax.contrib.ScheduleFreeState)
@@ -183,7 +180,7 @@ def first_moments_of_matrices(
     """Tell of each array of a state whether it is the first moment of a matrix.
 
     Args:
-      optimizer: the optimizer.
+      optimizer: the optimizer, which names its first moments.
       state: its state, of all trained parameters or of some parts, with any leaves.
       params: the parameters that it is of, with any leaves.
       axes: their logical axes.
@@ -217,7 +214,7 @@ def pack_moments(
     a bfloat16's last bit (at least 0.2 %): rounded to nearest, it would never fall again.
 
     Args:
-      optimizer: the optimizer.
+      optimizer: the optimizer, which names its first moments.
       state: its state, of all trained parameters or of some parts.
       params: the parameters that it is of.
       axes: their logical axes.
@@ -240,11 +237,11 @@ def in_host_memory_of(
     as a matrix may be there.
 
     Args:
-      optimizer: the optimizer.
+      optimizer: the optimizer, whose transformation says which array belongs to which parameter.
       state: its state, of all trained parameters or of some parts: arrays or ShapeDtypeStructs.
       params: the parameters that it is of, likewise.
       axes: their logical axes.
-      plan: the plan.
+      plan: the plan, whose `optimizer` says whether anything is kept there.
     """
     away = plan.optimizer != "device"
     return map_state(

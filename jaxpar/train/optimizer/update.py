@@ -28,7 +28,7 @@ from jaxpar.models import Params
 from jaxpar.parallel.cpu_collective_order import first_order_token, order_token_after, ready_after
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.train.optimizer.definition import Optimizer, in_host_memory_of, require_runnable
+from jaxpar.train.optimizer.definition import Optimizer, in_host_memory_of
 from jaxpar.train.optimizer.host_update import update_on_host
 from jaxpar.train.optimizer.state_layout import param_trees, with_param_trees
 from jaxpar.train.optimizer.updated_part import (
@@ -71,43 +71,40 @@ def update(part: Part, sums: LossSums, optimizer: Optimizer, plan: Plan) -> Upda
     Args:
       part: all that is trained.
       sums: the loss's sums, over the tokens that the gradients are summed over.
-      optimizer: the optimizer.
+      optimizer: the optimizer, which can be run with this plan (`require_runnable`).
       plan: how the arrays lie on the mesh.
-
-    Raises:
-      UserError: the optimizer cannot be run with this plan (`require_runnable`).
     """
-    require_runnable(optimizer, plan)
     params = part.params
     opt_state = part.opt_state
     grads = part.grads
     axes = part.axes
-    streamed = [name for name in params if plan.streams and is_stacked(params[name], axes[name])]
+    streamed = list[str]()
+    if plan.streams:
+        streamed = [name for name in params if is_stacked(params[name], axes[name])]
     rest = [name for name in params if name not in streamed]
+    groups = _groups(streamed, rest, optimizer, plan)
     # On CPU `order_token_after` puts a loop over layers after all sums over devices, and what
     # follows after the loop.
     said = (sums.nll, sums.tokens, sums.routed, sums.hidden)
-    order_token = order_token_after(
-        first_order_token(plan) if plan.streams else None,
-        said,
-        jax.tree.map(lambda _: (), said),
-        plan,
-    )
+    order_token = first_order_token(plan) if plan.streams else None
+    order_token = order_token_after(order_token, said, jax.tree.map(lambda _: (), said), plan)
     squares = jnp.zeros((), jnp.float32)
     for name in (*rest, *streamed):
-        squares = _squares(grads[name], squares, order_token)
+        squares = _add_squares(squares, grads[name], order_token)
     norm = jnp.sqrt(squares) / sums.tokens
-    scale = _scale(norm, sums, optimizer)
+    # what makes gradients means, and no longer than the optimizer wants them
+    clip: Array | float = 1.0
+    if optimizer.clip_norm:
+        clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
+    scale = Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
     transformation = optimizer.make(axes)
     trees = param_trees(transformation, opt_state)
     new = dict[str, Any]()
     new_trees = [dict[str, Any](tree) for tree in trees]
     scalars = opt_state
     overflows = jnp.int32(0)
-    groups = [[name] for name in (*streamed, *rest)] if optimizer.by_layer else [rest]
-    for names in groups:
+    for names, run in groups:
         of_part = [_parts(tree, names) for tree in trees]
-        run = _way_to_update(set(names) <= set(streamed), plan)
         group = Part(
             _parts(params, names),
             with_param_trees(transformation, opt_state, of_part),
@@ -135,25 +132,26 @@ def update(part: Part, sums: LossSums, optimizer: Optimizer, plan: Plan) -> Upda
     )
 
 
-def _scale(norm: Array, sums: LossSums, optimizer: Optimizer) -> Scale:
-    """What gradients are multiplied by, so that they are means and no longer than the optimizer
-    wants them, and whether there is anything to update by.
-    """
-    clip: Array | float = 1.0
-    if optimizer.clip_norm:
-        clip = jnp.where(norm < optimizer.clip_norm, 1.0, optimizer.clip_norm / norm)
-    return Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
+UpdateGroup = Callable[[Part, Scale, Optimizer, Plan], UpdatedPart]
+"""Updates a group of parts: on the host, a layer at a time, or all at once."""
 
 
-def _way_to_update(
-    is_streamed: bool, plan: Plan
-) -> Callable[[Part, Scale, Optimizer, Plan], UpdatedPart]:
-    """The function that updates a group of parts: on the host, a layer at a time, or all at
-    once.
+def _groups(
+    streamed: Sequence[str], rest: Sequence[str], optimizer: Optimizer, plan: Plan
+) -> list[tuple[Sequence[str], UpdateGroup]]:
+    """List the groups of parts that are updated one after another, and how each is.
+
+    Args:
+      streamed: the names of the parts whose layers go through the device one by one.
+      rest: the names of the others.
+      optimizer: the optimizer; one that adds something up over all parts takes them together.
+      plan: how the arrays lie on the mesh.
     """
-    if plan.optimizer == "host":
-        return update_on_host
-    return _update_by_layer if is_streamed else _update_part
+    at_once = update_on_host if plan.optimizer == "host" else _update_part
+    if not optimizer.by_layer:
+        return [(rest, at_once)]
+    by_layer = [([name], _update_by_layer) for name in streamed]
+    return [*by_layer, *(([name], at_once) for name in rest)]
 
 
 def is_stacked(params: PyTree, axes: PyTree) -> bool:
@@ -172,7 +170,7 @@ def is_stacked(params: PyTree, axes: PyTree) -> bool:
 
 
 def _parts(tree: PyTree, names: Sequence[str]) -> PyTree:
-    """These parts of a tree of a model."""
+    """Pick some parts of a model's tree by their names."""
     return {name: tree[name] for name in names}
 
 
@@ -289,11 +287,11 @@ def largest_parameter(params: Params) -> tuple[str, float]:
 
 
 def _layer(x: Array, i: Array) -> Array:
-    """One of the stacked layers, still with a layers dim."""
+    """Return one of the stacked layers, still with a layers dim."""
     return jax.lax.dynamic_slice_in_dim(x, i, 1)
 
 
-def _squares(grads: Params, total: Array, order_token: Array | None) -> Array:
+def _add_squares(total: Array, grads: Params, order_token: Array | None) -> Array:
     """Add the squares of gradients to `total`; those in host memory are fetched a layer at a time,
     after `order_token`.
     """
@@ -311,5 +309,5 @@ def _squares(grads: Params, total: Array, order_token: Array | None) -> Array:
 
 
 def _sum_of_squares(arrays: Sequence[Array]) -> Array | int:
-    """The squares of all entries of some arrays, added up in float32."""
+    """Add up the squares of all entries of some arrays, in float32."""
     return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays)

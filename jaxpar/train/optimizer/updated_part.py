@@ -50,7 +50,7 @@ class UpdatedPart(NamedTuple):
 
 
 class NewArrays(NamedTuple):
-    """What the arithmetic makes.
+    """The new parameters and state of some parts, in the memory in which they were computed.
 
     Attributes:
       params: the new parameters, in the dtypes of the old ones.
@@ -125,8 +125,8 @@ def is_counted(x: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def _kept(x: Array, old: Array, finite: Array, stays_finite: bool) -> Array:
-    """The new entries of an array of the state, or the old ones where the step is not made, or
-    where the new are not finite and may be so.
+    """Return the new entries of an array of the state, or the old ones where the step is not made,
+    or where the new are not finite and may be so.
     """
     if not stays_finite and is_counted(x):
         finite = finite & (jnp.isfinite(x) | ~jnp.isfinite(old))

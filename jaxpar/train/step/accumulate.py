@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import jax
@@ -9,13 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config
-from jaxpar.base.layout.plan import (
-    Plan,
-    deferred_sum_axes,
-    gradient_dtype,
-    plan_without_batch_axes,
-)
-from jaxpar.base.layout.sharding import Axes, state_axes
+from jaxpar.base.layout.mesh import MeshAxis
+from jaxpar.base.layout.plan import Plan
+from jaxpar.base.layout.sharding import state_axes
+from jaxpar.base.layout.specs import is_axes
 from jaxpar.models import AnyModel, Batch, Model, OwnModel, Params, in_parts
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.collectives import manual
@@ -25,7 +24,6 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.train.batch import cut_microbatches
 from jaxpar.train.experiment import Experiment
-from jaxpar.train.state import gradient_axes
 
 
 def gradients(
@@ -34,7 +32,7 @@ def gradients(
     """Compute the summed loss of a global batch and its float32 gradient, one of
     `train.accumulation` microbatches at a time.
 
-    The gradient is that of the parameters that are trained (`Model.trained`), and no other is made.
+    Only the parameters that are trained (`Model.trained`) have a gradient, and no other is made.
     They are sums and not means, so that dividing by the total token count weighs every token alike,
     however they were split; the losses of routers take their weight from the counts of the whole
     batch (see `Model.loss`). Where each device can add up its own, devices are summed after the
@@ -55,7 +53,7 @@ def gradients(
     over = deferred_sum_axes(plan, accumulation, key is not None or looks_at_all)
     if not over:
         return _accumulate(how, params, batch, key)
-    one = plan_without_batch_axes(plan, over)
+    one = _without_batch_axes(plan, over)
     axes = (jax.tree.map(lambda _: (), _no_sums(model, batch)), gradient_axes(model))
 
     def total(x: jax.Array) -> jax.Array:
@@ -82,14 +80,53 @@ def gradients(
     )(params, dict(batch))
 
 
+def deferred_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
+    """Find the mesh axes over which gradients are summed once a step, after the last microbatch,
+    rather than for each one.
+
+    These are the outermost axes that split the batch and nothing else, so that each device can hold
+    sums of its own. There are none under ZeRO-1, where the state is split over them too: a device
+    would hold the whole gradient.
+
+    Args:
+      plan: how the model runs.
+      accumulation: the number of microbatches of a step.
+      whole: whether a result depends on the whole microbatch, as with dropout and the balance of
+        experts; there are none then.
+
+    Returns:
+      The axes, outermost first.
+    """
+    if accumulation == 1 or whole or plan.size("stage") > 1:
+        return ()
+    axes = [axis for axis in plan.rules.logical_axes if axis != "batch"]
+    others = {mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis)}
+    return tuple(takewhile(lambda axis: axis not in others, plan.mesh_axes("batch")))
+
+
+def _without_batch_axes(plan: Plan, mesh_axes: tuple[MeshAxis, ...]) -> Plan:
+    """Return the plan of the devices that share one place along mesh axes which split the batch
+    alone: they split nothing in it.
+    """
+    batch = tuple(axis for axis in plan.rules.batch if axis not in mesh_axes)
+    return replace(plan, rules=replace(plan.rules, batch=batch))
+
+
+def gradient_axes(model: AnyModel) -> Params:
+    """Return the logical axes of the gradient and the moments of each parameter that is trained, in
+    a tree like the parameters'.
+    """
+    return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)
+
+
 class _How(NamedTuple):
-    """How the loss of a batch is made.
+    """How the loss of a batch is computed.
 
     Attributes:
-      model: what has it.
-      plan: how it runs.
+      model: the model whose loss it is.
+      plan: how the model runs.
       accumulation: how many microbatches the batch is cut into.
-      weights: those of the losses beside the likelihood.
+      weights: the weights of the losses beside the likelihood.
       counts: the tokens of the whole batch, by which routers' losses are weighed.
     """
 
@@ -124,13 +161,7 @@ def _accumulate(
             )
             return (jax.tree.map(jnp.add, sums, more), grads), None
 
-    def zeros(param: jax.Array, axes: Axes) -> jax.Array:
-        return plan.constrain(
-            jnp.zeros(param.shape, gradient_dtype(axes, plan)),
-            state_axes(axes),
-        )
-
-    no_gradient = jax.tree.map(zeros, model.trained(params), model.trained(model.axes))
+    no_gradient = jax.tree.map(plan.no_gradient, model.trained(params), model.trained(model.axes))
     nothing = (_no_sums(model, batch), no_gradient)
     microbatches = cut_microbatches(batch, how.accumulation, plan)
     total, _ = jax.lax.scan(add, nothing, (microbatches, jnp.arange(how.accumulation)))
@@ -138,7 +169,7 @@ def _accumulate(
 
 
 def _no_sums(model: AnyModel, batch: Batch) -> LossSums:
-    """Zeros for every sum that the loss of a microbatch has."""
+    """Return zeros for every sum that the loss of a microbatch has."""
     zero = jnp.zeros((), jnp.float32)
     learns_hidden = isinstance(model, Model) and model.learns_hidden(batch)
     return LossSums(

@@ -79,7 +79,7 @@ def make_train_step(experiment: Experiment) -> Wrapped:
 
 
 def _metrics(sums: LossSums, new: Updated, batch: Batch, config: Config) -> dict[str, jax.Array]:
-    """What a step says of itself, but for its learning rate (see `make_train_step`)."""
+    """Return the metrics of a step that `make_train_step` lists, but for the learning rate."""
     metrics = {
         "loss": sums.nll / sums.tokens,
         "grad_norm": new.norm,

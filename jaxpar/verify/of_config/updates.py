@@ -26,8 +26,7 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.optimizer.update import update
 from jaxpar.train.optimizer.updated_part import Part
-from jaxpar.train.state import gradient_axes
-from jaxpar.train.step import init_state
+from jaxpar.train.step import gradient_axes, init_state
 from jaxpar.verify.comparison import Answer, copies
 from jaxpar.verify.of_config.losses_and_gradients import (
     Case,

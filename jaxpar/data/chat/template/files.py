@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, read_json, suggest
+from jaxpar.data.rows import read_text
 from jaxpar.data.vocabulary.special_tokens import (
     PROCESSOR_TEMPLATE,
     TEMPLATE,
@@ -24,7 +25,6 @@ from jaxpar.data.vocabulary.special_tokens import (
     beside,
     read_special_tokens,
 )
-from jaxpar.data.vocabulary.tokenizer import read_text
 
 
 class ChatTemplate(NamedTuple):

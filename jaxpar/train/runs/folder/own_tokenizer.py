@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.base.atomic_write import write_whole
 from jaxpar.base.config import Bos, DataConfig
-from jaxpar.base.errors import Say, UserError, read_json, reading
+from jaxpar.base.errors import Say, UserError, read_bytes, read_json
 from jaxpar.base.registry import SOURCES
 from jaxpar.data.chat.answers import open_writer
 from jaxpar.data.chat.end_of_turn import ends_of_turn
@@ -25,11 +25,10 @@ from jaxpar.data.vocabulary.special_tokens import (
     TOKENIZER_CONFIG,
     carried_token_ids,
     carry_declared,
-    find_put,
-    put_before,
     read_declared,
     read_special_tokens,
 )
+from jaxpar.data.vocabulary.stranger import find_put, put_before
 from jaxpar.data.vocabulary.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 from jaxpar.train.runs.folder.run_folder import finished_steps, is_run, read_run_config
 
@@ -56,9 +55,7 @@ def carry_tokenizer(source: Path, target: Path, keep: bool = False) -> None:
         return
     for name in (TOKENIZER, *_FORMS):
         if (source / name).exists():
-            with reading(source / name):
-                content = (source / name).read_bytes()
-            write_whole(target / name, content)
+            write_whole(target / name, read_bytes(source / name))
         elif not keep:
             (target / name).unlink(missing_ok=True)
     carry_declared(source / TOKENIZER, target / TOKENIZER, keep)
@@ -102,7 +99,8 @@ def _begin_as_trained(file: Path, bos: Bos) -> None:
     if not isinstance(tokenizer, HFTokenizer):
         return
     begin = tokenizer.begin_of_text
-    if find_put(tokenizer.inner, begin, file) == begin == load_tokenizer(file).begin_of_text:
+    named = None if begin is None else tokenizer.inner.id_to_token(begin)
+    if find_put(tokenizer.inner, named, file) == begin == load_tokenizer(file).begin_of_text:
         return
     write_whole(file, put_before(tokenizer.inner, begin))
     if config_file.exists():
@@ -178,10 +176,10 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Keep the tokenizer of a run in its folder, where it is never replaced once the run has
     weights.
 
-    What the files beside it declare is that of the data until the run has trained.
+    Until the run has trained, what lies beside it is what lies beside the tokenizer of the data.
 
     Args:
-      tokenizer: that of the data.
+      tokenizer: the tokenizer of the data.
       folder: the run folder.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from jaxpar.base.errors import Say, UserError, is_kind, reading
+from jaxpar.base.errors import Say, UserError, is_kind, read_bytes
 from jaxpar.data.identity import Piece
 from jaxpar.data.vocabulary.special_tokens import TOKEN_IDS, TOKENIZER, declaring_files
 from jaxpar.train.runs.folder.manifest import Manifest
@@ -43,8 +43,7 @@ def _tokenizer_hashes(folder: Path) -> dict[str, str]:
     names = [TOKENIZER] if own.exists() else []
     found = dict[str, str]()
     for name in [*names, *declaring_files(own)]:
-        with reading(folder / name):
-            found[name] = _hash((folder / name).read_bytes())
+        found[name] = _hash(read_bytes(folder / name))
     return found
 
 
