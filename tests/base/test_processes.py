@@ -1,4 +1,4 @@
-"""What one process of several cannot do, none does: tests/train/test_multiprocess.py has it with
+"""What one process of several cannot do, none does: tests/train/loop/test_multiprocess.py has it with
 real ones.
 """
 

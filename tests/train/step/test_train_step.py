@@ -229,7 +229,7 @@ def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
 
 def plans_of_page(name: str, section: str = "") -> list[Plan]:
     """The plans of the TOML snippets of a page of the docs, or of one of its sections."""
-    page = (Path(__file__).parents[2] / "docs" / name).read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / name).read_text(encoding="utf-8")
     if section:
         text = page.partition(f"## {section}")[2].partition("\n## ")[0]
     else:

@@ -1,6 +1,6 @@
 """Advice is tried: what a refusal says to try is done, and nothing of its kind is refused then.
 
-python tests/train/test_advice.py [--trials N] [--seed N]
+python tests/train/experiments/test_advice.py [--trials N] [--seed N]
 """
 
 from __future__ import annotations

@@ -341,5 +341,5 @@ def test_damaged_accounts_are_said_and_the_run_goes_on(tmp_path):
 def test_the_causes_of_a_row_are_words_of_the_page():
     """docs/metrics.md lists each key."""
     total = add_up([life(0, dict.fromkeys(CAUSES, 1.0))])
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert [key for key in total.row() if f"`{key}`" not in page] == []
