@@ -1,7 +1,7 @@
 """Attention as it is called: which implementation serves, the libraries', gradients of all that
 comes out, and plans.
 
-`kernels.attention.call.reference` is what they are held against (tests/kernels/test_reference.py
+`kernels.attention.call.reference` is what they are held against (tests/kernels/attention/test_reference.py
 has it against the definition); tolerances are those of tests/attention_cases.py.
 """
 

@@ -12,7 +12,7 @@ from report_types import problems
 
 from jaxpar.rehearse.report.schema import Rehearsal
 
-DOCS = Path(__file__).parents[2] / "docs" / "rehearse_json.md"
+DOCS = Path(__file__).parents[3] / "docs" / "rehearse_json.md"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from jaxpar.hlo.program.module import Instruction, Module, Shape
 from jaxpar.hlo.program.parse import parse_module, parse_shape
 from jaxpar.hlo.program.text import fields, split
 
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 EXCERPTS = sorted(path.stem for path in DATA.glob("*.txt"))
 
 

@@ -119,7 +119,7 @@ print(exchange.get("here/1/a", 0.1))
 
 
 def test_nobody_else_looks_inside_jax() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     private = re.compile(r"jax\._src|\bjaxlib\.\w|import jaxlib|--?xla_")
     files = [file for folder in ("jaxpar", "models") for file in (root / folder).rglob("*.py")]
     found = {file.parent for file in files if private.search(file.read_text(encoding="utf-8"))}

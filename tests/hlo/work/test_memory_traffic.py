@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work.memory_traffic import result_of, traffic
 
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 WHOLE = 32 * 64 * 4
 SLICE = 64 * 4  # f32[32,64] and one row of it
 

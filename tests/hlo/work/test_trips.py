@@ -16,7 +16,7 @@ from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work import trips as subject
 from jaxpar.hlo.work.trips import evaluate, initial_state, invariant, trip_count
 
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 DIRECTIONS = {
     "LT": operator.lt,
     "LE": operator.le,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.work.flops import Multiplied, backend_config, work_of
 
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 
 
 def work(lines: str, name: str = "", computations: str = "") -> Multiplied:

@@ -12,7 +12,7 @@ from jaxpar.hlo.program.parse import parse_module
 from jaxpar.hlo.program.tasks import Collective
 from jaxpar.hlo.work.collectives import Devices, collective_of, devices_of, paired_send
 
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 PAIRS = ((0, 1), (2, 3))
 
 

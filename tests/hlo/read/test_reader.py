@@ -310,7 +310,7 @@ def test_a_module_that_is_not_scheduled_is_said_to_be() -> None:
     assert found.nodes == ()
 
 
-STORED = sorted((Path(__file__).parent / "data" / "hlo").glob("*.txt"))
+STORED = sorted((Path(__file__).parents[1] / "data" / "hlo").glob("*.txt"))
 
 
 def damage_line(text: str, draw: random.Random) -> str:

@@ -10,7 +10,7 @@ import pytest
 from jaxpar.hlo.program.tasks import Loop, Node, Program, Task, Wait, walk
 from jaxpar.hlo.read import read_program
 
-DATA = Path(__file__).parent / "data" / "hlo"
+DATA = Path(__file__).parents[1] / "data" / "hlo"
 DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 
 

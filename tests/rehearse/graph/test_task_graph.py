@@ -30,7 +30,7 @@ from jaxpar.rehearse.graph.runs import RunGraph, beside_compute, closed, unrolle
 from jaxpar.rehearse.report.task_graph import TaskGraph
 from jaxpar.rehearse.timeline import replay
 
-STORED = sorted((Path(__file__).parents[1] / "hlo" / "data" / "hlo").glob("*.txt"))
+STORED = sorted((Path(__file__).parents[2] / "hlo" / "data" / "hlo").glob("*.txt"))
 
 
 def task(seconds: float, *needs: int, lane: str = "compute", state: tuple[int, ...] = ()) -> Task:

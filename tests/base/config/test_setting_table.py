@@ -11,7 +11,7 @@ from jaxpar.base.ranges import Range, number_text
 from jaxpar.base.registry import OneOf
 from jaxpar.base.toml import flatten
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
+PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 DEFAULTS = flatten(Config())
 KINDS = {bool: "true, false", str: "text", int: "whole numbers", float: "numbers"}
 
