@@ -75,9 +75,7 @@ def test_a_mesh_axis_of_another_trainer_names_ours() -> None:
 
 
 def test_a_table_alone_says_how_it_is_written() -> None:
-    with pytest.raises(
-        UserError, match=r"takes no --mesh \(it is a table: write --mesh\.NAME VALUE\)"
-    ):
+    with pytest.raises(UserError, match=r"takes no --mesh .*--mesh\.NAME VALUE"):
         config_args("jaxpar train", TrainArgs, ["tiny", "--mesh"])
 
 

@@ -119,14 +119,14 @@ def test_a_mesh_that_the_function_names_is_its_arguments(form: Any) -> None:
 
 
 def test_a_call_without_arrays_is_refused() -> None:
-    with pytest.raises(jaxpar.UserError, match="this call has none: give the function an array"):
+    with pytest.raises(jaxpar.UserError, match="this call has none"):
         place_arguments(jax.jit(lambda: jnp.ones((4, 4)) @ jnp.ones((4, 4))), (), (), {}, HERE)
 
 
 def test_two_meshes_are_refused() -> None:
     other = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a"))
     arguments = (X.update(sharding=other), {"w": W.update(sharding=NamedSharding(mesh(), P()))}, 3)
-    with pytest.raises(jaxpar.UserError, match="on one mesh, and 2 meshes were found: make the"):
+    with pytest.raises(jaxpar.UserError, match="2 meshes were found"):
         place_arguments(JITTED, NAMES, arguments, {}, HERE)
 
 

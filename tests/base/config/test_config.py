@@ -280,7 +280,7 @@ def test_the_floor_of_an_earlier_version_is_a_share_of_the_rate_beside_it():
         '[train]\nschedule = "constant"\nlearning_rate = 2e-5\nmin_learning_rate = 1e-4'
     )
     assert check(constant).train.learning_rate == 2e-5
-    with pytest.raises(UserError, match=r"say the same thing: keep train\.min_learning_rate_ratio"):
+    with pytest.raises(UserError, match=r"keep train\.min_learning_rate_ratio"):
         parse("[train]\nmin_learning_rate = 1e-5\nmin_learning_rate_ratio = 0.1")
     with pytest.raises(UserError, match=r"train\.min_learning_rate is a number, found 'low'"):
         parse('[train]\nmin_learning_rate = "low"')
@@ -339,9 +339,7 @@ def test_a_folder_is_no_config(tmp_path):
     [10**400, -1, float("nan"), float("inf"), -0.1],
 )
 def test_a_floor_of_an_earlier_version_that_is_no_rate(floor):
-    with pytest.raises(
-        UserError, match=r"train\.min_learning_rate is a finite number of 0 or more"
-    ):
+    with pytest.raises(UserError, match=r"train\.min_learning_rate is a finite number"):
         parse(f"[train]\nmin_learning_rate = {floor}")
 
 
@@ -349,7 +347,7 @@ def test_a_name_that_is_no_text_is_refused():
     """Python reads bytes of a file's name that are no UTF-8 as half a character, which no file of
     text can hold.
     """
-    with pytest.raises(UserError, match=r"data\.path is no text that can be written as UTF-8"):
+    with pytest.raises(UserError, match=r"data\.path .*UTF-8"):
         check(override(Config(), {"data.source": "text", "data.path": "t\udcff.txt"}))
 
 

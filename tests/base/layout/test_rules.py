@@ -98,7 +98,7 @@ def test_a_front_door_function_takes_a_dict_and_a_foreign_mesh_too() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a mesh axis that is not there, in a dict": (
         lambda: jaxpar.Layout(foreign(), {"embed": "fsdp"}),
-        "rules.embed names no mesh axis: 'fsdp': the axes of this mesh are data, model",
+        "rules.embed .*'fsdp': .*data, model",
     ),
     "and in pairs, with the near one": (
         lambda: jaxpar.Layout(foreign(), [("embed", "modle")]),
@@ -126,15 +126,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a name that is none": (
         lambda: jaxpar.Layout(foreign(), {3: "model"}),  # pyright: ignore[reportArgumentType]
-        "a dict or a list of pairs, and were given {3",
+        "were given {3",
     ),
     "a name that no word can have": (
         lambda: jaxpar.Layout(foreign(), {"a=b": "model"}),
-        "the rules name logical axes of your own, 'a=b': a name has no '='",
+        "'a=b': a name has",
     ),
     "an axis of ours among one's own": (
         lambda: jaxpar.ShardingRules(own=("mlp=tensor",)),
-        "rules.own: 'mlp=tensor' names no logical axis of your own",
+        "rules.own: 'mlp=tensor'",
     ),
     "an axis of one's own twice": (
         lambda: jaxpar.ShardingRules(own=("state=tensor", "state=data")),
@@ -142,19 +142,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a word without its mesh axes": (
         lambda: jaxpar.ShardingRules(own=("state",)),
-        "rules.own: 'state' is no logical axis with its mesh axes",
+        "rules.own: 'state'",
     ),
     "a flat list": (
         lambda: jaxpar.Layout(foreign(), ["embed", "model"]),  # pyright: ignore[reportArgumentType]
-        "a dict or a list of pairs, and were given",
+        "a list of pairs",
     ),
     "a set of axes": (
         lambda: jaxpar.Layout(foreign(), {"state": {"data", "model"}}),
-        "rules.state is a mesh axis, a tuple of them",
+        "rules.state is a mesh axis",
     ),
     "an axis that splits two dims": (
         lambda: jaxpar.Layout(foreign(), {"mlp": "data"}).spec(("batch", "mlp")),
-        "mesh axis data=2 is used twice, by dim 0",
+        "data=2 is used twice",
     ),
 }
 

@@ -77,7 +77,7 @@ def test_axes_of_one_device_are_left_out(plan_of, sizes, axes, spec):
 def test_a_mesh_axis_used_twice_names_both_dims(plan_of):
     with pytest.raises(
         UserError,
-        match=r"^w: mesh axis tensor=2 is used twice, by dim 0 \(heads\) and dim 2 \(mlp\)",
+        match=r"^w: .*tensor=2 .*\(heads\) .*\(mlp\)",
     ):
         plan_of(tensor=2).sharding(("heads", None, "mlp"), name="w")
 

@@ -51,7 +51,7 @@ def test_an_error_here_or_there_is_raised_on_both(several: Callable[..., None]) 
     with pytest.raises(ZeroDivisionError):
         run_together(lambda: 1 // 0)
     several(other_says="no file")
-    with pytest.raises(UserError, match="process 1 cannot go on, so none can: no file"):
+    with pytest.raises(UserError, match=r"process 1 .*: no file"):
         run_together(lambda: 3)
     with pytest.raises(ZeroDivisionError):
         run_together(lambda: 1 // 0)

@@ -117,9 +117,7 @@ def test_too_few_cpu_devices_once_jax_runs_are_refused_with_both_numbers():
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_another_platform_once_jax_runs_is_refused(platform):
-    with pytest.raises(
-        UserError, match=f"mesh.platform is '{platform}' and JAX runs on cpu: pip install"
-    ):
+    with pytest.raises(UserError, match=f"mesh.platform is '{platform}' .*cpu: pip install"):
         start(MeshSpec(platform=platform))
 
 
@@ -187,7 +185,7 @@ def test_processes_share_the_cpu_devices_of_a_mesh() -> None:
     assert share(2, data=-1) == 1
     assert share(2, data=-1, fsdp=2) == 1
     assert share(4, data=-1, fsdp=6) == 3
-    with pytest.raises(UserError, match="2 processes do not divide mesh fsdp=3, and each"):
+    with pytest.raises(UserError, match=r"2 processes .*fsdp=3"):
         share(2, fsdp=3)
 
 
@@ -204,7 +202,7 @@ def test_devices_that_processes_would_leave_unused_are_refused(
     told = "data=4 needs 2 simulated CPU devices in each of 2 processes, and JAX was told 3"
     with pytest.raises(UserError, match=told):
         start(MeshSpec(platform="cpu", data=4))
-    with pytest.raises(UserError, match="4 simulated CPU devices are needed in each of 2"):
+    with pytest.raises(UserError, match="4 simulated CPU devices"):
         start(MeshSpec(platform="cpu", data=8))
 
 

@@ -120,9 +120,7 @@ def test_what_is_learned_in_two_forms_or_without_an_end_is_said():
 
 def test_a_thought_that_an_earlier_answer_loses_is_refused():
     thought = ANSWER | {"reasoning_content": "Hm, where?"}
-    with pytest.raises(
-        UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"
-    ):
+    with pytest.raises(UserError, match=r"turn 2 .*: split the conversation"):
         learned(THINKS, {"messages": [USER, thought, USER, thought]})
     wanted = ["<think>\nHm, where?\n</think>\n\nHere.<|im_end|>\n"]
     assert learned(THINKS, {"prompt": [USER, thought, USER], "completion": [thought]}) == wanted
@@ -178,9 +176,7 @@ def test_an_older_call_is_a_call_and_its_functions_are_tools():
         "assistant",
     ]
     assert learned(CALLS, row)[0] == "look{}<|im_end|>\n"
-    with pytest.raises(
-        UserError, match="message 2 calls tools, which the chat template t does not write"
-    ):
+    with pytest.raises(UserError, match="message 2 calls tools"):
         learned(CHATML, row)
 
 
@@ -210,7 +206,7 @@ def test_an_older_call_may_be_text_and_stand_beside_itself():
         (
             NULL,
             calling(call(), content="I look."),
-            "message 2 has a call of a tool, which the chat",
+            "message 2 has a call",
         ),
         (
             CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
@@ -220,7 +216,7 @@ def test_an_older_call_may_be_text_and_stand_beside_itself():
         (
             CHATML.replace("m.content", "m.text"),
             ANSWER,
-            "message 2 has the content, which the chat",
+            "message 2 has the content",
         ),
     ],
 )
@@ -277,7 +273,7 @@ def test_what_is_not_written_is_said_also_where_another_says_the_same(message, w
 def test_a_learned_answer_in_the_words_of_the_question_is_not_taken_for_written():
     text = CHATML.replace("m.content", "m.content if m.role == 'user' else 'Yes.'")
     row = {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]}
-    with pytest.raises(UserError, match="message 2 has the content, which the chat template t"):
+    with pytest.raises(UserError, match="message 2 has the content"):
         learned(text, row)
 
 
@@ -354,7 +350,7 @@ def test_of_several_marks_in_a_turn_those_of_a_completion_are_learned():
     row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
     assert learned(MARKS, row) == ["Here", "."]
     rewriting = "{% if messages | length < 4 %}x{% endif %}" + MARKS
-    with pytest.raises(UserError, match="cannot be told: take a template with one"):
+    with pytest.raises(UserError, match="cannot be told"):
         learned(rewriting, row)
 
 
@@ -372,7 +368,7 @@ def test_only_names_that_come_from_outside_are_read(tmp_path):
         "place",
     }
     (tmp_path / "chat_template.jinja").write_text(text)
-    with pytest.raises(UserError, match=r"does not read said: it reads depth, mood, place, tools$"):
+    with pytest.raises(UserError, match=r"said: .*depth, mood, place, tools$"):
         open_writer(tmp_path / "tokenizer.json", ("said=1",))
 
 

@@ -127,7 +127,7 @@ def test_rendering_equals_transformers(name, prompted):
 def test_a_template_is_found_beside_the_tokenizer(tmp_path):
     tokenizer = tmp_path / "tokenizer.json"
     config = tmp_path / "tokenizer_config.json"
-    with pytest.raises(UserError, match="has no chat template beside it"):
+    with pytest.raises(UserError, match="no chat template beside"):
         load_template(tokenizer)
     special = {
         "bos_token": {"content": "<s>", "lstrip": False},
@@ -154,9 +154,7 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path):
 
 
 def test_a_refused_conversation_says_why():
-    with pytest.raises(
-        UserError, match=r"chat template gemma refuses this conversation: System role not supported"
-    ):
+    with pytest.raises(UserError, match=r"gemma refuses .*: System role not supported"):
         render([{"role": "system", "content": "x"}], template_of("gemma"))
     with pytest.raises(UserError, match="refuses this conversation"):
         render(TALK, ChatTemplate("{% for %}", {}, "broken"))
@@ -165,18 +163,14 @@ def test_a_refused_conversation_says_why():
         "'>' }}{% endfor %}"
     )
     rewriting = ChatTemplate(text, {}, "twice")
-    with pytest.raises(
-        UserError, match=r"what of turn 2 is its answer cannot be told .* or set data\.loss_on=all"
-    ):
+    with pytest.raises(UserError, match=r"turn 2 .*data\.loss_on=all"):
         spans_of(TALK, rewriting)
     text = (
         "{% for m in messages %}{{ m.content if loop.last else m.content.split('|')[-1] "
         "}}\n{% endfor %}"
     )
     said = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "thought|said"})
-    with pytest.raises(
-        UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"
-    ):
+    with pytest.raises(UserError, match=r"turn 2 .*: split the conversation"):
         spans_of(said * 2, ChatTemplate(text, {}, "forgetful"))
     assert spans_of(said, ChatTemplate(text, {}, "forgetful"))[1] == [(2, 15)], (
         "and that advice is true"
@@ -382,7 +376,7 @@ def test_the_last_examples_are_held_out_and_each_is_read_once(chat):
     read = list(val_batches(corpus.val, data, 4, range(4), 256))
     assert [int((batch["labels"] != -1).any(axis=1).sum()) for batch in read] == [4, 3]
     assert bytes(read[0]["tokens"][0][:4].astype(np.uint8)) == b"114?"
-    with pytest.raises(UserError, match="single example, which cannot be held out"):
+    with pytest.raises(UserError, match="single example"):
         load_corpus(replace(chat(talks(1)), val_fraction=0.1), 400)
 
 
@@ -397,9 +391,7 @@ def test_too_long_examples_are_cut_and_counted(chat):
         train.size == 3
         and "(2 were longer than data.seq_len and cut, 1 of them left out" in train.amount
     )
-    with pytest.raises(
-        UserError, match=r"has no example whose completion begins within data\.seq_len=16"
-    ):
+    with pytest.raises(UserError, match=r"no example .*data\.seq_len=16"):
         load_corpus(replace(chat(rows[:1]), tokenizer="bytes", seq_len=16), 256)
 
 
@@ -461,8 +453,7 @@ def test_what_a_line_and_a_setting_name_reaches_the_template(chat, tmp_path):
     for wrong, said in (
         (
             "loudly=1",
-            r"does not read loudly \(did you mean 'loud'\?\): it reads deep, documents, loud, "
-            r"mood, tools",
+            "loudly .*'loud'.*: .*deep, documents, loud, .*tools",
         ),
         ("loud", "takes NAME=VALUE"),
         ("messages=1", "does not read messages"),
@@ -538,12 +529,12 @@ def test_conversations_are_read_in_every_form_of_a_file(chat, tmp_path, rows):
     [
         (json.dumps([*QUESTIONS, {"prompt": "a"}]).encode(), "element 4: found the keys prompt"),
         (b'[{"prompt": "a"', r"talk is not valid JSON"),
-        (b'{"prompt": \n"a"}', r"talk: found the keys prompt"),
-        (b"PK\x03\x04", "talk is a zip file: give lines of JSON, which may be compressed"),
+        (b'{"prompt": \n"a"}', "talk: found .*prompt"),
+        (b"PK\x03\x04", "talk is a zip file"),
         (gzip.compress(b'{"prompt": "a"}\n{', mtime=0), "talk, line 1: found the keys prompt"),
-        (gzip.compress(b"x" * 999, mtime=0)[:-9], "talk: its gzip stream is damaged"),
-        (b"\x89PNG\0\0", "talk: it is no text"),
-        (b"ab\0c", "talk, line 1 has a NUL byte: the file is cut or binary, not JSON"),
+        (gzip.compress(b"x" * 999, mtime=0)[:-9], "talk: its gzip stream"),
+        (b"\x89PNG\0\0", "talk: .*no text"),
+        (b"ab\0c", "talk, line 1 has a NUL"),
         (b"PAR1\x15\0PAR1", "cannot read .*talk as Parquet"),
     ],
 )

@@ -127,9 +127,7 @@ def test_a_call_is_written_whatever_form_its_arguments_have(given, written, want
 
 def test_a_call_that_the_template_does_not_write_is_refused():
     writer = ConversationWriter(ChatTemplate(PHI, {}, "t"), {})
-    with pytest.raises(
-        UserError, match="message 2 calls tools, which the chat template t does not write"
-    ):
+    with pytest.raises(UserError, match="message 2 calls tools"):
         writer.answers(read_conversation({"messages": CALLING}))
 
 
@@ -202,7 +200,7 @@ def test_a_template_of_parts_gets_parts():
         ({"role": "user", "content": [{"type": "image_url"}]}, "message 1 has a part 'image_url'"),
         (
             {"role": "assistant", "tool_calls": ["a"]},
-            "message 1 has tool_calls that are no list of objects",
+            "message 1 has tool_calls",
         ),
         ({"role": "user", "content": 7}, "message 1 is no object"),
         ({"from": "nobody", "value": "a"}, "message 1 has the role 'nobody'"),
@@ -210,7 +208,7 @@ def test_a_template_of_parts_gets_parts():
         ({"role": {"a": 1}, "content": "a"}, "message 1 has the role"),
         (
             ASSISTANT | {"function_call": "look"},
-            "message 1 has a function_call that is no object, nor JSON of one",
+            "message 1 has a function_call .*JSON",
         ),
         (ASSISTANT | {"function_call": ["a"]}, "message 1 has a function_call that is no object"),
         (
@@ -229,7 +227,7 @@ def test_a_system_text_beside_another_system_message_is_refused():
         {"messages": [SYSTEM, USER, ASSISTANT]},
         {"prompt": [{"from": "system", "value": "Be brief."}, USER], "completion": [ASSISTANT]},
     ):
-        with pytest.raises(UserError, match="begin with another system message: keep one"):
+        with pytest.raises(UserError, match="another system message"):
             read_conversation({"system": "Be long.", **row})
 
 
@@ -323,7 +321,7 @@ def test_a_line_that_the_memory_does_not_hold_is_answered(monkeypatch):
         reply = worker._reply("{}")
     assert json.loads(reply) == {"error": "it takes more than 2 GiB of memory"}
     monkeypatch.setattr(rendering._worker(), "_exchange", lambda line: (reply + "\n", None))
-    with pytest.raises(UserError, match="t refuses a conversation: it takes more than 2 GiB"):
+    with pytest.raises(UserError, match=r"refuses .*2 GiB"):
         render(TALK, ChatTemplate("a", {}, "t"))
 
 
@@ -365,7 +363,7 @@ LOOP = "{% for i in range(10 ** 5) %}"
     [
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{{ 'x' * 10 ** 12 }}", "takes more than 2 GiB of memory"),
-        ("{{ 10 ** (10 ** 10) }}", "t was stopped after 1 seconds of computing for one conv"),
+        ("{{ 10 ** (10 ** 10) }}", "stopped after 1 seconds"),
         (f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", "comes to no end"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
     ],

@@ -215,9 +215,7 @@ def test_a_split_may_be_a_slice_as_datasets_writes_it(tmp_path, split, kept, str
             source="hf", path=f"{tmp_path}/{name}:{split}", seq_len=2, streaming=streaming
         )
         if streaming and name == "a.jsonl" and split != "train[30:]":
-            with pytest.raises(
-                UserError, match=r"counts from the end of a stream, .* as in train\[1000:\]"
-            ):
+            with pytest.raises(UserError, match=r"end of a stream, .*train\[1000:\]"):
                 load_corpus(data, 256)
         else:
             assert bytes(load_corpus(data, 256).train.sample.astype(np.uint8)).decode() == "".join(
@@ -334,7 +332,7 @@ def test_validation_reads_each_document_once_and_fills_up(kind):
         ),
         (
             {"source": "parquet", "path": "parquet", "column": "id"},
-            "column 'id' has a value that is no text",
+            "column 'id' .*no text",
         ),
         ({"source": "parquet", "path": "parquet/3.parquet"}, r"3\.parquet is empty"),
         ({"source": "parquet", "path": "jsonl"}, r"no \.parquet file at jsonl"),
@@ -357,14 +355,14 @@ def test_validation_reads_each_document_once_and_fills_up(kind):
         ({"source": "hf", "path": ""}, "data.source=hf needs data.path"),
         (
             {"source": "hf", "path": "jsonl", "tokenizer": "chars"},
-            "data.tokenizer=chars knows the characters of a whole text, which data.source=hf",
+            "data.tokenizer=chars .*data.source=hf",
         ),
         (
             {"source": "parquet", "path": "parquet/2.parquet", "seq_len": 99999},
-            "training tokens, one window takes",
+            "training tokens, one window",
         ),
-        ({"source": "text", "mixture": ("texts/0.txt",)}, "takes a path and a weight above 0"),
-        ({"source": "text", "mixture": ("texts/0.txt -1",)}, "takes a path and a weight above 0"),
+        ({"source": "text", "mixture": ("texts/0.txt",)}, "a path and a weight"),
+        ({"source": "text", "mixture": ("texts/0.txt -1",)}, "a path and a weight"),
         ({"source": "text", "mixture": ("texts/9.txt 1",)}, "no file or folder texts/9.txt"),
     ],
 )
@@ -548,9 +546,7 @@ def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_
         "records: record 7 cannot be read: CRC mismatch"
     )
     gone = True
-    with pytest.raises(
-        UserError, match=r"records: 1,000 records in a row are no text, of which the last: .* CRC"
-    ):
+    with pytest.raises(UserError, match=r"1,000 records .*CRC"):
         for _ in range(2000):
             next(iterator)
 
@@ -561,7 +557,7 @@ def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_
         ({"body": ["x"]}, r"b\.parquet has no column 'text', set data\.column: it has body"),
         (
             {"text": [3]},
-            r"b\.parquet: column 'text' has a value that is no text: its type is int64",
+            r"b\.parquet: column 'text' .*int64",
         ),
     ],
 )
@@ -639,7 +635,7 @@ def test_a_folder_is_a_data_set_whose_name_is_also_a_pattern(tmp_path, streaming
     ):
         assert texts_of(load_corpus(replace(data, path=f"{tmp_path}/{name}"), 256)) == text
     (place / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n# Texts\n")
-    with pytest.raises(UserError, match=r"crawl\[2024\] has characters of a pattern in its path"):
+    with pytest.raises(UserError, match=r"crawl\[2024\] has characters"):
         load_corpus(replace(data, path=str(place)), 256)
 
 
@@ -742,8 +738,8 @@ def test_a_damaged_file_of_a_data_set_is_named_in_one_line(tmp_path, source, cap
     [
         (['{"text": "a"}', '{"text": '], r"a\.jsonl, line 2 is not valid JSON"),
         (['{"body": "a"}'], r"a\.jsonl has no column 'text', set data\.column: it has body"),
-        (['{"text": 3}'], r"a\.jsonl, line 1: column 'text' has a value that is no text: 3"),
-        (["7"], r"a\.jsonl, line 1: found 7, where a row is an object"),
+        (['{"text": 3}'], r"a\.jsonl, line 1: column 'text' .*: 3"),
+        (["7"], r"a\.jsonl, line 1: found 7"),
         (['{"text": "a"}', "\0\0"], r"a\.jsonl, line 2 has a NUL byte"),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_token_file_that_is_cut_is_refused_before_it_is_read(tmp_path: Path, p
     starts = np.array([0, 3_000])
     read_windows(stream, starts, 8, pack=False, vocab_size=2**16)
     os.truncate(file, 4096)
-    with pytest.raises(UserError, match=r"a.bin was cut while it was read: it had 80,000 bytes"):
+    with pytest.raises(UserError, match=r"a.bin was cut .*80,000 bytes"):
         read_windows(stream, starts, 8, pack=False, vocab_size=2**16)
 
 

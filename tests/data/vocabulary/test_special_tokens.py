@@ -397,9 +397,7 @@ def test_a_prompt_has_the_ids_of_transformers(shape: str, tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_without_one_is_told() -> None:
-    with pytest.raises(
-        UserError, match=r"data\.bos=true: the tokenizer bytes has no token that begins a text"
-    ):
+    with pytest.raises(UserError, match=r"data\.bos=true: the tokenizer bytes"):
         make_tokenizer("bytes", bos=True)
 
 
@@ -521,16 +519,14 @@ def test_a_token_file_brings_what_its_tokenizer_declares(begun: Path, tmp_path: 
     ):
         load_corpus(replace(data, bos=False), 300)
     tokenize(replace(text, bos=False), tmp_path / out)
-    with pytest.raises(
-        UserError, match=r"was written without a begin of text, .*set data\.bos=false, or"
-    ):
+    with pytest.raises(UserError, match=r"was written without .*data\.bos=false"):
         load_corpus(data, 300)
     found = load_corpus(replace(data, bos=False), 300).train
     assert isinstance(found, Tokens) and found.begin_of_text is None
     # An older version did not say how it wrote; its documents do.
     described = tmp_path / "out.bin.json"
     described.write_text(json.dumps({"dtype": "uint16", "tokens": found.size, "documents": 1}))
-    with pytest.raises(UserError, match="was written without a begin of text"):
+    with pytest.raises(UserError, match="was written without"):
         load_corpus(data, 300)
 
 

@@ -107,7 +107,7 @@ def test_what_fails_in_decoding_is_refused(tmp_path: Path) -> None:
     words = model("WordLevel", vocab={"a" * 60 + "!": 0, "[UNK]": 1}, unk_token="[UNK]")
     parts = words | {"decoder": replace("(a+)+$", "b", "Regex")}
     tokenizer = load_tokenizer(written(tmp_path, **parts))
-    with pytest.raises(UserError, match=r"tokenizers cannot decode ids with .*stranger\.json"):
+    with pytest.raises(UserError, match=r"tokenizers cannot decode .*stranger\.json"):
         tokenizer.decode([0])
 
 
@@ -138,7 +138,7 @@ def test_a_text_that_would_fill_the_memory_is_refused_before(
     tokenizer = load_tokenizer(written(tmp_path, **parts))
 
     def use() -> None:
-        with pytest.raises(UserError, match="characters of a text of"):
+        with pytest.raises(UserError, match="characters of a text"):
             tokenizer.encode(text)
 
     assert cost_of(use).more < 512 * MIB
@@ -149,7 +149,7 @@ def test_ids_whose_text_would_fill_the_memory_are_refused_before(tmp_path: Path)
     tokenizer = load_tokenizer(written(tmp_path, **parts))
 
     def use() -> None:
-        with pytest.raises(UserError, match="characters of a text of"):
+        with pytest.raises(UserError, match="characters of a text"):
             tokenizer.decode([0])
 
     assert cost_of(use).more < 512 * MIB

@@ -93,7 +93,7 @@ def test_an_id_that_no_vocabulary_has_is_refused(tmp_path):
         tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
     ).to_str()
     file.write_text(text.replace('"b":1', f'"b":{2**31}'))
-    with pytest.raises(UserError, match=r"has the id 2147483648 for 'b', and a vocabulary has at"):
+    with pytest.raises(UserError, match="2147483648 for 'b'"):
         load_tokenizer(file)
 
 
@@ -157,7 +157,7 @@ def test_unknown_tokenizers_are_refused(tmp_path):
 def test_broken_hf_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text(json.dumps({"model": {"type": "no such model"}}))
-    with pytest.raises(UserError, match=r"tokenizers cannot load a tokenizer with .*bad\.json"):
+    with pytest.raises(UserError, match=r"cannot load .*bad\.json"):
         load_tokenizer(tmp_path / "bad.json")
 
 

@@ -250,7 +250,7 @@ def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
     )
     with pytest.raises(
         Unserved,
-        match=r"blocks of a mask at multiples of 20 places are no tiles of a multiple of 8",
+        match="multiples of 20 places",
     ):
         of(4096, BlockSparse(np.eye(4), 20, 64))
 
@@ -284,7 +284,7 @@ def test_more_tiles_than_scalar_memory_holds_are_refused() -> None:
     q = jax.ShapeDtypeStruct((1, 2**17, 1, 64), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, 2**17), jnp.int32)
     mask = Segments(ids, ids) & BlockSparse(np.ones((512, 512)), 256, 256)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(Unserved, match=r"262144 tiles to visit are more than SMEM holds"):
+    with pytest.raises(Unserved, match="262144 tiles to visit"):
         jax.eval_shape(
             lambda q, mask: tpu.forward(q, q, q, mask),
             q,

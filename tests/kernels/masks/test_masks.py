@@ -240,9 +240,7 @@ def test_queries_that_begin_within_a_document_are_told_their_places() -> None:
         dense(part, Tiles(3, 12, 3, 12, q_start=9)),
         whole[:, last],
     )
-    with pytest.raises(
-        UserError, match=r"are not those of one sequence: write Segments\(ids, ids\)"
-    ):
+    with pytest.raises(UserError, match=r"write Segments\(ids, ids\)"):
         _ = mask & Segments(documents[:, last], documents)
 
 
@@ -256,7 +254,7 @@ def test_documents_of_two_kinds_do_not_say_where_a_document_begins() -> None:
         lambda: (First(1) & one) & two,
         lambda: two & (one & First(1)),
     ):
-        with pytest.raises(UserError, match="the ids are not those of one sequence"):
+        with pytest.raises(UserError, match="those of one sequence"):
             join()
     again = dense(
         one & (one & First(1)),
@@ -273,20 +271,20 @@ IDS: Any = np.array([[0, 0, 1, 1]])
 NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "an offset": (
         lambda: Causal(0.5),
-        "Causal takes offset as a whole number, and was given offset=0.5",
+        "Causal takes offset .*offset=0.5",
     ),  # pyright: ignore[reportArgumentType]
-    "a reach": (lambda: Window(3.5), "Window takes left as a whole number, and was given left=3.5"),  # pyright: ignore[reportArgumentType]
+    "a reach": (lambda: Window(3.5), "Window takes left .*left=3.5"),  # pyright: ignore[reportArgumentType]
     "a reach in words": (lambda: Window(1, "3"), "was given right='3'"),  # pyright: ignore[reportArgumentType]
     "a reach that is true": (lambda: Window(True), "was given left=True"),
     "fewer than no keys": (
         lambda: First(-1),
-        "First takes n as a whole number of at least 0, and was given n=-1",
+        "First takes n .*n=-1",
     ),
-    "no stride": (lambda: Dilated(3, 0), "Dilated takes stride as a whole number of at least 1"),
+    "no stride": (lambda: Dilated(3, 0), "Dilated takes stride"),
     "no window": (lambda: Dilated(0, 1), "was given window=0"),
     "empty blocks": (
         lambda: BlockSparse([[1]], 0, 0),
-        "BlockSparse takes block_q as a whole number of at least 1",
+        "BlockSparse takes block_q",
     ),
     "a window without a middle": (
         lambda: bigbird(256, window=2),
@@ -294,7 +292,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "random blocks": (
         lambda: bigbird(256, random=-1),
-        "bigbird takes random as a whole number of at least 0",
+        "bigbird takes random",
     ),
     "a length": (lambda: bigbird(0), "bigbird takes length"),
     "a number": (lambda: Causal() & 3, "& takes a mask of jaxpar.kernels.masks, .* was given 3"),  # pyright: ignore[reportOperatorIssue]
@@ -304,7 +302,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an array": (
         lambda: Causal() & np.ones((4, 4), bool),
-        r"an array bool\[4, 4\]: a map of what is seen is Block",
+        r"bool\[4, 4\]: .*Block",
     ),  # pyright: ignore[reportOperatorIssue]
     "an array in front": (
         lambda: np.ones((4, 4), bool) & Causal(),
@@ -314,7 +312,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jnp.ones((4, 4), bool) | Causal(),
         r"an array bool\[4, 4\]",
     ),
-    "a class": (lambda: Causal() | Window, r"was given the class Window: write Window\(\)"),  # pyright: ignore[reportOperatorIssue]
+    "a class": (lambda: Causal() | Window, "the class Window: write"),  # pyright: ignore[reportOperatorIssue]
     "ids in lists": (
         lambda: (
             First(1)
@@ -436,5 +434,5 @@ def test_masks_are_values() -> None:
     ],
 )
 def test_a_map_of_blocks_has_two_dims(wrong: Any) -> None:
-    with pytest.raises(UserError, match=r"BlockSparse needs a map of blocks \[M, N\]"):
+    with pytest.raises(UserError, match=r"BlockSparse .*\[M, N\]"):
         BlockSparse(wrong)

@@ -484,15 +484,15 @@ BAD = {
     ),
     "truncated": (
         truncate,
-        r"model.safetensors is truncated or not a safetensors file.*download it again",
+        "model.safetensors is truncated",
     ),
     "garbage": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"hi"),
-        "is truncated or not a safetensors",
+        "truncated or not",
     ),
     "index names an absent file": (
         index_with('{"weight_map": {"x": "model-2.safetensors"}}'),
-        r"index.json names model-2.safetensors, which is not beside it",
+        "index.json names model-2.safetensors",
     ),
     "index leads elsewhere": (
         index_with('{"weight_map": {"x": "../model-1.safetensors"}}'),
@@ -503,7 +503,7 @@ BAD = {
     "same tensor in two files": (twice, "in two files"),
     "missing": (
         drop("transformer.ln_f.bias"),
-        r"it lacks ln_f.bias: its config.json says otherwise than its weights",
+        "lacks ln_f.bias: its config.json",
     ),
     "missing several": (
         drop("transformer.wte.weight", "transformer.ln_f.bias"),
@@ -517,7 +517,7 @@ BAD = {
         lambda folder: replace_file(
             folder, lambda t: t.update(wqe=t.pop("transformer.wpe.weight"))
         ),
-        r"it lacks wpe.weight, and the model has no place for its wqe:",
+        "lacks wpe.weight, .*wqe:",
     ),
     "shape": (
         add("transformer.h.1.mlp.c_fc.weight", np.ones((24, 16), np.float32)),
@@ -561,7 +561,7 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path):
 def test_export_refusals_leave_nothing_behind(tmp_path, monkeypatch):
     model = Model(GPT2)
     params = import_hf(write(tmp_path / "source", GPT2), model, ONE)
-    with pytest.raises(UserError, match=r"source is there already and not an empty folder"):
+    with pytest.raises(UserError, match="source is there already"):
         export_hf(params, model, tmp_path / "source")
     with pytest.raises(
         UserError, match=r"cannot export dtype 'float23' \(did you mean 'float32'\?\)"
@@ -572,7 +572,7 @@ def test_export_refusals_leave_nothing_behind(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf_export, "write_tensors", disk_full)
-    with pytest.raises(UserError, match=r"cannot write .*exported: No space left on device"):
+    with pytest.raises(UserError, match="exported: No space left"):
         export_hf(params, model, tmp_path / "exported")
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 

@@ -176,10 +176,10 @@ def test_a_folder_is_taken_for_its_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("hf://org/missing", "not on the Hub, or it is private"),
-        ("hf://org/gated", "is gated: accept its terms"),
+        ("hf://org/missing", "not on the Hub"),
+        ("hf://org/gated", "is gated: accept"),
         ("hf://org/name@none", "has no such revision"),
-        ("hf://org/name/more", "names no model of the Hub: try hf://org/name"),
+        ("hf://org/name/more", "try hf://org/name"),
     ],
 )
 def test_what_the_hub_does_not_give_is_one_line(served: _Hub, name: str, said: str) -> None:
@@ -192,5 +192,5 @@ def test_without_a_network_and_a_copy_it_is_refused(
     cache_of_hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"is not in the cache .*fetch it where there is a network"):
+    with pytest.raises(UserError, match="not in the cache"):
         hub_folder("hf://org/name")

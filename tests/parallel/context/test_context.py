@@ -636,9 +636,7 @@ def test_memory_of_a_device_falls_with_their_number(strategy):
             {"context": 4},
             {},
             (20, 4, 4),
-            r"^data.seq_len=20 is not cut into 8 equal chunks, which ring over context=4 needs: "
-            r"try data.seq_len=16 or "
-            "data.seq_len=24$",
+            "^data.seq_len=20 .*context=4 .*data.seq_len=16 or data.seq_len=24$",
         ),
         ("ulysses", {"context": 4}, {}, (6, 4, 4), r"=6 is not cut into 4 equal chunks"),
         (
@@ -653,14 +651,14 @@ def test_memory_of_a_device_falls_with_their_number(strategy):
             {"context": 2, "tensor": 2},
             {"heads": ()},
             (8, 4, 4),
-            r"dim 0 is used split over tensor \(rules.kv_heads\)",
+            r"over tensor \(rules.kv_heads\)",
         ),
         (
             "ring",
             {"context": 2},
             {},
             (8, 4, 4, 0.1),
-            r"model.dropout=0.1 with the sequence split over context=2",
+            "model.dropout=0.1 .*context=2",
         ),
     ],
 )

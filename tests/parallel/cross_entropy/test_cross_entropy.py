@@ -395,7 +395,7 @@ def test_tokens_and_vocabulary_over_the_same_mesh_axis_are_refused() -> None:
     )
     with pytest.raises(
         UserError,
-        match=r"loss: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)",
+        match=r"fsdp=8 .*\(batch\) .*\(vocab\)",
     ):
         MeshOps(plan).linear_cross_entropy(loss_call(*inputs(8)))
 

@@ -403,9 +403,7 @@ def test_the_plan_asks_for_what_is_sent():
 
 def test_a_form_that_there_is_not_is_refused():
     x, weight = arrays((B, 8, D), (D, H, h))
-    with pytest.raises(
-        UserError, match=r"form of a collective is one of .*found 'rnig' \(did you mean 'ring'\?\)"
-    ):
+    with pytest.raises(UserError, match=r"found 'rnig' \(did you mean 'ring'"):
         MeshOps(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(
             x, (weight,), (("heads", "head_dim"),)
         )  # pyright: ignore[reportArgumentType]

@@ -123,7 +123,7 @@ def test_experts_through_a_view_are_those_of_the_reference() -> None:
 def test_a_group_that_would_lie_on_two_devices_is_refused() -> None:
     x_BSD, weight = draw((B, S, 12), (12, F))
     ops = MeshOps(plan_on(MeshSpec(fsdp=2)))
-    with pytest.raises(UserError, match=r"units of 4 along embed, and a device has 6"):
+    with pytest.raises(UserError, match=r"units of 4 along embed, .*6"):
         ops.column_linear(x_BSD, WeightView(weight, FORM), ("mlp",))
     # a head of 6 features on one device: groups would cross to the next head, which is elsewhere
     hidden, out = draw((B, S, 2, 6), (2, 6, 12))
@@ -179,7 +179,7 @@ def test_a_form_of_ones_own_multiplies_and_has_no_reference() -> None:
     got = MeshOps(plan).column_linear(x_BSD, WeightView(weight, Doubled()), ("mlp",))
     want = MeshOps(plan).column_linear(x_BSD, weight, ("mlp",))
     np.testing.assert_allclose(got, 2 * want, rtol=1e-6)
-    with pytest.raises(UserError, match="no weights of form doubled"):
+    with pytest.raises(UserError, match="of form doubled"):
         ReferenceOps(plan).column_linear(x_BSD, WeightView(weight, Doubled()), ("mlp",))
 
 

@@ -106,11 +106,11 @@ def test_files_are_read(before: Rehearsal, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"schema": 2}, "no report of this version: schema is 2"),
+        ({"schema": 2}, "schema is 2"),
         ({"time": {"step": 1.0}}, "time has no exposed_communication: it is no report"),
-        ({"time": {"step": "long"}}, "time: step is a number, found 'long'"),
+        ({"time": {"step": "long"}}, "step .*found 'long'"),
         ({"lines": [{"scope": "a"}]}, r"lines\[0\] has no source"),
-        ({"lines": 3}, "lines is not a list, found 3"),
+        ({"lines": 3}, "lines .*found 3"),
     ],
 )
 def test_a_damaged_file_is_named(

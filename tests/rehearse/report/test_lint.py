@@ -51,9 +51,9 @@ def is_in_the_mlp(finding: LintFinding) -> bool:
     [
         (
             "large-copy, unplaned-collective",
-            r"unknown condition \(did you mean 'unplanned-collective'\?\)",
+            "unknown condition .*'unplanned-collective'",
         ),
-        ("xyzzy", r"unknown condition: it may be does-not-fit, unplanned-collective, "),
+        ("xyzzy", "unknown condition: .*does-not-fit, unplanned-collective, "),
         ("memory+5%", r"--fail-on memory\+5%: unknown condition"),
     ],
 )

@@ -122,7 +122,7 @@ def written(text: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def test_a_folder_with_answers_is_refused_before_a_teacher_is_read(tmp_path: Path) -> None:
     (tmp_path / HEADER).touch()
-    with pytest.raises(UserError, match="has a teacher's answers already: name another --out"):
+    with pytest.raises(UserError, match="name another --out"):
         write_top_k(Config(), tmp_path / "no teacher", tmp_path, 6)
 
 
@@ -300,7 +300,7 @@ def test_a_student_resumes_to_the_bit(text: Path, written: Path, tmp_path: Path)
     run(override(config, {"train.stop_at": 2}), tmp_path / "other")
     try:
         file.write_bytes(before[:4] + bytes(4) + before[8:])
-        with pytest.raises(UserError, match="is no longer what this run was trained with"):
+        with pytest.raises(UserError, match="was trained with"):
             run(config, tmp_path / "other")
     finally:
         file.write_bytes(before)
@@ -313,7 +313,7 @@ def test_a_student_resumes_to_the_bit(text: Path, written: Path, tmp_path: Path)
         ({"distill.top_k": 7}, r"answers of 6 entries a token, and distill\.top_k=7: try"),
         ({"data.seq_len": 8}, r"data\.seq_len was 16, and is 8 here"),
         ({"data.stride": 4}, r"data\.stride was 16, and is 4 here"),
-        ({"data.val_fraction": 0.3}, "the number of training tokens"),
+        ({"data.val_fraction": 0.3}, "number of training tokens"),
         ({"data.tokenizer": "bytes", "model.vocab_size": 256}, "of a vocabulary of 31"),
         ({"model.vocab_size": 32}, r"a vocabulary of 31, and model\.vocab_size=32"),
     ],
@@ -351,7 +351,7 @@ def test_answers_that_are_cut_short_are_refused(answers: Path, tmp_path: Path) -
     with pytest.raises(UserError, match=r"ids\.bin has 2 bytes, and its top_k\.json says"):
         open_answers(tmp_path)
     (tmp_path / "top_k.json").write_text('{"version": 1}')
-    with pytest.raises(UserError, match="does not say what the answers"):
+    with pytest.raises(UserError, match="what the answers"):
         open_answers(tmp_path)
 
 

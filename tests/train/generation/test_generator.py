@@ -237,21 +237,17 @@ def test_lengths_are_rounded_up_a_little() -> None:
 def test_what_cannot_be_continued_is_refused(model, params, plan_of: Callable[..., Plan]) -> None:
     one = Generator(model, params, plan_of())
     for prompt in ([], [31], [-1]):
-        with pytest.raises(
-            UserError, match=r"prompt 2 needs at least one token id, all in 0\.\.30"
-        ):
+        with pytest.raises(UserError, match=r"prompt 2 .*0\.\.30"):
             one.generate([[1], prompt], 1)
-    with pytest.raises(
-        UserError, match=r"has 60 tokens, and 5 more are beyond the context of 64.*at most 4 new"
-    ):
+    with pytest.raises(UserError, match=r"60 tokens, .*5 more .*64.*4 new"):
         one.generate([[1] * 60], 5)
     with pytest.raises(UserError, match="a pipeline of 2 stages trains"):
         Generator(model, params, plan_of(stage=2))
     encoder = Model(replace(model.config, masks=("causal", "local(4)")))
-    with pytest.raises(UserError, match=r"model.masks=local\(4\) lets tokens see those after"):
+    with pytest.raises(UserError, match=r"model.masks=local\(4\)"):
         Generator(encoder, params, plan_of())
     experts = Model(replace(model.config, family="llama", experts=4, router="expert_choice"))
-    with pytest.raises(UserError, match=r"model.router=expert_choice: an expert chooses among all"):
+    with pytest.raises(UserError, match=r"model.router=expert_choice"):
         Generator(experts, params, plan_of())
     for values, message in (
         ({"top_k": 5}, "no effect"),

@@ -221,7 +221,7 @@ def test_chat_prompts_leave_an_answer_open_and_end_at_the_end_of_a_turn(
         )
         assert ours.apply_chat_template(some, opened) == expected
     assert ours.eot_token_id in ours.stop
-    with pytest.raises(UserError, match="answer has 70 tokens, and the model's context 64"):
+    with pytest.raises(UserError, match=r"70 tokens, .*64"):
         ours._loglikelihood_tokens([(None, [1], [2] * 70)])
 
 

@@ -223,9 +223,7 @@ def test_arrays_of_another_form_are_refused_by_the_hook_that_keeps_them(
         def params(self) -> Any:
             return {"blocks": self.average["blocks"]}
 
-    with pytest.raises(
-        UserError, match=r"what the hook Odd keeps is not saved.*let its params\(\)"
-    ):
+    with pytest.raises(UserError, match=r"hook Odd .*let its params\(\)"):
         run(override(config, {"train.stop_at": 1}), tmp_path / "run", [Odd()])
 
 
@@ -246,9 +244,9 @@ def test_a_hook_that_fails_is_the_error_and_the_steps_until_then_are_saved(
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        ([print], r"hooks= takes objects of classes of jaxpar\.train\.Hook, .*OnRow\(function\)"),
+        ([print], r"hooks= takes .*jaxpar\.train\.Hook, .*OnRow\(function\)"),
         ([Calls(), Calls()], "2 hooks are called Calls"),
-        ([Calls(name="a/b")], r"called 'a/b', by which its state cannot be saved"),
+        ([Calls(name="a/b")], "called 'a/b'"),
     ],
 )
 def test_hooks_that_could_not_be_called_are_refused(hooks: Any, message: str) -> None:
@@ -257,15 +255,13 @@ def test_hooks_that_could_not_be_called_are_refused(hooks: Any, message: str) ->
 
 
 def test_what_is_no_function_of_a_row_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"each row is called with \(step, row\), and was given None"
-    ):
+    with pytest.raises(UserError, match=r"\(step, row\), .*given None"):
         OnRow(None)  # pyright: ignore[reportArgumentType]
 
 
 def test_other_hooks_on_another_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpar.train.hooks.number_from_first", lambda own: own + 1)
-    with pytest.raises(UserError, match="the processes of this run were given different hooks"):
+    with pytest.raises(UserError, match="given different hooks"):
         require_hooks([Calls()])
 
 
@@ -288,7 +284,7 @@ class Keeps(Hook):
 
 @pytest.mark.parametrize("state", [(1, 2), {1: "a"}, float("nan"), object(), b"x", {"a": {3}}])
 def test_a_state_that_would_come_back_otherwise_is_refused(state: Any) -> None:
-    with pytest.raises(UserError, match=r"the state of the hook mine would not come back"):
+    with pytest.raises(UserError, match="the hook mine would"):
         states_of([Keeps(state)])
 
 

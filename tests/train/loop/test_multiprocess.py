@@ -160,8 +160,8 @@ def test_a_file_that_is_another_on_the_other_machine_is_named(
     pair = launch_pair(tmp_path / "run", "--data.source", "text", only=(only[0], only[1]))
     assert wait(pair) == [2, 2]
     said = capfd.readouterr().err
-    assert f"{files[1]} is another here than on the first process" in said
-    assert "process 1 cannot go on, so none can" in said
+    assert f"{files[1]} is another here" in said
+    assert "process 1 cannot go on" in said
 
 
 def test_answers_on_disk_are_read_by_both_and_a_teacher_beside_is_refused(
@@ -183,7 +183,7 @@ def test_answers_on_disk_are_read_by_both_and_a_teacher_beside_is_refused(
     beside = ("--distill.teacher", str(tmp_path / "one"), "--train.eval-every", "0")
     assert wait(launch_pair(tmp_path / "refused", *beside)) == [2, 2]
     said = capfd.readouterr().err
-    assert f"distill.teacher={tmp_path / 'one'} runs beside in one process alone" in said
+    assert f"distill.teacher={tmp_path / 'one'} runs beside" in said
     assert "write its answers with `jaxpar eval" in said
     writes = ("--top-k", "3", "--out", str(tmp_path / "none"))
     assert wait(pair_of(["eval", str(tmp_path / "one"), *writes])) == [2, 2]

@@ -100,9 +100,9 @@ def test_an_optimizer_of_ones_own_class_prunes_and_is_not_the_configs(tmp_path: 
     saved = state_metadata(experiment, None, None, None)["optimizer"]
     require_optimizer(experiment.optimizer, saved, tmp_path)
     configs_own = make_experiment(config, devices)
-    with pytest.raises(UserError, match="was trained with an optimizer that a program gave"):
+    with pytest.raises(UserError, match="a program gave"):
         require_optimizer(configs_own.optimizer, saved, tmp_path)
-    with pytest.raises(UserError, match=r"optimizer\.name=adamw, and here an optimizer is given"):
+    with pytest.raises(UserError, match=r"optimizer\.name=adamw, "):
         saved = state_metadata(configs_own, None, None, None)["optimizer"]
         require_optimizer(experiment.optimizer, saved, tmp_path)
 

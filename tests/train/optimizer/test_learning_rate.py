@@ -147,5 +147,5 @@ def test_a_schedule_of_ones_own_is_a_word_of_the_config() -> None:
         assert idle["train.decay_steps"].startswith("train.schedule has no decay")
     finally:
         RATES.remove("root")
-    with pytest.raises(UserError, match=r"train\.schedule is one of cosine, wsd, constant, found"):
+    with pytest.raises(UserError, match=r"train\.schedule is one of"):
         check(override(Config(), {"train.schedule": "root"}))

@@ -443,7 +443,7 @@ REFUSED = {
     ),
     "no first moments": (
         {"optimizer.name": "adafactor", "precision.moments": "bfloat16"},
-        "precision.moments=bfloat16 with optimizer.name=adafactor: it has no first moments",
+        "precision.moments=bfloat16 .*optimizer.name=adafactor",
     ),
     "momentum that a bfloat16 cannot follow": (
         {
@@ -488,7 +488,7 @@ def test_a_given_optimizer_is_not_taken_apart(changes: dict[str, Any], message: 
 def test_a_given_optimizer_is_one() -> None:
     one = config(GIVEN)
     plan = make_plan(one, jax.devices()[:1])
-    with pytest.raises(UserError, match="an optimizer is an optax"):
+    with pytest.raises(UserError, match="an optimizer is an"):
         _ = Experiment(one, Model(one.model), plan, "lion").state  # pyright: ignore[reportArgumentType]
 
 
@@ -512,7 +512,7 @@ def _grown() -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optax.polyak_sgd(), "update.gradients, state, params. with nothing more .*'value'"),
+        (optax.polyak_sgd(), "update.gradients.*'value'"),
         (optax.lookahead(optax.sgd(0.1), 2, 0.5), "nothing more .AttributeError: .*'fast'"),
         (_grown(), r"state of another form .*float32\[1\] -> float32\[2\]"),
     ],
@@ -568,9 +568,9 @@ def test_keys_of_adamw_of_an_earlier_version_are_taken() -> None:
     today = "[optimizer.adamw]\nbeta1 = 0.8\nbeta2 = 0.99\neps = 1e-6\nweight_decay = 0.2"
     assert old == parse(today)
     assert override(Config(), {"train.beta2": 0.99}).optimizer.adamw.beta2 == 0.99
-    with pytest.raises(UserError, match="say the same thing: keep optimizer"):
+    with pytest.raises(UserError, match="keep optimizer"):
         parse("[train]\nbeta2 = 0.99\n[optimizer.adamw]\nbeta2 = 0.9")
-    with pytest.raises(UserError, match="say the same thing: keep optimizer"):
+    with pytest.raises(UserError, match="keep optimizer"):
         override(Config(), {"train.beta2": 0.99, "optimizer.adamw.beta2": 0.9})
 
 

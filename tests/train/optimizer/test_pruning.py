@@ -233,13 +233,13 @@ def test_the_state_lies_as_the_weights_do(method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"pruning__begin": 7}, "pruning.begin=7 is not before the last choice, after step 6"),
+        ({"pruning__begin": 7}, "pruning.begin=7 .*step 6"),
         ({"pruning__targets": ["mlp"]}, "no matrix 'mlp'"),
         (
             {"pruning__sparsity_by_depth": [0.1, 0.2, 0.3]},
             "sparsity_by_depth has 3 shares, and model.layers=2",
         ),
-        ({"model__sparsity__form": "2:4"}, "both choose which entries count"),
+        ({"model__sparsity__form": "2:4"}, "both choose"),
         ({"model__lora__rank": 2}, "frozen beside LoRA"),
         ({"memory__optimizer": "offload"}, "with memory.optimizer=offload"),
     ],

@@ -198,9 +198,7 @@ def test_a_base_that_is_gone_or_has_changed_is_said(
     tensors["model.norm.weight"][3] += 1
     shutil.copytree(base, tmp_path / "kept")
     save_file(tensors, base / "model.safetensors")
-    with pytest.raises(
-        UserError, match="base has other weights now than those that this run trains LoRA beside"
-    ):
+    with pytest.raises(UserError, match="base has other weights"):
         train(longer, tmp_path / "run")
     shutil.rmtree(base)
     with pytest.raises(UserError, match=r"there is no .*base"):
@@ -215,7 +213,7 @@ def test_a_base_that_is_gone_or_has_changed_is_said(
 
 
 def test_refusals(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there are none: name their folder in train\.init"):
+    with pytest.raises(UserError, match=r"in train\.init"):
         train(config_for(base, **{"model.lora.rank": 2}), tmp_path / "run")
     config = config_for(base)
     import_run(config, base, tmp_path / "plain")
@@ -226,7 +224,7 @@ def test_refusals(base: Path, tmp_path: Path) -> None:
     for text, said in (
         (
             '{"r": 2, "lora_alpha": 4, "use_dora": true}',
-            "use_dora=True is not supported: only False",
+            "use_dora=True is not supported",
         ),
         ('{"r": 0, "lora_alpha": 4}', "no usable r and lora_alpha: found 0 and 4"),
         ('{"r": 2, "lora_alpha": 4}', "has no adapter_model.safetensors"),

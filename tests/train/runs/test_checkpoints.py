@@ -96,7 +96,7 @@ def test_a_save_that_takes_too_long_blames_no_process_that_is_not_there(
 
     monkeypatch.setattr(training_checkpoints, "write_manifest", wait_in_vain)
     checkpoints.save(1, state_on(plan_of()), {})
-    with pytest.raises(UserError, match=r"a checkpoint was not written to .* in time \(1 s\)"):
+    with pytest.raises(UserError, match=r"not written to .*\(1 s\)"):
         checkpoints.wait()
 
 
@@ -275,7 +275,7 @@ def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(
     if right:
         assert read_metadata(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
     else:
-        with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
+        with pytest.raises(UserError, match=r"layer_order .*3 layers"):
             read_metadata(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
 
 

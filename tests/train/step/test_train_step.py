@@ -298,7 +298,7 @@ def test_the_layouts_to_choose_from_are_plans() -> None:
     ("changes", "says"),
     [
         ({"data.seq_len": 20}, "data.seq_len=20 is not cut into 8 equal chunks"),
-        ({"model.dropout": 0.1}, "model.dropout=0.1 with the sequence split over context=4"),
+        ({"model.dropout": 0.1}, "model.dropout=0.1 .*context=4"),
     ],
 )
 def test_a_sequence_that_cannot_be_split_is_refused_before_anything_is_compiled(
@@ -313,9 +313,7 @@ def test_a_state_must_be_split_as_its_parameters_or_further() -> None:
     config = config_of(
         "gpt2", **{"rules.state_embed": ("data", "fsdp"), "mesh.data": 2, "mesh.fsdp": 2}
     )
-    with pytest.raises(
-        UserError, match=r"which does not begin with it: try rules.state_embed=\(fsdp, data\)$"
-    ):
+    with pytest.raises(UserError, match=r"try rules.state_embed=\(fsdp, data\)$"):
         make_plan(config, jax.devices()[:4])
     config = config_of(
         "gpt2",
@@ -631,11 +629,11 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"mesh.tensor": 8, "rules.attention_seq": ("tensor",)},
-        "attention: mesh axis tensor=8 is used twice, by dim 1",
+        "attention: .*tensor=8 .*dim 1",
     ),
     (
         {"mesh.context": 2, "mesh.tensor": 4, "rules.attention_seq": ("tensor",)},
-        "which does not begin with it",
+        "does not begin with",
     ),
     (
         {"mesh.tensor": 8, "data.seq_len": 12},
@@ -647,15 +645,15 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"mesh.data": 4, "mesh.context": 2, "train.batch": 4, "overlap.domino": "on"},
-        "cuts each sequence in two, and attention splits it over context=2 already",
+        "over context=2",
     ),
     (
         {"mesh.data": 8, "model.masks": ("full",), "overlap.domino": "on"},
-        r"under the mask Full\(\) a query of the first half may see keys of the second",
+        r"Full\(\) .*second",
     ),
     (
         {"mesh.data": 8, "model.family": "llama", "model.experts": 2, "overlap.domino": "on"},
-        "the balance of model.experts=2 is that of whole sequences",
+        "model.experts=2 .*whole sequences",
     ),
     ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
 ]

@@ -105,7 +105,7 @@ def test_too_few_devices_for_two_along_each_axis_is_none() -> None:
 def test_sizes_that_are_none_are_refused() -> None:
     with pytest.raises(UserError, match=r"mesh\.data is 0"):
         fit_mesh(MeshSpec(data=0), 8)
-    with pytest.raises(UserError, match="only one axis can take what is left"):
+    with pytest.raises(UserError, match="what is left"):
         fit_mesh(MeshSpec(data=-1, fsdp=-1), 8)
 
 
@@ -267,7 +267,7 @@ def test_heads_that_lie_otherwise_on_so_few_devices_are_refused() -> None:
     config = override(Config(), changes)
     small = fit_mesh(config.mesh, 2)
     assert small is not None
-    with pytest.raises(UserError, match=r"on the 2 devices that verify has than on the 8 of the"):
+    with pytest.raises(UserError, match=r"the 2 devices .*the 8"):
         shrink(config, small)
 
 

@@ -73,12 +73,10 @@ def test_the_characters_of_a_text_stay_those_of_the_run(tmp_path: Path) -> None:
 def test_another_tokenizer_is_refused_and_never_replaces_the_runs(tmp_path: Path) -> None:
     data = write_run(tmp_path / "run", "chars", CHARS, steps=(0,))
     other = override(Config(data=data), {"data.tokenizer": "bytes"}).data
-    with pytest.raises(
-        UserError, match=r"data\.tokenizer=bytes is not that of the run .*run, whose weights know"
-    ):
+    with pytest.raises(UserError, match=r"data\.tokenizer=bytes is not"):
         with_own_tokenizer(other, tmp_path / "run")
     (tmp_path / "other.json").write_text('{"tokenizer": "bytes"}')
-    with pytest.raises(UserError, match=r"the tokenizer of the data is not that of the run"):
+    with pytest.raises(UserError, match="tokenizer of the data"):
         keep_tokenizer(load_tokenizer(tmp_path / "other.json"), tmp_path / "run")
     assert json.loads((tmp_path / "run/tokenizer.json").read_text()) == CHARS
 
@@ -217,7 +215,7 @@ def test_a_run_on_token_files_has_the_tokenizer_that_they_bring(tmp_path: Path) 
     assert said == []
     other = tmp_path / "other.json"
     other.write_text('{"tokenizer": "bytes"}')
-    with pytest.raises(UserError, match=r"data\.tokenizer=.*other\.json is not that of the run"):
+    with pytest.raises(UserError, match=r"data\.tokenizer=.*other\.json is not"):
         with_own_tokenizer(
             override(Config(data=tokens), {"data.tokenizer": str(other)}).data, tmp_path / "run"
         )

@@ -38,7 +38,7 @@ def write_lock(folder: Path, **changes: Any) -> None:
 def test_a_second_training_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
     said = list[str]()
     with locked(tmp_path / "run", said.append) as lock:
-        with pytest.raises(UserError, match=rf"is being trained by process {os.getpid()} on \S+, "):
+        with pytest.raises(UserError, match=rf"trained by process {os.getpid()} on \S+, "):
             RunLock(tmp_path / "run", said.append)
         lock.require()
     assert not (tmp_path / "run" / LOCK).exists() and not said
@@ -103,7 +103,7 @@ def test_of_two_that_take_over_one_lock_the_later_is_refused(tmp_path: Path) -> 
         if not locks:
             locks.append(RunLock(tmp_path, lambda line: None))
 
-    with pytest.raises(UserError, match=rf"is being trained by process {os.getpid()} on"):
+    with pytest.raises(UserError, match=f"trained by process {os.getpid()} on"):
         RunLock(tmp_path, be_overtaken)
     locks[0].require()
     locks[0].close()
@@ -118,7 +118,7 @@ def test_a_refusal_names_who_has_taken_the_lock_over_meanwhile(tmp_path: Path) -
         assert "watching" in line
         quicker.start()
 
-    with pytest.raises(UserError, match="is being trained by process 6 on another"):
+    with pytest.raises(UserError, match="trained by process 6 on another"):
         RunLock(tmp_path, begin)
     quicker.join()
 
@@ -134,7 +134,7 @@ def test_a_lock_that_cannot_be_read_is_taken_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("taken over", "was taken over by process 5 on elsewhere"),
+        ("taken over", "taken over by process 5 on elsewhere"),
         ("removed", "was removed or damaged"),
         ("moved", "is no longer there"),
     ],
