@@ -202,7 +202,7 @@ def test_a_compiler_that_does_not_start_is_an_error_of_one_line(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("INVALID_ARGUMENT: no such thing\nand more")
 
-    monkeypatch.setattr(targets, "_missing", lambda platform: "")
+    monkeypatch.setattr(targets, "versions", dict.fromkeys)
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     with pytest.raises(
         UserError, match=r"compiler for v5p-64 does not start \(INVALID_ARGUMENT: no such thing\)"
@@ -344,7 +344,7 @@ def test_a_plugin_that_was_left_out_is_loaded_for_its_compiler_alone(monkeypatch
     plugin = SimpleNamespace(initialize=initialize)
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     monkeypatch.setattr(runtime, "_device_files", lambda platform: True)
-    monkeypatch.setattr(targets, "_missing", lambda platform: "")
+    monkeypatch.setattr(targets, "versions", lambda names: dict.fromkeys(names, jax.__version__))
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
     monkeypatch.setattr(private, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, private._CUDA_PLUGINS[0], plugin)

@@ -26,9 +26,9 @@ from jaxpar.base.layout.mesh import MeshSpec
 from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
+from jaxpar.show import figures
 from jaxpar.train import opening
 from jaxpar.train.evaluate import evaluate_folder
-from jaxpar.train.experiment import Experiment
 from jaxpar.train.experiments import make_experiment
 from jaxpar.train.goodput import read_lives
 from jaxpar.train.hooks import Hook, OnRow
@@ -92,17 +92,17 @@ def drawn() -> list[int]:
 def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps, never stopped."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    real_draw = local._draw_loss
+    real_save = figures.save_figure
 
-    def draw(experiment: Experiment, folder: Path) -> None:
+    def save(figure: Any, file: Path) -> None:
         drawn.append(len(read_metrics(folder)))
         if len(drawn) == 1:
             raise OSError("the disk is full")
-        real_draw(experiment, folder)
+        real_save(figure, file)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "_EVERY", 0.0)
-        patch.setattr(local, "_draw_loss", draw)
+        patch.setattr(figures, "save_figure", save)
         result = train(config, folder)
     assert result.step == 20 and not result.interrupted
     return folder
@@ -236,7 +236,7 @@ def test_what_is_written_at_the_end_is_written_while_the_folder_is_held(
     def lock_is_there(name: str) -> None:
         held[name] = (tmp_path / "run" / LOCK).exists()
 
-    monkeypatch.setattr(local, "_draw_loss", lambda *_: lock_is_there("loss.png"))
+    monkeypatch.setattr(figures, "save_figure", lambda _, file: lock_is_there(file.name))
     monkeypatch.setattr(local, "send", lambda *_: lock_is_there("bucket"))
     train(override(config, {"train.stop_at": 2}), tmp_path / "run")
     assert held == {"loss.png": True, "bucket": True}

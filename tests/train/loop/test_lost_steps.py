@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxpar.train.loop as loop
@@ -342,7 +343,7 @@ def test_a_checkpoint_of_a_folder_that_was_moved_away_does_not_speak_of_space(
     def fail(*_: Any, **__: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", fail)
     with pytest.raises(UserError, match="folder is no longer"):
         checkpoints.close()
 
@@ -355,6 +356,6 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", fail)
     with pytest.raises(UserError, match=r"No space left.*space"):
         checkpoints.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxpar.train.runs.folder.manifest as manifest
@@ -346,7 +347,7 @@ def test_what_the_disk_refuses_orbax_is_no_damage(
         except Exception as cause:
             raise RuntimeError("the array is not there") from cause
 
-    monkeypatch.setattr(checkpoints._reader, "restore", fail)
+    monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
     with pytest.raises(DamagedCheckpoint) as raised:
         checkpoints.data(3)
     assert isinstance(raised.value, UnreadCheckpoint) != is_damage
@@ -363,7 +364,7 @@ def test_too_little_memory_at_a_restore_is_no_damage(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoints._reader, "restore", fail)
+    monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
     with pytest.raises(type(error)):
         checkpoints.data(3)
 
