@@ -153,7 +153,7 @@ def square_tiles() -> Iterator[None]:
 
 
 CASES = [
-    ("ring", {"context": 2}, {}, 3, 1, 0, False),
+    pytest.param("ring", {"context": 2}, {}, 3, 1, 0, False, marks=pytest.mark.slow),
     (
         "ring",
         {"context": 2, "tensor": 2},
@@ -177,7 +177,7 @@ CASES = [
     pytest.param(
         "ring", {"context": 2, "tensor": 4}, SPLIT_IN_ALL, 3, 3, 0, True, marks=pytest.mark.slow
     ),
-    (
+    pytest.param(
         "ring",
         {"context": 2, "tensor": 4},
         {"kv_heads": ()},
@@ -185,6 +185,7 @@ CASES = [
         2,
         0,
         False,
+        marks=pytest.mark.slow,
     ),
     (
         "ring",
@@ -208,7 +209,7 @@ CASES = [
     pytest.param(
         "ring", {"data": 2, "fsdp": 2, "context": 2}, {}, 3, 1, 0, True, marks=pytest.mark.long
     ),
-    ("ulysses", {"context": 2}, {}, 6, 3, 0, True),
+    pytest.param("ulysses", {"context": 2}, {}, 6, 3, 0, True, marks=pytest.mark.slow),
     (
         "ulysses",
         {"context": 4, "tensor": 2},

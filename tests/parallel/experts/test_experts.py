@@ -124,11 +124,19 @@ LAYOUTS = {
 }
 
 
-COVERED = ("expert=2", "experts over context")  # by others together
+# By others together.
+COVERED = {
+    "expert=8": pytest.mark.slow,
+    "context x tensor": pytest.mark.slow,
+    "mlp whole": pytest.mark.slow,
+    "experts on every device": pytest.mark.slow,
+    "expert=2": pytest.mark.long,
+    "experts over context": pytest.mark.long,
+}
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.long] * (name in COVERED)) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=COVERED.get(name, ())) for name in LAYOUTS]
 )
 def test_every_layout_gives_the_plain_answer(layout):
     rules, mesh = LAYOUTS[layout]

@@ -95,10 +95,12 @@ def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFac
     real_save = figures.save_figure
 
     def save(figure: Any, file: Path) -> None:
-        drawn.append(len(read_metrics(folder)))
+        rows = read_metrics(folder)
+        drawn.append(len(rows))
         if len(drawn) == 1:
             raise OSError("the disk is full")
-        real_save(figure, file)
+        if rows[-1]["step"] == 20:  # those before take as long, and are not looked at
+            real_save(figure, file)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "_EVERY", 0.0)

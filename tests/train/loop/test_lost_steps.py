@@ -285,10 +285,14 @@ def test_a_short_try_does_not_evaluate_for_longer_than_it_trains(asked, between,
     ("between", "evaluated"),
     [
         (1, ["1 batches", "the whole set"]),
-        (WINDOWS - 1, [f"{WINDOWS - 1} batches", "the whole set"]),
+        pytest.param(
+            WINDOWS - 1,
+            [f"{WINDOWS - 1} batches", "the whole set"],
+            marks=pytest.mark.slow,
+        ),
         (WINDOWS, ["the whole set"]),
-        (WINDOWS + 1, ["the whole set"]),
-        (0, ["the whole set"]),
+        pytest.param(WINDOWS + 1, ["the whole set"], marks=pytest.mark.slow),
+        pytest.param(0, ["the whole set"], marks=pytest.mark.slow),
     ],
 )
 def test_the_whole_set_is_evaluated_once_after_the_last_step(
