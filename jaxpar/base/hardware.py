@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
@@ -290,6 +291,7 @@ class _MeshPreset:
     mesh: MeshSpec = field(default_factory=MeshSpec)
 
 
+@functools.cache  # each step that is made asks all of them which chip it is for
 def load_chip(name: str) -> Chip:
     """Load a chip from its file in `jaxpar.meshes.chips`.
 

@@ -86,7 +86,7 @@ def test_words_have_the_types_that_xla_takes() -> None:
     ("words", "message"),
     [
         ([3], 'are words, such as "xla_a=true", and 3 was given'),
-        (["xla_a"], "'xla_a' is no option with its value: write xla_"),
+        (["xla_a"], "'xla_a' .*: write xla_"),
         (["=5"], "'=5' is no option"),
         (["xla a=5"], "'xla a=5' is no option"),
         (["xla_a=1", "--xla_a=2"], "names xla_a twice"),
@@ -116,7 +116,7 @@ def test_a_file_has_them_as_a_table_or_as_words(text: str) -> None:
 
 
 def test_a_table_of_another_key_is_still_refused() -> None:
-    with pytest.raises(UserError, match=r"data.mixture is a list of names"):
+    with pytest.raises(UserError, match=r"data.mixture is a list"):
         parse("[data]\nmixture = {a = 1}\n")
     with pytest.raises(UserError, match=r"compiler.options.xla_a is one value, found \[1\]"):
         parse("[compiler.options]\nxla_a = [1]\n")
@@ -129,10 +129,10 @@ def test_a_table_of_another_key_is_still_refused() -> None:
         ("xla_gpu_of_nobody=true", "XLA knows no option xla_gpu_of_nobody"),
         (
             "xla_cpu_enable_fast_math=maybe",
-            "xla_cpu_enable_fast_math takes a value of type bool, found maybe",
+            "xla_cpu_enable_fast_math .*bool, found maybe",
         ),
-        (f"{GPU_OPTION}=1.5", f"{GPU_OPTION} takes a value of type int64, found 1.5$"),
-        (f"{GPU_OPTION}=1_0", f"{GPU_OPTION} takes a value of type int64, found 1_0$"),
+        (f"{GPU_OPTION}=1.5", f"{GPU_OPTION} .*int64, found 1.5$"),
+        (f"{GPU_OPTION}=1_0", f"{GPU_OPTION} .*int64, found 1_0$"),
         (
             "xla_gpu_enable_latency_hiding_schedule=true",
             r"did you mean 'xla_gpu_enable_latency_hiding_scheduler'\?",

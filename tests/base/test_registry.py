@@ -71,7 +71,7 @@ DECORATORS: list[Any] = [
 @pytest.mark.parametrize("register", DECORATORS[1:])
 def test_a_decorator_without_its_name_is_refused(register: Callable[..., Any]) -> None:
     """It returned a function, and registered nothing."""
-    with pytest.raises(UserError, match=r"is registered by a word, and was given <.*\"mine\""):
+    with pytest.raises(UserError, match=r"by a word, .*given <.*\"mine\""):
         register(lambda: None)
 
 
@@ -158,7 +158,7 @@ def test_a_source_reads_settings_that_there_are() -> None:
 def test_a_source_returns_parts_and_a_tokenizer(found: Any) -> None:
     register_source(NAME)(lambda paths, data, vocab_size: found)
     data = replace(jaxpar.load_config("tiny").data, source=NAME, path="text")
-    with pytest.raises(UserError, match=f"data.source={NAME} returns a pair, a list with .*Part"):
+    with pytest.raises(UserError, match=f"data.source={NAME} returns .*Part"):
         load_corpus(data, 256)
 
 

@@ -39,7 +39,7 @@ def test_a_source_on_the_path_has_no_version_and_runs(capsys: pytest.CaptureFixt
 def test_a_script_asks_which_version_it_is_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_git", lambda *given: "")
     monkeypatch.setattr(staging, "_installed_commit", lambda: "")
-    with pytest.raises(UserError, match=r"its version is not known: .* --package=jaxpar\[cuda\]"):
+    with pytest.raises(UserError, match=r"version is not known: .* --package=jaxpar\[cuda\]"):
         staging._package_here("cuda")
 
 

@@ -239,8 +239,6 @@ def test_mistakes_are_one_line(generate, folder, tmp_path) -> None:
     (folder / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in generate(folder, "--prompt", "a", code=2)
     (folder / "config.json").unlink()
-    assert "has neither config.toml, as a run folder, nor config.json" in generate(
-        folder, "--prompt", "a", code=2
-    )
+    assert "has neither config.toml" in generate(folder, "--prompt", "a", code=2)
     assert "there is no" in generate(tmp_path / "nowhere", "--prompt", "a", code=2)
     assert "usage: jaxpar generate RUN|HF_FOLDER" in generate(code=2)

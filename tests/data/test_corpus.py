@@ -419,18 +419,18 @@ def test_what_a_folder_of_texts_leaves_out_or_takes_as_it_is_is_named(folder):
         (
             b'{"prompt": "a"}\n{"prompt": "b"}\n',
             "a.jsonl",
-            r"a\.jsonl has no column 'text', of which each row would be a document .*: it has prompt",
+            r"a\.jsonl has no column 'text', .*prompt",
         ),
         (b'{"text": "a"}\n{"text": ', "a.jsonl", r"a\.jsonl, line 2 is not valid JSON"),
         (b'{"text"', "a.jsonl", r"a\.jsonl, line 1 is not valid JSON"),
-        (b'{"text": 3}', "a.jsonl", r"line 1: column 'text' has a value that is no text: 3"),
+        (b'{"text": 3}', "a.jsonl", "line 1: column 'text' .*: 3"),
         (
             gzip.compress(b"text" * 99, mtime=0)[:-9],
             "a.txt.gz",
-            r"a\.txt\.gz: its gzip stream is damaged",
+            r"a\.txt\.gz: .*gzip",
         ),
         (gzip.compress(b"te\0xt", mtime=0), "a.txt.gz", r"a\.txt\.gz is binary \(NUL at byte 2\)"),
-        (b"PK\x03\x04...", "a.zip", r"a\.zip is a zip file, not text"),
+        (b"PK\x03\x04...", "a.zip", r"a\.zip is a zip"),
     ],
 )
 def test_a_file_that_cannot_be_read_as_text_is_named_as_what_it_is(
@@ -503,7 +503,7 @@ def test_stdlib_is_capped_sorted_and_the_same_again():
         (
             {"d/.a.txt": b"abcdefgh", "d/b.png": b"\0", "d/c.txt": b""},
             {"path": "d"},
-            r"folder d has no text",
+            "folder d .*no text",
         ),
         (
             {"a.txt": b"abcdefghij"},
@@ -515,13 +515,13 @@ def test_stdlib_is_capped_sorted_and_the_same_again():
         (
             {},
             {"source": "tokens", "path": "a.bin"},
-            r"a\.bin, a file of token ids, is not there: `jaxpar tokenize TEXTS a\.bin",
+            r"a\.bin, .*: `jaxpar tokenize TEXTS a\.bin",
         ),
         ({"a.bin": b""}, {"source": "tokens", "path": "a.bin"}, r"a\.bin has 0 bytes"),
         (
             {"a.bin": b"abc"},
             {"source": "tokens", "path": "a.bin"},
-            r"3 bytes, not a positive multiple of 2 \(uint16\)",
+            r"3 bytes, .*2 \(uint16\)",
         ),
         (
             {"a.bin": b"\0" * 40},
@@ -594,9 +594,7 @@ def test_documents_without_text_are_left_out_and_counted(folder, tmp_path):
         )
     (tmp_path / "blank.txt").write_text(" \n")
     for refused in (load_corpus, lambda config, _: tokenize(config, tmp_path / "b.bin")):
-        with pytest.raises(
-            UserError, match=r"blank\.txt is empty: there is no document with text in it"
-        ):
+        with pytest.raises(UserError, match=r"blank\.txt is empty"):
             refused(text_config(tmp_path / "blank.txt"), 256)
     assert not (tmp_path / "b.bin").exists()
 
@@ -663,13 +661,13 @@ def test_the_header_of_llm_c_is_read_and_is_no_text(tmp_path, magic, version, dt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "header of version 2, and version 1 is the one that is read"),
-        ({"count": 201}, "has 200 ids and its header says 201: it was cut short"),
+        ({"version": 2}, "version 2, .*version 1"),
+        ({"count": 201}, "200 ids .*201"),
         ({"magic": 20240801}, "header of version 1, and version 7"),
         ({"magic": 20240522}, "questions with several answers"),
         (
             {"ids": [5] * 99 + [300]},
-            r"a\.bin has id 300 at token 99, model\.vocab_size=256: raise it to at least 301",
+            r"a\.bin has id 300 at token 99, model\.vocab_size=256: .*301",
         ),
     ],
 )
@@ -744,7 +742,7 @@ def test_dtype_is_read_from_beside_the_file(tmp_path):
     [
         ("a.bin", 6, r"a\.bin has 3 tokens, its \.json says 13"),
         ("a.bin.docs", 8, r"a\.bin has 1 documents, its \.json says 2"),
-        ("a.bin.docs", 5, r"a\.bin\.docs has 5 bytes, not a positive multiple of 8"),
+        ("a.bin.docs", 5, r"a\.bin\.docs has 5 bytes, .*8"),
     ],
 )
 def test_file_cut_short_is_refused(name, keep, message, folder, tmp_path):

@@ -104,7 +104,7 @@ def test_a_mixture_of_tokens_and_of_rows_is_refused() -> None:
 
     data = DataConfig(source="both", mixture=("ids 0.5", "talks 0.5"), seq_len=4)
     try:
-        with pytest.raises(UserError, match="ids as Tokens, talks as Counting: give all"):
+        with pytest.raises(UserError, match="Tokens, talks as Counting"):
             load_corpus(data, 100)
     finally:
         SOURCES.remove("both")

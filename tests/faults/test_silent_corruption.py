@@ -70,10 +70,7 @@ def test_a_gradient_that_one_device_gets_wrong_is_named_and_not_saved(tmp_path: 
     config = small(data=4)
     spoilt = make_experiment(config, optimizer=spoilt_by(config, 2, 4))
     device = spoilt.plan.mesh.devices.flat[2]
-    said = (
-        rf"found after step 6 that device cpu:{device.id} of process 0 has other bits in blocks.up "
-        "than the rest of the 4 that hold a copy: .*; the checkpoint of step 4 is kept"
-    )
+    said = f"step 6 .*cpu:{device.id} of process 0 .*blocks.up .*4 .*step 4 is kept"
     with pytest.raises(CopiesDiffer, match=said) as error:
         run(spoilt, tmp_path / "run")
     assert error.value.exit_code == 77

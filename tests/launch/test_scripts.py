@@ -258,7 +258,7 @@ esac; true""",
     "kind, target, said",
     [
         ("slurm", "v5p-64", "not run by Slurm"),
-        ("tpu-vm", "h100x8", "not to be had by tpu-vm"),
+        ("tpu-vm", "h100x8", "had by tpu-vm"),
         ("tpu-vm", "tpu7x-64", "not to be had"),
         ("skypilot", "v5p-64x2", "2 slices"),
         ("slurm", "h100x2", "tensor=4"),

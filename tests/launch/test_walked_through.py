@@ -155,7 +155,7 @@ def test_what_a_script_could_not_do_is_refused(
 def test_an_image_without_a_version_is_refused(place: Path) -> None:
     config = override(load_config("tiny"), SMALL | {"data.path": ""})
     for image in ("my/jaxpar", "my/jaxpar:latest", "host:5000/jaxpar"):
-        with pytest.raises(UserError, match="does not say which version it is"):
+        with pytest.raises(UserError, match="which version it is"):
             script("gke", "tiny", config, Placement("h100x16", image=image, claim="runs"))
 
 

@@ -199,7 +199,7 @@ def test_masks_that_would_be_wrong_are_refused(even: Any) -> None:
 
     with pytest.raises(UserError, match=r"Bare is none: write @masks.static_mask above the class"):
         Causal() & Bare()
-    with pytest.raises(UserError, match=r"and Mute does not: give it `visible\(self, i, j\)`"):
+    with pytest.raises(UserError, match=r"Mute .*`visible\(self, i, j\)`"):
         static_mask(type("Mute", (Mask,), {}))().visible(I, J)
 
     @register_mask("open")
@@ -209,7 +209,7 @@ def test_masks_that_would_be_wrong_are_refused(even: Any) -> None:
             return even(2)
 
     try:
-        with pytest.raises(UserError, match=r"'open' makes .*, which may show a token those after"):
+        with pytest.raises(UserError, match="'open' makes"):
             layer_masks(ModelConfig(masks=("open",)))
         assert words_that_look_ahead(ModelConfig(masks=("full", "causal", "local(2)"))) == [
             "full",

@@ -183,9 +183,9 @@ class Counting(nnx.Module):
     ("blocks", "changes", "said"),
     [
         (lambda rngs: None, {}, r"blocks=<lambda> is called with a ModelConfig and an nnx.Rngs"),
-        (lambda config, rngs: 3, {}, "blocks=<lambda> made a int: a part of a model is an nnx.Mod"),
+        (lambda config, rngs: 3, {}, "blocks=<lambda> made a int"),
         (Dropping, {}, "blocks=Dropping has dropout.rngs.count, a RngCount.*parallel.dropout"),
-        (Asking, {}, "blocks=Asking is called with an array first.*found x_BSD, mask"),
+        (Asking, {}, "blocks=Asking .*found x_BSD, mask"),
         (Counting, {}, r"blocks=Counting.count of shape \(2,\) is int32"),
         (
             block_with(out_sharding=(("embed", "mlp"), None)),
@@ -205,7 +205,7 @@ class Counting(nnx.Module):
         (
             block_with()(LLAMA, nnx.Rngs(0)),
             {},
-            "blocks= takes what makes a module.*a One that is made already: give the class One",
+            "blocks= takes .*class One",
         ),
         (block_with(), {"dropout": 0.1}, "model.dropout=0.1, and blocks=One takes no `key`"),
         (
@@ -216,7 +216,7 @@ class Counting(nnx.Module):
         (
             block_with(),
             {"lora": Lora(rank=2)},
-            "model.lora.rank=2, and blocks=One has no parameter with a dim `rank`",
+            "model.lora.rank=2, .*blocks=One .*`rank`",
         ),
     ],
 )
@@ -239,7 +239,7 @@ def test_what_a_block_may_not_do_is_said_when_it_is_traced() -> None:
         def __call__(self, x_BSD: jax.Array) -> None: ...
 
     silent = Model(LLAMA, blocks=Silent)
-    with pytest.raises(UserError, match="Silent made None of a stream: a block returns the array"):
+    with pytest.raises(UserError, match="Silent made None"):
         jax.eval_shape(lambda params: silent.loss(params, BATCH, ONE), silent.shapes())
 
     half = Plan(ONE.mesh, compute="bfloat16")
@@ -269,10 +269,10 @@ def test_blocks_of_ones_own_are_imported_by_the_names_of_their_parameters_and_no
     other = Model(LLAMA, blocks=SameNames)
     params = import_hf(tmp_path / "llama", other, ONE)
     assert jax.tree.structure(params) == jax.tree.structure(library.shapes())
-    said = "blocks=SameNames is a part of your own, and transformers would compute llama"
+    said = "blocks=SameNames .*llama"
     with pytest.raises(UserError, match=said):
         export_hf(params, other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    said = r"the parameter blocks.mixes.0.kernel \[2, 16, 16\] of Parallel is none of the checkpoi"
+    said = r"blocks.mixes.0.kernel \[2, 16, 16\] of Parallel"
     with pytest.raises(UserError, match=said):
         import_hf(tmp_path / "llama", Model(LLAMA, blocks=Parallel), ONE)

@@ -136,8 +136,8 @@ def test_sizes_that_cut_a_group_are_refused() -> None:
         ({"model__sparsity__form": "4:2"}, "is not N:M with N below M"),
         ({"model__sparsity__form": "half"}, "is not N:M"),
         ({"model__sparsity__targets": ["mlp"]}, "no matrix 'mlp'"),
-        ({"model__sparsity__block": [4]}, "not the rows and the columns of a block"),
-        ({"model__sparsity__pattern": "cyclic"}, "cyclic is a pattern of blocks"),
+        ({"model__sparsity__block": [4]}, "rows and the columns"),
+        ({"model__sparsity__pattern": "cyclic"}, "cyclic is a pattern"),
         ({"model__lora__rank": 2}, "model.lora.rank=2 with model.sparsity.form=2:4"),
     ],
 )
@@ -151,14 +151,14 @@ def test_a_matrix_that_is_not_there_and_a_block_of_ones_own_are_refused() -> Non
         Model(config_of(model__sparsity__targets=["gate"]).model)
 
     shared = {"model__experts": 4, "model__shared_experts": 1, "model__family": "llama"}
-    with pytest.raises(UserError, match=r"2:4 of gate, up, down with model\.shared_experts=1"):
+    with pytest.raises(UserError, match=r"2:4 of .*model\.shared_experts=1"):
         Model(config_of(**shared).model)
     Model(config_of(**shared, model__sparsity__targets=["q"]).model)
 
     class Mine(Block):
         pass
 
-    with pytest.raises(UserError, match="Mine reads its weights itself"):
+    with pytest.raises(UserError, match="Mine reads its weights"):
         Model(config_of().model, blocks=Mine)
     assert issubclass(Mine, nnx.Module)
 
@@ -206,7 +206,7 @@ def test_a_compressed_folder_is_the_dense_one(family: str, tmp_path: Path) -> No
     assert len(told["summed_dims"]) == (4 if family == "gpt2" else 2 * 4 * 2)
     for name, array in dense.items():
         np.testing.assert_array_equal(small[name], array)
-    with pytest.raises(UserError, match="only single entries of a form such as 2:4"):
+    with pytest.raises(UserError, match="a form such as 2:4"):
         export_compressed(params, base_model(model), tmp_path / "none")
 
 

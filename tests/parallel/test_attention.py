@@ -1,7 +1,7 @@
 """Attention as it is called: which implementation serves, the libraries', gradients of all that
 comes out, and plans.
 
-`kernels.attention.call.reference` is what they are held against (tests/kernels/test_reference.py
+`kernels.attention.call.reference` is what they are held against (tests/kernels/attention/test_reference.py
 has it against the definition); tolerances are those of tests/attention_cases.py.
 """
 
@@ -322,9 +322,9 @@ def bad(**changes: Any) -> Any:
             {"q": jnp.ones((2, 16, 8))},
             r"takes \[batch, sequence, heads, head_dim\], and was given q \(2, 16, 8\)",
         ),
-        ({"v": jnp.ones((2, 15, 2, 8))}, r"k and v of one shape"),
-        ({"q": jnp.ones((3, 16, 4, 8))}, r"batch and head_dim as q has them: q \(3, 16, 4, 8\)"),
-        ({"q": jnp.ones((2, 16, 3, 8))}, r"heads \(3\) that are a multiple of kv heads \(2\)"),
+        ({"v": jnp.ones((2, 15, 2, 8))}, "k and v of one"),
+        ({"q": jnp.ones((3, 16, 4, 8))}, r"batch and head_dim .*q \(3, 16, 4, 8\)"),
+        ({"q": jnp.ones((2, 16, 3, 8))}, r"heads \(3\) .*kv heads \(2\)"),
         (
             {"q": jnp.ones((2, 16, 4, 8), jnp.bfloat16)},
             r"one dtype: bfloat16, float32, float32",
@@ -333,34 +333,34 @@ def bad(**changes: Any) -> Any:
             {"mask": "causal"},
             r"a mask of jaxpar.kernels.masks, such as Causal\(\), and was given 'causal'",
         ),
-        ({"mask": Causal}, r"was given the class Causal: write Causal\(\)"),
+        ({"mask": Causal}, "the class Causal: write"),
         (
             {"mask": jnp.ones((16, 16), bool)},
             r"was given an array bool\[16, 16\]: a map of .* is BlockSparse",
         ),
         (
             {"mask": Segments(None, None)},
-            r"Segments needs q_ids \(2, 16\), an id for each token, and was given None",
+            r"Segments needs q_ids \(2, 16\)",
         ),
         (
             {"mask": Causal() & Segments(jnp.ones((2, 16), int), jnp.ones((2, 9), int))},
             r"kv_ids \(2, 16\).* was given \(2, 9\)",
         ),
-        ({"scale": -1.0}, r"scale as a finite number above 0, and was given scale=-1.0"),
+        ({"scale": -1.0}, "scale=-1.0"),
         ({"scale": 0.0}, r"was given scale=0.0"),
         (
             {"softcap": -5.0},
-            r"softcap as a finite number of at least 0, and was given softcap=-5.0",
+            "softcap=-5.0",
         ),
         ({"softcap": float("nan")}, r"was given softcap=nan"),
         (
             {"dropout_rate": 1.0},
-            r"dropout_rate as a finite number of at least 0 and below 1, .* dropout_rate=1.0",
+            "dropout_rate=1.0",
         ),
         ({"dropout_rate": -1}, r"was given dropout_rate=-1"),
         (
             dict.fromkeys("qkv", jnp.ones((2, 16, 4, 8), int)),
-            r"of a floating dtype, such as bfloat16, .* given int32",
+            "bfloat16, .* given int32",
         ),
         (
             dict.fromkeys("qkv", jnp.ones((2, 0, 4, 8))),
@@ -371,7 +371,7 @@ def bad(**changes: Any) -> Any:
                 "k": jnp.ones((2, 16, 0, 8)),
                 "v": jnp.ones((2, 16, 0, 8)),
             },
-            r"at least one token, one head",
+            "at least one token",
         ),
         (
             {"mask": Segments(*[jnp.ones((2, 16))] * 2)},
@@ -379,15 +379,15 @@ def bad(**changes: Any) -> Any:
         ),
         (
             {"implementation": "flash"},
-            r"no implementation of attention is called 'flash': try one of ",
+            "'flash': try one of",
         ),
         (
             {"implementation": "splash", "with_lse": False},
-            r"by splash was asked for, but: on cpu; what serves: chun",
+            "splash .*: on cpu",
         ),
         (
             {"implementation": "cudnn"},
-            r"by cudnn was asked for, but: no log-sum-exp that has a gradient; what serv",
+            "cudnn .*log-sum-exp",
         ),
     ],
 )
@@ -404,7 +404,7 @@ def test_what_only_the_tiles_show_is_refused_in_a_line_too(monkeypatch: pytest.M
     monkeypatch.setattr(chunked, "forward", unserved)
     with pytest.raises(
         UserError,
-        match="attention by chunked cannot serve: 9 tiles to visit are more than SMEM holds; ",
+        match=r"chunked .*: 9 tiles",
     ):
         bad()
 
@@ -592,9 +592,7 @@ def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> No
             "",
         )
     else:
-        with pytest.raises(
-            UserError, match="by pallas_tpu was asked for, but: 524800 tiles to visit are more than"
-        ):
+        with pytest.raises(UserError, match=r"pallas_tpu .*: 524800 tiles"):
             choose_attention(split_of(named), Causal(), 1 << 20, 64, platform="tpu")
 
 
@@ -621,17 +619,17 @@ def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixt
         (
             {"fsdp": 2},
             "pallas_tpu",
-            "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference",
+            "pallas_tpu .*on cpu; .*: chunked, reference",
         ),
         (
             {"context": 2},
             "pallas_tpu",
-            "by pallas_tpu was asked for, but: on cpu; what serves: chunked$",
+            "pallas_tpu .*on cpu; .*: chunked$",
         ),
         (
             {"context": 2},
             "splash",
-            "the sequence is split over devices, and it cannot merge parts; what serves: chunked$",
+            "split over devices, .*: chunked$",
         ),
     ],
 )
@@ -782,7 +780,7 @@ def test_halves_of_a_sequence_attend_as_the_whole(mask: Mask, packed: bool) -> N
 
 def test_halves_of_a_sequence_take_no_mask_that_looks_ahead() -> None:
     plan = dataclasses.replace(plan_on(MeshSpec()), overlap=Overlap(domino="sequence"))
-    with pytest.raises(UserError, match=r"the mask Full\(\) a query of the first half may see"):
+    with pytest.raises(UserError, match=r"Full\(\) .*first half"):
         attend_in_first_half(
             AttentionCall(*projections(1, 4, 1, 1, 2), Full()), None, MeshOps(plan)
         )
@@ -805,7 +803,7 @@ def test_splash_takes_queries_that_begin_later_than_the_keys(mask: Mask) -> None
 def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:
     with pytest.raises(
         UserError,
-        match=r"the map of BlockSparse.* begins where that does: give .*per_document=True",
+        match=r"BlockSparse.*per_document=True",
     ):
         MeshOps(plan_on(MeshSpec())).attention(
             AttentionCall(*projections(2, 33, 4, 2, 6), bigbird(33), documents(2, 33))

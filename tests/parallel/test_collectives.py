@@ -230,9 +230,7 @@ def test_gather_and_reduce_are_transposes_of_one_another(name: str) -> None:
 WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     (
         {"residual_seq": ("tensor", "context")},
-        r"dim 1 is used split over context \(rules.seq\) and stored split over tensor x context "
-        r"\(rules.residual_seq\), which does not begin with it: try "
-        r"rules.residual_seq=\(context, tensor\)",
+        r"context \(rules.seq\) .*tensor x context \(rules.residual_seq\), .*rules.residual_seq=\(context, tensor\)",
         ("context", "tensor"),
     ),
     (
@@ -272,7 +270,7 @@ def test_a_layout_that_only_differs_by_axes_of_one_device_is_none_to_refuse() ->
 
 def test_tokens_and_rows_over_the_same_mesh_axis_are_refused() -> None:
     plan = plan_of({"fsdp": 8}, {"vocab": ("fsdp",), "embed": ()})
-    message = r"lookup: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)"
+    message = r"fsdp=8 .*\(batch\) .*\(vocab\)"
     with pytest.raises(UserError, match=message):
         MeshOps(plan).lookup(
             jnp.zeros((8, 4)),

@@ -90,9 +90,7 @@ def test_known_bad_versions_are_refused_unless_forced(monkeypatch: pytest.Monkey
 
 
 def test_a_device_without_host_memory_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"a chip has no host memory .*only device: save it, or recompute it"
-    ):
+    with pytest.raises(UserError, match=r"no host memory .*only device"):
         check_offload("memory.keep.up = offload", Device("tpu", "device"), anyway=False)
     # an absent one does not say
     check_offload("memory.keep.up = offload", Device("tpu"), anyway=False)

@@ -98,9 +98,9 @@ def test_policies_differ_and_name_what_there_is():
         (
             "gpt2",
             {"memory.keep.gate": "save"},
-            "gpt2 .* has no activation of that name: it has block_input",
+            "gpt2 .*has block_input",
         ),
-        ("llama", {"memory.keep.expert_out": "offload"}, "has no activation of that name"),
+        ("llama", {"memory.keep.expert_out": "offload"}, "no activation of that"),
         ("llama", {"memory.keep.block_input": "recompute"}, "save or offload it"),
     ],
 )
@@ -112,5 +112,5 @@ def test_what_cannot_be_kept_is_refused(family, changes, message):
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match=r"memory\.keep\.gat \(did you mean 'memory\.keep\.gate'"):
         override(Config(), {"memory.keep.gat": "save"})
-    with pytest.raises(UserError, match=r"memory\.policy is one of none, full"):
+    with pytest.raises(UserError, match=r"memory\.policy is one of"):
         override(Config(), {"memory.policy": "everything"})

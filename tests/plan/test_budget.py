@@ -52,7 +52,7 @@ def test_what_is_no_size_is_refused(text):
 
 def test_auto_is_what_a_device_has_less_a_margin():
     assert budget_bytes("auto", Hardware(hbm_bytes=1000), jax.devices()[0]) == 950
-    with pytest.raises(UserError, match="does not say how much memory"):
+    with pytest.raises(UserError, match="how much memory"):
         budget_bytes("auto", Hardware(), jax.devices()[0])
 
 
@@ -86,7 +86,7 @@ def test_a_budget_below_the_least_says_what_it_would_take():
     with pytest.raises(UserError) as refused:
         resolve(config)
     said = str(refused.value)
-    assert "is less than this plan takes with the least kept on the device" in said
+    assert "is less than this plan" in said
     for words in (
         "parameters",
         "optimizer",

@@ -71,7 +71,7 @@ def test_every_setting_of_the_table_names_keys_of_a_config(name: str) -> None:
 
 def test_settings_that_contradict_each_other_are_refused_by_name() -> None:
     base = load_config("gpt2_124m")
-    with pytest.raises(UserError, match="remat and dots contradict each other"):
+    with pytest.raises(UserError, match="remat and dots contradict"):
         apply_settings(base, chosen("remat", "dots"))
     both = apply_settings(base, chosen("remat", "bf16-moments"))
     assert (both.memory.policy, both.memory.keep.up) == ("full", "policy")
@@ -80,7 +80,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name() -> None:
 
 def test_a_setting_that_changes_nothing_is_said_to() -> None:
     base = load_config("llama32_1b")
-    with pytest.raises(NoEffect, match="remat changes nothing: the config is so already"):
+    with pytest.raises(NoEffect, match="remat changes nothing"):
         apply_settings(base, chosen("remat"))
     with pytest.raises(NoEffect, match=r"rings .*: overlap.gather has no .*mesh.tensor 4"):
         apply_settings(base, chosen("rings"))
@@ -99,7 +99,7 @@ def test_settings_of_a_file_join_those_of_the_table(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="domino is given twice"):
         find_settings(["domino", "domino"], {})
     file.write_text("narrow = 3\n")
-    with pytest.raises(UserError, match="narrow is a table of the keys"):
+    with pytest.raises(UserError, match="narrow is a table"):
         read_settings(str(file))
 
 

@@ -103,7 +103,7 @@ def test_what_a_machine_has_no_room_for_is_refused_before_it_is_made():
     require_memory(experiment_of(FSDP, plan_for(FSDP)), 0)  # not known
     with pytest.raises(
         UserError,
-        match=r"a step needs .* of this machine's memory, which has .*: parameters, gradients",
+        match=r"a step needs .*: parameters, gradients",
     ):
         require_memory(experiment_of(FSDP, plan_for(FSDP)), counted - 1)
     wide = override(FSDP, {"train.batch": 2**14})
@@ -239,11 +239,11 @@ def test_an_update_by_layers_works_with_one_however_many_a_stage_has(
     [
         (
             "Out of memory allocating 123 bytes.",
-            "^out of memory: .* predicted .* what a device has is not known; try",
+            "^out of memory: .*not known; try",
         ),
         (
             "Used 18.71M of 16.00M vmem.\n XLA label: k.1 = x",
-            "^the compiler refuses this step: the kernel k.1 asks",
+            "^the compiler .*kernel k.1 asks",
         ),
     ],
     ids=["of the device", "of a kernel"],

@@ -270,9 +270,7 @@ def test_a_compiler_that_gives_up_for_another_reason_is_quoted(monkeypatch):
             raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nmore of it")
 
     monkeypatch.setattr(subject, "make_train_step", lambda *_: Refusing())
-    with pytest.raises(
-        UserError, match=r"^the compiler for simulated refuses this step: INTERNAL: Mosaic failed$"
-    ):
+    with pytest.raises(UserError, match=r"simulated refuses .*INTERNAL: Mosaic failed$"):
         compile_step(CONFIG, SIMULATED)
 
 

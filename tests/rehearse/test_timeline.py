@@ -292,7 +292,7 @@ def test_events_draw_the_first_trips_and_a_bar_for_the_rest():
 
 
 def test_a_node_that_depends_on_a_later_one_is_refused():
-    with pytest.raises(ValueError, match="dot depends on a node that comes after it"):
+    with pytest.raises(ValueError, match="dot depends on"):
         played(matmul(1.0, 1), matmul(1.0))
 
 

@@ -43,5 +43,5 @@ def test_the_peak_is_named_by_its_arrays_and_their_lines(report):
 
 def test_a_report_that_does_not_say_it_is_refused(report):
     del report["alive"]
-    with pytest.raises(UserError, match="does not say what is in memory when"):
+    with pytest.raises(UserError, match="in memory when"):
         memory_timeline_figure(report)

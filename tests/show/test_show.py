@@ -213,9 +213,9 @@ def test_microbatches_are_as_many_as_the_batch_allows(picture, capsys, no_device
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TINY, "mesh.stage=1: a pipeline has two stages or more to schedule, try mesh.stage=4"),
-        (staged(MeshSpec(stage=-1)), "mesh.stage=-1: a pipeline has two stages or more"),
-        (staged(MeshSpec(stage=2), virtual=2), "1f1b has one virtual stage a stage"),
+        (TINY, "mesh.stage=1: .*try mesh.stage=4"),
+        (staged(MeshSpec(stage=-1)), "mesh.stage=-1: "),
+        (staged(MeshSpec(stage=2), virtual=2), "1f1b has one virtual"),
         (staged(MeshSpec(stage=2), schedule="looped", virtual=0), "found 2, .*, 0"),
         (staged(MeshSpec(stage=16)), "model.layers=8 are fewer than 16 stages"),
     ],

@@ -167,7 +167,7 @@ def test_several_runs_are_a_table_and_one_of_another_version_does_not_hide_the_o
 
 
 def test_what_is_no_run_is_a_line(tmp_path, capsys):
-    with pytest.raises(UserError, match="is no run folder, and has none in it"):
+    with pytest.raises(UserError, match="is no run folder"):
         page(tmp_path, 80)
     assert main(["watch"]) == 2
     assert "usage: jaxpar watch RUN|FOLDER" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_messages_list_it_and_say_what_it_cannot_serve() -> None:
     q = jnp.ones((1, 4, 2, 8))
     with pytest.raises(UserError, match=r"kernels.attention is one of cudnn, .*both_ways.*, auto"):
         found_by_verify("both_wasy")
-    with pytest.raises(UserError, match="by whole_rows was asked for, but: a soft cap; what serve"):
+    with pytest.raises(UserError, match=r"whole_rows .*: a soft cap"):
         parallel.attention(q, q, q, softcap=2.0, implementation="whole_rows")
     with pytest.raises(UserError, match=r"what serves: chunked, both_ways$"):
         layout = jaxpar.Layout(jaxpar.make_mesh(data=4, context=2))
@@ -129,9 +129,7 @@ def test_what_is_no_output_is_refused(found: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused_where_it_is_registered(own_kernel: ModuleType) -> None:
-    with pytest.raises(
-        UserError, match="platforms is a tuple of some of cpu, gpu, tpu, found 'gpu'"
-    ):
+    with pytest.raises(UserError, match=r"platforms .*found 'gpu'"):
         register_kernel(NAME, platforms="gpu")  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         UserError, match=f"the backward of kernels.attention '{NAME}' is called with"

@@ -225,18 +225,16 @@ def test_a_strangers_blocks_in_a_pipeline_give_one_devices_gradients(
 
 
 def test_a_pipeline_without_stages_or_blocks_is_refused() -> None:
-    with pytest.raises(
-        jaxpar.UserError, match=r"^a pipeline needs stages, and this layout has one"
-    ):
+    with pytest.raises(jaxpar.UserError, match=r"^a pipeline needs stages"):
         own_pipeline.verdict_of(data=8)
     layout = jaxpar.Layout(jaxpar.make_mesh(stage=8))
     axes = {"tokens": ("vocab", "embed")}
     with pytest.raises(
         jaxpar.UserError,
-        match=r"^a pipeline's parameters have stacked `blocks`, and these are tokens",
+        match=r"`blocks`, .*tokens",
     ):
         pipeline.value_and_grad(*own_pipeline.functions(layout), axes, layout, microbatches=8)
-    with pytest.raises(jaxpar.UserError, match=r"^16 rows are not cut into 5 microbatches"):
+    with pytest.raises(jaxpar.UserError, match=r"^16 rows .*5 microbatches"):
         own_pipeline.verdict_of(stage=4, data=2, microbatches=5)
     with pytest.raises(
         jaxpar.UserError,
@@ -246,13 +244,13 @@ def test_a_pipeline_without_stages_or_blocks_is_refused() -> None:
 
 
 def test_a_table_that_would_be_run_wrongly_is_refused() -> None:
-    with pytest.raises(jaxpar.UserError, match=r"^a table of 8 stages on a layout that has 4"):
+    with pytest.raises(jaxpar.UserError, match=r"8 stages .*has 4"):
         own_pipeline.verdict_of(pipeline.schedule("1f1b", 8, 8), stage=4, data=2)
     table = pipeline.schedule("1f1b", 4, 8)
     without_last = pipeline.Table(4, 8, 1, table.rounds[:-1])
     with pytest.raises(
         jaxpar.UserError,
-        match="stage 0: the end, and backward of microbatch 7, chunk 0 is never done",
+        match=r"stage 0: .*microbatch 7, chunk 0",
     ):
         own_pipeline.verdict_of(without_last, stage=4, data=2)
 

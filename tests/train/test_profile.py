@@ -16,18 +16,18 @@ from jaxpar.train.metrics import Profile
     [
         (
             {"metrics.profile": "25:20"},
-            "metrics.profile=25:20 is not two steps in order: try metrics.profile=20:25",
+            "metrics.profile=25:20.*metrics.profile=20:25",
         ),
-        ({"metrics.profile": "20"}, "is not two steps in order"),
-        ({"metrics.profile": "0:5"}, "is not two steps in order"),
-        ({"metrics.profile": "a:b"}, "is not two steps in order"),
+        ({"metrics.profile": "20"}, "two steps in order"),
+        ({"metrics.profile": "0:5"}, "two steps in order"),
+        ({"metrics.profile": "a:b"}, "two steps in order"),
         (
             {"metrics.profile": "95:101"},
-            "metrics.profile=95:101 goes beyond the last step, which is 100",
+            "metrics.profile=95:101 .*100",
         ),
         (
             {"metrics.profile": "20:25", "train.stop_at": 24},
-            "goes beyond the last step, which is 24",
+            "the last step, .*24",
         ),
         (
             {"metrics.profile": "20:25", "train.eval_every": 8, "data.val_fraction": 0.1},
@@ -59,9 +59,7 @@ def test_of_a_resumed_run_the_steps_that_are_left_are_traced_and_none_twice(tmp_
     fresh = Profile(steps, tmp_path, 0)
     inside = Profile(steps, tmp_path, 22)
     assert (fresh.first, fresh.last, inside.first, inside.last) == (20, 25, 23, 25)
-    with pytest.raises(
-        UserError, match=r"metrics.profile: the run goes on after step 25, try 27:31"
-    ):
+    with pytest.raises(UserError, match=r"metrics.profile: .*25, try 27:31"):
         Profile(steps, tmp_path, 25)
     fresh.file.parent.mkdir()
     fresh.file.write_text("{}")

@@ -89,9 +89,7 @@ def test_a_run_that_fails_is_failed_there_too(tmp_path, fake):
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_library_that_is_absent_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, {"tensorboard": "tensorboardX"}.get(name, name), None)
-    with pytest.raises(
-        UserError, match=rf"metrics.sinks={name} needs the extra: pip install 'jaxpar\[{name}\]'"
-    ):
+    with pytest.raises(UserError, match=rf"metrics.sinks={name} .*'jaxpar\[{name}\]'"):
         Sink(name, Config(), tmp_path, 0, print)
 
 
@@ -106,18 +104,16 @@ def test_a_sink_that_cannot_begin_is_one_line(tmp_path):
         register_sink("refusing")(refuse)
         register_sink("lacking")(lacks)
         check(override(Config(), {"metrics.sinks": ["wandb", "refusing"]}))
-        with pytest.raises(
-            UserError, match=r"^metrics.sinks=refusing cannot begin its run: no API"
-        ):
+        with pytest.raises(UserError, match=r"metrics.sinks=refusing .*no API"):
             Sink("refusing", Config(), tmp_path, 0, print)
-        with pytest.raises(UserError, match=r"needs what is not installed: No module named 'of_m"):
+        with pytest.raises(UserError, match="named 'of_m"):
             Sink("lacking", Config(), tmp_path, 0, print)
         with pytest.raises(UserError, match=r"is one of tensorboard, .*, lacking, found 'other'"):
             check(override(Config(), {"metrics.sinks": ["wandb", "other"]}))
     finally:
         SINKS.remove("refusing")
         SINKS.remove("lacking")
-    with pytest.raises(UserError, match="names one of them twice"):
+    with pytest.raises(UserError, match="one of them twice"):
         check(override(Config(), {"metrics.sinks": ["wandb", "wandb"]}))
 
 

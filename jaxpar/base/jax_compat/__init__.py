@@ -5,7 +5,8 @@ Here alone stand private imports (`private`), names of primitives (`primitives`)
 the compilers (`options`) and what compilers and runtimes say (`messages`). All was seen on jax
 0.10.2 and on 0.12.0.1; `base/tested_versions.py` has the other packages of both. What a version
 has taken away is no traceback: there is a fallback, and a line of the log says what is missing and
-what that costs. On another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
+what that costs. On another jax, run `tests/base/jax_compat/test_jax_compat.py` first: it has a test
+of each.
 """
 
 from jaxpar.base.jax_compat.messages import (
