@@ -16,9 +16,9 @@ with `sinks` for where that goes. Then the folders `step`, which computes, and `
 makes an experiment; `activations`, `state_memory` and `require_memory` say what memory it takes,
 and `smaller_step` what makes that less. `guard` and `goodput` watch a training. `runs` keeps it in
 a folder, `restore` loads what a folder has, and `distil` is its teacher, with `teacher_memory` for
-what this takes. `run_data` is what a run reads besides, and `hooks` what a program adds; `opening`
-puts all of this together. `evaluate` and `evaluations` measure what is trained, and `loop`, the
-last of these, trains.
+what this takes. `run_data` is what a run reads besides, and `opening` puts all of this together.
+`evaluate` measures what is trained, `hooks` are what is done at steps beside training, and `loop`,
+the last of these, trains.
 
 For a model that was trained there are `generation`, which loads it for text, and `pruned_run`,
 which prunes it at once.

@@ -1,6 +1,10 @@
 """Which steps are traced, and which settings of it are refused."""
 
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import pytest
@@ -8,7 +12,8 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.config.checks import check
 from jaxpar.base.errors import UserError
-from jaxpar.train.metrics import Profile
+from jaxpar.train.hooks import HookedRun
+from jaxpar.train.hooks.profile import Profile, steps_to_trace
 
 
 @pytest.mark.parametrize(
@@ -53,33 +58,62 @@ def test_an_evaluation_after_the_last_of_them_is_not_among_them():
 
 
 def test_of_a_resumed_run_the_steps_that_are_left_are_traced_and_none_twice(tmp_path):
-    steps = Config().metrics.profiled
-    assert (Profile(steps, tmp_path, 0).first, Profile(steps, tmp_path, 9).last) == (0, 0)
-    steps = range(20, 26)
-    fresh = Profile(steps, tmp_path, 0)
-    inside = Profile(steps, tmp_path, 22)
-    assert (fresh.first, fresh.last, inside.first, inside.last) == (20, 25, 23, 25)
+    assert not steps_to_trace(Config().metrics.profiled, tmp_path, 9)
+    asked = range(20, 26)
+    assert steps_to_trace(asked, tmp_path, 0) == asked
+    assert steps_to_trace(asked, tmp_path, 22) == range(23, 26)
     with pytest.raises(
         UserError, match=r"metrics.profile: the run goes on after step 25, try 27:31"
     ):
-        Profile(steps, tmp_path, 25)
-    fresh.file.parent.mkdir()
-    fresh.file.write_text("{}")
+        steps_to_trace(asked, tmp_path, 25)
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "steps_20_25.json").write_text("{}")
     for done in (0, 22, 500):
-        again = Profile(steps, tmp_path, done)
-        assert (again.first, again.last) == (0, 0), "the same command resumes a run that was traced"
+        left = steps_to_trace(asked, tmp_path, done)
+        assert not left, "the same command resumes a run that was traced"
 
 
-def test_a_trace_that_an_error_breaks_off_is_ended(tmp_path, monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        jax.profiler, "start_trace", lambda folder, profiler_options: called.append("start")
-    )
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: called.append("stop"))
-    with pytest.raises(ZeroDivisionError), closing(Profile(range(1, 3), tmp_path, 0)) as profile:
-        profile.start()
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of JAX's profiler."""
+    asked: list[str] = []
+    start: Any = lambda folder, profiler_options: asked.append("start")
+    monkeypatch.setattr(jax.profiler, "start_trace", start)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: asked.append("stop"))
+    return asked
+
+
+def begun(profile: Profile, folder: Any, after: int) -> None:
+    """The profile at the begin of a run, or where it goes back."""
+    apart: Any = lambda cause: nullcontext()
+    run = HookedRun(MagicMock(), folder, after, print, print, apart)
+    profile.on_begin(run, MagicMock())
+
+
+def test_a_trace_that_an_error_breaks_off_is_ended(tmp_path, traces):
+    steps = range(1, 4)
+    with (
+        ThreadPoolExecutor(1) as beside,
+        pytest.raises(ZeroDivisionError),
+        Profile(steps, steps, MagicMock(), beside) as profile,
+    ):
+        begun(profile, tmp_path, 0)
+        profile.before_step(1)
+        profile.on_started(1)
         _ = 1 / 0
-    with closing(Profile(range(1, 3), tmp_path, 0)) as profile:
-        profile.start()
-        profile.close()
-    assert called == ["start", "stop"] * 2
+    assert traces == ["start", "stop"]
+
+
+def test_a_trace_ends_where_the_run_goes_back_and_what_is_run_again_has_none(tmp_path, traces):
+    steps = range(1, 3)
+    submitted: list[Any] = []
+    beside: Any = SimpleNamespace(submit=lambda *args: submitted.append(args))
+    with Profile(steps, steps, MagicMock(), beside) as profile:
+        begun(profile, tmp_path, 0)
+        profile.before_step(1)
+        begun(profile, tmp_path, 0)
+        assert traces == ["start", "stop"]
+        for step in steps:
+            profile.before_step(step)
+            profile.on_started(step)
+    assert traces == ["start", "stop"] and not submitted

@@ -22,7 +22,8 @@ from jaxpar.train.experiment import Experiment
 from jaxpar.train.goodput import Account
 from jaxpar.train.guard.failures import CopiesDiffer, Diverged, PeerLost, peer_errors
 from jaxpar.train.guard.time_limit import TimeLimit, save_seconds
-from jaxpar.train.hooks import Hook, require_hooks
+from jaxpar.train.hooks import Hook
+from jaxpar.train.hooks.given import require_hooks
 from jaxpar.train.loop.messages import failed, left
 from jaxpar.train.loop.timing import save_watchdog
 from jaxpar.train.loop.training import Result, train_opened

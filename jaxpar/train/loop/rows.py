@@ -67,6 +67,12 @@ class StepRows:
         self._show.step(step, numbers | speed, left)
         self._account.note()
 
+    def sync(self) -> None:
+        """Wait until the rows of the steps have reached the disk, as those of a step that is saved
+        must.
+        """
+        self._log.sync()
+
     def go_back(self, step: int) -> None:
         """Go on with the rows after an earlier step, from which the run goes on."""
         self.last = step
